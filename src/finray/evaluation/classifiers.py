@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from finray.config.resolved import LabelSet
 from finray.config.schema import ModelConfig
@@ -21,18 +22,18 @@ from finray.evaluation.classify import Classification, Classified, classify
 from finray.evaluation.estimates import Judged
 from finray.evaluation.outcome import Estimate, Prediction
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
-from finray.evaluation.statistics import Interval
+from finray.evaluation.statistics import Interval, interval
 from finray.evaluation.subjects import Case, Progress
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums
+from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums, f1_scores
 
 # Maximum size of a score's statistics; with more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24
 # Name of the baseline that ignores the text.
 COMMONEST = "commonest"
-_NO_SUM = Interval(None, None, "none: it is not a sum over rows")
+_OF_ORDER = Interval(None, None, "none: it depends on the order of all rows")
 
 
 class Mean(SummedScore):
@@ -55,6 +56,39 @@ class FromCounts(SummedScore):
         """The score, as in evaluations during training."""
         classes = math.isqrt(len(sums_K))
         return self._of(sums_K.reshape(classes, classes))
+
+
+class FromCases(SummedScore):
+    """An F1 of several labels per row: from hits, wrong and missed ones of each class (3C)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._place = ("f1_macro", "f1_weighted").index(name)
+
+    def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
+        """The score, as in evaluations during training."""
+        hits, wrong, missed = sums_K.reshape(3, -1)
+        return f1_scores(hits, wrong, missed, np.ones(len(hits), dtype=bool))[self._place]
+
+
+class Ratio(SummedScore):
+    """Precision or recall of a class: a sum over rows divided by another; 0 where there is nothing to divide by."""
+
+    def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
+        """The ratio."""
+        return float(sums_K[0] / sums_K[1]) if sums_K[1] else 0.0
+
+
+class Pearson(SummedScore):
+    """Pearson's correlation, from sums of x, y, x², y² and xy."""
+
+    is_share = False
+
+    def total(self, sums_K: FloatArray, rows: int) -> float:
+        """The correlation; 0 if all numbers are equal."""
+        x, y, xx, yy, xy = (sums_K / rows).tolist()
+        spread = (xx - x * x) * (yy - y * y)
+        return (xy - x * y) / math.sqrt(spread) if spread > 0 else 0.0
 
 
 def judge(case: Case) -> Judged:
@@ -88,12 +122,21 @@ def judge(case: Case) -> Judged:
     if request.baselines is None and rows.train is not None:
         predictions = {COMMONEST: (Classification(commonest(rows.train, labels)),) * len(held), **predictions}
     sums = ScoreSums(labels.problem, labels.names)
-    totals, statistics = _statistics(sums, truths, predictions)
-    if len(totals) == 1 and labels.problem == "single_label":
+    totals, statistics, others = _statistics(sums, truths, predictions)
+    if len(totals) == 1 and labels.problem != "regression":
         case.notes.append(f"{len(sums.names)} classes are too many: intervals are computed for accuracy only")
     metrics = {name: one.scores.metrics for name, one in found.items() if one.scores is not None}
+
+    def estimate(model: str, name: str, value: float) -> Estimate:
+        if name not in others[model]:
+            return Estimate(value, _OF_ORDER)
+        score, statistics_NK = others[model][name]
+        return Estimate(value, interval(statistics_NK, score.total, seed=request.seed), score.is_share)
+
     values = {
-        model: {name: Estimate(value, _NO_SUM) for name, value in metrics.get(model, {}).items() if name not in totals}
+        model: {
+            name: estimate(model, name, value) for name, value in metrics.get(model, {}).items() if name not in totals
+        }
         for model in predictions
     }
     confusion = {name: one.scores.confusion for name, one in found.items() if one.scores and one.scores.confusion}
@@ -130,48 +173,68 @@ def commonest(train: PreparedSplit, labels: LabelSet) -> Label:
     return counts.most_common(1)[0][0]
 
 
+# By model: scores with an interval that are not compared, and the statistics of each row.
+_Others = dict[str, dict[str, tuple[Score, FloatArray]]]
+
+
 def _statistics(
     sums: ScoreSums, truths: Sequence[Label], predictions: Mapping[str, Sequence[Classification]]
-) -> tuple[dict[str, Score], dict[str, dict[str, FloatArray]]]:
+) -> tuple[dict[str, Score], dict[str, dict[str, FloatArray]], _Others]:
+    """The scores that are compared, with each model's statistics of the rows; and others, with theirs."""
     found: dict[str, dict[str, FloatArray]] = {name: {} for name in predictions}
+    others: _Others = {name: {} for name in predictions}
     if sums.problem == "regression":
+        y = np.array([_number(one) for one in truths])
         for name, predicted in predictions.items():
-            apart = [
-                float(_number(one.label)) - float(_number(truth)) for one, truth in zip(predicted, truths, strict=True)
-            ]
-            found[name]["mean_squared_error"] = np.square(apart)[:, None]
-        return {"mean_squared_error": Mean(is_share=False, lower_is_better=True)}, found
-    if sums.problem == "multi_label":
-        right = [frozenset(one if isinstance(one, tuple) else (str(one),)) for one in truths]
-        for name, predicted in predictions.items():
-            hit = [
-                set(one.label if isinstance(one.label, tuple) else ()) == truth
-                for one, truth in zip(predicted, right, strict=True)
-            ]
-            found[name]["accuracy"] = np.array(hit, dtype=np.float64)[:, None]
-        return {"accuracy": Mean(is_share=True)}, found
+            x = np.array([_number(one.label) for one in predicted])
+            found[name]["mean_squared_error"] = np.square(x - y)[:, None]
+            # Around the means: sums of large squares would lose their difference.
+            x, centred = x - x.mean(), y - y.mean()
+            columns = (x, centred, x * x, centred * centred, x * centred)
+            others[name]["pearson"] = Pearson(), np.stack(columns, axis=1)
+        return {"mean_squared_error": Mean(is_share=False, lower_is_better=True)}, found, others
     place = {name: number for number, name in enumerate(sums.names)}
-    truth_N = np.array([place[str(one)] for one in truths])
-    classes, rows = len(place), len(truth_N)
-    totals: dict[str, Score] = {"accuracy": Mean(is_share=True)}
+    truth_NC, classes, rows = _marked(truths, place), len(place), len(truths)
     has_counts = rows * classes**2 <= _MOST_NUMBERS
+    is_single = sums.problem == "single_label"
+    compared = ("f1_macro", "f1_weighted", "matthews_corrcoef") if is_single else ("f1_macro", "f1_weighted")
+    totals: dict[str, Score] = {"accuracy": Mean(is_share=True)}
     if has_counts:
-        totals |= {name: FromCounts(name) for name in ("f1_macro", "f1_weighted", "matthews_corrcoef")}
+        totals |= {name: FromCounts(name) if is_single else FromCases(name) for name in compared}
     for name, predicted in predictions.items():
         try:
-            predicted_N = np.array([place[str(one.label)] for one in predicted])
+            predicted_NC = _marked([one.label for one in predicted], place)
         except KeyError as error:
             raise DataError(
                 f"`{name}` predicts {error.args[0]!r}, but the classes are {', '.join(sums.names)}",
                 where="--baseline",
                 repair="compare with a classifier that has the same labels",
             ) from None
-        found[name]["accuracy"] = (predicted_N == truth_N).astype(np.float64)[:, None]
-        if has_counts:
+        found[name]["accuracy"] = (predicted_NC == truth_NC).all(1).astype(np.float64)[:, None]
+        if not has_counts:
+            continue
+        hits_NC = truth_NC & predicted_NC
+        if is_single:
             cells_NK = np.zeros((rows, classes**2))
-            cells_NK[np.arange(rows), truth_N * classes + predicted_N] = 1
-            found[name] |= dict.fromkeys(("f1_macro", "f1_weighted", "matthews_corrcoef"), cells_NK)
-    return totals, found
+            cells_NK[np.arange(rows), truth_NC.argmax(1) * classes + predicted_NC.argmax(1)] = 1
+        else:
+            cases = (hits_NC, predicted_NC & ~truth_NC, truth_NC & ~predicted_NC)
+            cells_NK = np.concatenate(cases, axis=1).astype(np.float64)
+        found[name] |= dict.fromkeys(compared, cells_NK)
+        for label, at in place.items():
+            for kind, there in (("precision", predicted_NC), ("recall", truth_NC)):
+                both = np.stack([hits_NC[:, at], there[:, at]], axis=1).astype(np.float64)
+                others[name][f"{kind}_{label}"] = Ratio(), both
+    return totals, found, others
+
+
+def _marked(labels: Sequence[Label], place: Mapping[str, int]) -> npt.NDArray[np.bool_]:
+    """(N, C): which classes each row has; raises KeyError for an unknown one."""
+    found = np.zeros((len(labels), len(place)), dtype=bool)
+    for row, label in enumerate(labels):
+        for name in label if isinstance(label, tuple) else (str(label),):
+            found[row, place[name]] = True
+    return found
 
 
 def _number(label: Label) -> float:

@@ -108,7 +108,7 @@ class ScoreSums:
     def _by_class(self, hits: Array, wrong: Array, missed: Array, counts: npt.NDArray[np.bool_]) -> dict[str, float]:
         """F1, precision and recall; 0 where there is nothing to divide by, as scikit-learn has it."""
         precision, recall = (_ratio(hits, hits + other) for other in (wrong, missed))
-        f1_macro, f1_weighted = _f1(hits, wrong, missed, counts)
+        f1_macro, f1_weighted = f1_scores(hits, wrong, missed, counts)
         found = {"f1_macro": f1_macro, "f1_weighted": f1_weighted}
         for name, share, part in zip(self.names, precision.tolist(), recall.tolist(), strict=True):
             found |= {f"precision_{name}": share, f"recall_{name}": part}
@@ -121,15 +121,22 @@ def _ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> Array:
     return result
 
 
-def _f1(hits: Array, wrong: Array, missed: Array, counts: npt.NDArray[np.bool_]) -> tuple[float, float]:
-    """Mean over the classes, and over the rows; classes in neither labels nor predictions do not count."""
+def f1_scores(hits: Array, wrong: Array, missed: Array, counts: npt.NDArray[np.bool_]) -> tuple[float, float]:
+    """Macro and weighted F1: the mean over the classes, and over the rows.
+
+    Args:
+        hits: (C) rows of a class that are predicted to be.
+        wrong: (C) rows that are predicted to be and are not.
+        missed: (C) rows of a class that are not predicted to be.
+        counts: (C) classes that count in the macro F1; those in neither labels nor predictions do not.
+    """
     f1, support = _ratio(2 * hits, 2 * hits + wrong + missed), hits + missed
     return float(f1[counts].mean()), float(_ratio((f1 * support).sum(), support.sum()))
 
 
 def _f1_of(confusion: Array) -> tuple[float, float]:
     hits, there, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
-    return _f1(hits, predicted - hits, there - hits, there + predicted > 0)
+    return f1_scores(hits, predicted - hits, there - hits, there + predicted > 0)
 
 
 def _matthews(confusion: Array) -> float:
