@@ -71,14 +71,6 @@ class FromCases(SummedScore):
         return f1_scores(hits, wrong, missed, np.ones(len(hits), dtype=bool))[self._place]
 
 
-class Ratio(SummedScore):
-    """Precision or recall of a class: a sum over rows divided by another; 0 where there is nothing to divide by."""
-
-    def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
-        """The ratio."""
-        return float(sums_K[0] / sums_K[1]) if sums_K[1] else 0.0
-
-
 class Pearson(SummedScore):
     """Pearson's correlation, from sums of x, y, x², y² and xy."""
 
@@ -223,8 +215,9 @@ def _statistics(
         found[name] |= dict.fromkeys(compared, cells_NK)
         for label, at in place.items():
             for kind, there in (("precision", predicted_NC), ("recall", truth_NC)):
-                both = np.stack([hits_NC[:, at], there[:, at]], axis=1).astype(np.float64)
-                others[name][f"{kind}_{label}"] = Ratio(), both
+                # A share of the rows that are predicted to be, or are, of this class.
+                share = hits_NC[there[:, at], at].astype(np.float64)[:, None]
+                others[name][f"{kind}_{label}"] = Mean(is_share=True), share
     return totals, found, others
 
 

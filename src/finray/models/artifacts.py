@@ -154,6 +154,9 @@ def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
     """An adapter on its base model quantised as in training (fp32 arithmetic), for comparison."""
     assert artifact.base is not None
     saved = read_settings(artifact.folder).modules_to_save or []
+    if artifact.labels is not None:
+        # PEFT notes the names of all heads that a classifier may have, and adds them again by itself.
+        saved = [one for one in saved if one not in ("classifier", "score")]
     adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=saved)
     device = torch.device("cpu")
     model = build_model(
