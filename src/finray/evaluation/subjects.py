@@ -24,7 +24,6 @@ from finray.evaluation.engines.base import Engine
 from finray.evaluation.rows import Rows, of_file, of_run, splits_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
-from finray.models.loading import DTYPES
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
 
 
@@ -166,10 +165,10 @@ class Case:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of weights and arithmetic: ``train.precision``, of the run or as overridden."""
-        precision = self.config.train.precision.removesuffix("-true")
-        if precision not in DTYPES and self.resolved is not None:
+        precision: str = self.config.train.precision
+        if self.run is not None and self.resolved is not None and precision == saved_config(self.run).train.precision:
             precision = self.resolved.precision
-        return inference_dtype(precision, inference_device())
+        return inference_dtype(precision.removesuffix("-true"), inference_device())
 
     @cached_property
     def rows(self) -> Rows | None:

@@ -357,9 +357,11 @@ def test_precision_is_what_the_run_resolved_or_what_an_old_config_names(
         "finray.evaluation.subjects.inference_dtype", lambda precision, device: asked.append(precision) or torch.float32
     )
     evaluate(copy, max_rows=1)
+    # An override is neither.
+    evaluate(copy, ("train.precision=fp16",), max_rows=1)
     (copy / "resolved.json").unlink()
     evaluate(copy, max_rows=1)
-    assert asked == ["fp32", "bf16"]
+    assert asked == ["fp32", "fp16", "bf16"]
 
 
 def test_what_is_shown_has_both_models_in_every_line(found: Comparison) -> None:
