@@ -35,7 +35,7 @@ help:
 	@echo "make test-services   an MLflow server, W&B's own client, llama.cpp, ONNX Runtime (2 GB)"
 	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
 	@echo "make newcomer     follow the pages for new users word by word in a fresh clone, some 20 minutes"
-	@echo "make unit         run the unit tests, some two minutes"
+	@echo "make unit         run the unit tests, but for those that take longest"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
 	@echo "make mutants      put small errors into the code and see which the tests notice, some 20 minutes (tests/MUTANTS.md)"

@@ -1,4 +1,4 @@
-"""Remembers which models may be packed: the check of :mod:`finray.models.packing_check` takes a second or more.
+"""Remembers which models may be packed: the check of :mod:`finray.models.packing_check` takes a second.
 
 Imports neither torch nor Transformers if the answer is known.
 """
