@@ -372,9 +372,7 @@ def _attempts(
             return outcome
         except (TrainingFailedError, RayError) as error:
             watch.end_if_due()
-            reason = _explain(error, run)
-            if isinstance(reason, failures.OutOfMemory):
-                reason = _relieved(reason, connected, config)
+            reason = _with_relief(_explain(error, run), connected, config)
             if isinstance(error, TrainingFailedError) or not restarts_left:
                 raise reason from None
             restarts_left -= 1
@@ -560,18 +558,26 @@ def _best(config: Config) -> tuple[str, str] | None:
     return task_spec(config.model.task).chosen(config.evaluation) if config.checkpoint.keep_best else None
 
 
-def _relieved(error: failures.OutOfMemory, connected: Connected, config: Config) -> failures.OutOfMemory:
-    """The same error with the smallest change that would have freed as much memory as was missing."""
+def _with_relief(reason: FinrayError, connected: Connected, config: Config) -> FinrayError:
+    """An error for lack of memory with the smallest change that would free as much as was missing; any other error as
+    it is."""
     from finray.planning.memory import relief
 
+    # What a machine of the cluster lacks is what workers have asked for only where they compute on its CPUs.
+    asked = isinstance(reason, failures.OutOfMemory) or not connected.placement.use_gpu
+    missing = failures.bytes_missing(reason.message)
     changes: tuple[str, ...] = ()
-    with suppress(Exception):
-        device = device_of(connected.placement)
-        changes = relief(config, connected.resolved, device, less=failures.bytes_missing(error.message))
+    if asked and missing:
+        with suppress(Exception):
+            changes = relief(config, connected.resolved, device_of(connected.placement), less=missing)
     if not changes:
-        return error
-    repair = f"the smallest change that should make it fit: {' '.join(changes)}; `finray plan` shows what needs memory"
-    return failures.OutOfMemory(error.message, where=changes[0].partition("=")[0], repair=repair)
+        return reason
+    smaller = f"the smallest change that should make it fit: {' '.join(changes)}; `finray plan` shows what needs memory"
+    if isinstance(reason, failures.OutOfMemory):
+        return failures.OutOfMemory(reason.message, where=changes[0].partition("=")[0], repair=smaller)
+    return TrainingError(
+        reason.message, where=reason.where, repair=f"{reason.repair}; {smaller}", problems=reason.problems
+    )
 
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:

@@ -102,6 +102,8 @@ class OutOfMemory(TrainingError):
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(GiB|MiB|KiB|bytes)")
 _FREE = re.compile(r"of which ([\d.]+) (GiB|MiB|KiB|bytes) is free")
+# Ray's RAY_memory_usage_threshold.
+_NODE_FULL = 0.95
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -120,12 +122,16 @@ def out_of_memory(error: BaseException, who: str, step: int) -> OutOfMemory | No
 
 
 def bytes_missing(message: str) -> int:
-    """How many bytes were missing, parsed from a message of :func:`out_of_memory`."""
-    found = re.search(r"asked for ([\d.]+) (\w+) more(?:, and ([\d.]+) (\w+) were free)?", message)
-    if found is None:
-        return 0
-    free = float(found[3]) * _UNITS[found[4]] if found[3] else 0.0
-    return max(1, round(float(found[1]) * _UNITS[found[2]] - free))
+    """How many bytes were missing, parsed from a message of :func:`out_of_memory`, or of :func:`lost_process` about a
+    node without memory; 0 for any other message."""
+    if asked := re.search(r"asked for ([\d.]+) (\w+) more(?:, and ([\d.]+) (\w+) were free)?", message):
+        free = float(asked[3]) * _UNITS[asked[4]] if asked[3] else 0.0
+        return max(1, round(float(asked[1]) * _UNITS[asked[2]] - free))
+    if node := re.search(r"ran out of memory \(([\d.]+) of ([\d.]+) GB used\), and Ray killed", message):
+        # Ray kills before a node is full. It writes GB and means GiB.
+        used, limit = (float(size) * 2**30 for size in node.groups())
+        return max(1, round(used - _NODE_FULL * limit))
+    return 0
 
 
 def end_of(error: BaseException) -> str:

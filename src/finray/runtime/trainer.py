@@ -27,10 +27,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from finray.runtime.elastic import Elastic, Failures
 from finray.runtime.progress import Address, progress_of
 
-# Never used by a run: datasets of Ray Data.
-_UNUSED = {"DatasetsCallback"}
-# Useless if Ray ends with the run: it removes placement groups that a dead controller leaves behind.
-_UNUSED_ALONE = {"PlacementGroupCleanerCallback"}
+# Never used by a run: datasets of Ray Data, and an actor that removes the placement groups of a dead controller. The
+# driver does that with `remove_groups`, and Ray does it when the driver is dead too.
+_UNUSED = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 
 
 _POLL_S = 0.1
@@ -71,8 +70,7 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         self._listener, self._expected, self._evaluator = listener, expected, evaluator
 
     def _create_default_callbacks(self) -> list[Any]:
-        unused = _UNUSED | _UNUSED_ALONE if self._alone else _UNUSED
-        return [one for one in super()._create_default_callbacks() if type(one).__name__ not in unused]
+        return [one for one in super()._create_default_callbacks() if type(one).__name__ not in _UNUSED]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         if self.scaling_config.elasticity_enabled:

@@ -121,6 +121,17 @@ def test_a_process_that_ray_lost_is_told_in_one_sentence(text: str, message: str
     assert "the same command continues" in found[1]
 
 
+def test_what_a_node_lacks_is_what_was_used_above_the_share_at_which_ray_kills() -> None:
+    found = lost_process(NO_MEMORY.replace("22.20GB used", "22.80GB used"))
+    assert found is not None
+    assert bytes_missing(found[0]) == pytest.approx((22.80 - 0.95 * 23.54) * 2**30, abs=1)
+    # Others may have freed memory since.
+    below = lost_process(NO_MEMORY)
+    assert below is not None
+    assert bytes_missing(below[0]) == 1
+    assert bytes_missing("a machine of the cluster was lost") == 0
+
+
 def test_an_exception_is_no_lost_process_and_named_by_its_last_line() -> None:
     text = "Traceback (most recent call last):\n  File x\n\nValueError: no\n"
     assert lost_process(text) is None
