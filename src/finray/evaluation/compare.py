@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,9 @@ JUDGES: dict[str, Callable[[Case], Judged]] = {
     SEQUENCE_CLASSIFICATION.name: classifiers.judge,
 }
 _DEFAULTS = EvaluationRequest()
+# Packages whose versions are recorded: these always, those of scores where a score or a task has imported them.
+_PACKAGES = ("finray", "torch", "transformers", "peft")
+_OF_SCORES = {"rouge_score": "rouge-score", "sacrebleu": "sacrebleu", "lm_eval": "lm-eval"}
 
 
 def evaluate(
@@ -102,7 +106,8 @@ def evaluate(
             **judged.made_by,
             "versions": {
                 "python": platform.python_version(),
-                **{name: version(name) for name in ("finray", "torch", "transformers", "peft")},
+                **{name: version(name) for name in _PACKAGES},
+                **{name: version(name) for module, name in _OF_SCORES.items() if module in sys.modules},
             },
         },
         tuple(dict.fromkeys(notes)),

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -473,6 +474,7 @@ def test_the_harness_scores_base_and_adapter_as_its_own_model_does(run_dir: Path
         assert getattr(found, name).metrics["colours acc"] == pytest.approx(expected)
     (compared,) = [one for one in found.compared if one.score == "colours acc"]
     assert compared.rows == 12
+    assert found.json()["made_by"]["versions"]["lm-eval"] == version("lm-eval")
     assert "exact_match" in found.tuned.metrics
 
 

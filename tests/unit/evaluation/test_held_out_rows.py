@@ -112,7 +112,7 @@ def test_files_hold_the_scores_and_every_row(found: Comparison, run_dir: Path) -
     sampling = {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0, "top_k": 0, "stop": []}
     sampling |= {"repetition_penalty": None}
     assert made_by["sampling"] == sampling
-    assert {"finray", "torch", "transformers", "peft", "python"} == set(made_by["versions"])
+    assert {"finray", "torch", "transformers", "peft", "python"} <= set(made_by["versions"])
     assert made_by["engine"][0]["name"] == "transformers"
     assert {"metrics", "scoring"} <= made_by.keys()
     assert made_by["harness"] == []
