@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finray.config.extensions import load_named
-from finray.records import Metrics, RunHeader, SystemRecord
+from finray.records import Metrics, RunHeader
 from finray.tracking.follow import PATIENCE_S as FOLLOWER_PATIENCE_S
 from finray.tracking.follow import Follower, Service
+from finray.tracking.system import Sampler
 
 # Maximum backlog of records for a slow tracker, before the oldest are dropped.
 BACKLOG = 10_000
@@ -71,7 +72,7 @@ class Trackers:
         inline: called synchronously, in order: their output must be on disk before a checkpoint is.
         background: by name.
         follow: creates those that read the run's own file, once that exists.
-        machine: returns the system metrics since the last call, for a step.
+        machine: samples the system metrics; it is stopped at the end.
         warn: called in the caller's thread when a tracker fails.
         clock: seconds, monotonic.
         patience_s: seconds after which a call counts as hanging.
@@ -83,7 +84,7 @@ class Trackers:
         background: Mapping[str, Tracker],
         *,
         follow: Callable[[RunInfo], list[Follower]] = lambda run: [],
-        machine: Callable[[int], list[SystemRecord]] = lambda step: [],
+        machine: Sampler | None = None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = PATIENCE_S,
@@ -103,7 +104,7 @@ class Trackers:
 
     def log(self, record: Metrics) -> None:
         """Pass a record to all of them."""
-        for one in self._machine(record.step):
+        for one in [] if self._machine is None else self._machine.take(record.step):
             self._each(lambda tracker, one=one: tracker.log(one))  # type: ignore[misc]
         self._each(lambda tracker: tracker.log(record))
         self._listen()
@@ -115,6 +116,8 @@ class Trackers:
             complete: whether the run is over.
             patience_s: time that services have for the last records, in total.
         """
+        if self._machine is not None:
+            self._machine.stop()
         self._each(lambda tracker: tracker.finish())
         for follower in self._followers:
             follower.end(complete=complete, patience_s=patience_s)

@@ -49,6 +49,7 @@ def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Not
     names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
     made = {name: make_tracker(name) for name in dict.fromkeys(names)}
     services = {name: one for name, one in made.items() if isinstance(one, Service)}
+    every_s = config.tracking.system_every_seconds
     trackers = Trackers(
         inline,
         {name: one for name, one in made.items() if not isinstance(one, Service)},
@@ -56,16 +57,11 @@ def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Not
             Follower(Sending(name, one, Followed(run.run_id, run.run_dir, run.config)))
             for name, one in services.items()
         ],
-        machine=_sampled(config, run_dir),
+        machine=None if every_s is None else Sampler(System(run_dir, nvml=find_nvml()).sample, every_s),
         warn=warn,
     )
     trackers.start(RunInfo(name, run_dir, header.step, redact(config.plain()), header))
     return trackers
-
-
-def _sampled(config: Config, run_dir: Path) -> Callable[[int], list[SystemRecord]]:
-    every_s = config.tracking.system_every_seconds
-    return (lambda step: []) if every_s is None else Sampler(System(run_dir, nvml=find_nvml()).sample, every_s).take
 
 
 @dataclass(frozen=True, slots=True)
