@@ -73,6 +73,7 @@ def serve(folder: Path) -> Iterator[JobServer]:
     own = ("RAY_ADDRESS", "FINRAY_TESTS_FORK", *LOCAL_RAY)
     env = {name: value for name, value in os.environ.items() if name not in own}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+    env["RAY_START_HOOK"] = "tests.support.light_ray.with_jobs"
     # Its end need not wait for a node that is idle.
     env |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     # What a person has who starts Ray in an environment with finray; the checkout, whatever the caller's path is.

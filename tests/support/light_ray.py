@@ -1,8 +1,4 @@
-"""A node of Ray with less beside it: what `ray start` calls first where `RAY_START_HOOK` names it. Imports little.
-
-Left out are what follows its logs, what a dashboard would ask, and a server for Ray clients. A node waits for these as
-it starts, on a busy machine for longer than Ray gives it.
-"""
+"""A node of Ray with less beside it: what `ray start` calls first where `RAY_START_HOOK` names it. Imports little."""
 
 from __future__ import annotations
 
@@ -13,7 +9,10 @@ from tests.support import forks
 
 
 def light(parameters: Any, head: bool) -> None:
-    """Leave out what no test looks at."""
+    """Leave out what follows its logs, what a dashboard would ask, and a server for Ray clients.
+
+    A node waits for these as it starts, on a busy machine for longer than Ray gives it.
+    """
     from ray._private import node, ray_constants, utils
 
     def start_nothing(self: Any, **_: Any) -> None:
@@ -25,3 +24,17 @@ def light(parameters: Any, head: bool) -> None:
     utils.get_dashboard_dependency_error = lambda: ImportError("not needed")
     for name in ("monitor", "log_monitor", "api_server"):
         setattr(node.Node, f"start_{name}", start_nothing)
+
+
+def with_jobs(parameters: Any, head: bool) -> None:
+    """Of the dashboard's ten processes, those that serve jobs and find their nodes; no server for Ray clients."""
+    from ray._private import services
+
+    start = services.start_ray_process
+
+    def start_less(command: list[str], kind: str, *arguments: Any, **options: Any) -> Any:
+        more = ["--modules-to-load=JobHead,NodeHead"] if kind == "dashboard" else []
+        return start([*command, *more], kind, *arguments, **options)
+
+    services.start_ray_process = start_less
+    parameters.ray_client_server_port = None
