@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tools.foreign_examples import look_at
+from tools.foreign_examples import SMOL, look_at, table
 
 from finray.config.convert import convert
 from finray.config.load import load_config
@@ -468,6 +468,22 @@ def test_examples_that_train_nothing_are_counted_apart_from_what_is_refused(tmp_
         (tmp_path / "examples" / f"{name}.yaml").write_text(text)
     found = look_at(tmp_path)
     assert (found.files, found.foreign, found.refused.total(), found.converted) == (3, 2, 1, 0)
+
+
+def test_the_table_of_examples_names_what_is_lost_and_what_the_plan_says(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    plain = yaml.safe_load(AXOLOTL) | {"deepspeed": None, "gradient_checkpointing_kwargs": {"a": 1}, "debug": True}
+    fits, large = plain, plain | {"micro_batch_size": 4096, "load_in_4bit": False, "adapter": None}
+    for name, file in {"fits": fits, "large": large}.items():
+        (tmp_path / "examples" / f"{name}.yaml").write_text(yaml.safe_dump(file))
+    head, line, *rows = table(tmp_path, {"fits.yaml": SMOL, "large.yaml": SMOL, "absent.yaml": SMOL})
+    assert head.count("|") == line.count("|") == 6
+    small, big = (row.split(" | ") for row in rows)
+    assert small[:2] == ["| `fits.yaml`", "LoRA, 4bit base, DDP, sharegpt, packing, adamw_8bit, evaluation"]
+    assert (small[2], set(small[3].split(", "))) == ("`debug`", {"`gradient_checkpointing_kwargs`", "`special_tokens`"})
+    assert small[4].startswith("no problem, ")
+    assert big[1].startswith("full, DDP")
+    assert "GiB, but h100-80gb has" in big[4]
 
 
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL])
