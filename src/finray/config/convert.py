@@ -220,7 +220,7 @@ class _Reading:
             )
         if kind not in (None, "lora", "full"):
             raise ConfigError(
-                f"`finetuning_type: {kind}` is not supported{did_you_mean(kind, ['lora'])}",
+                f"`finetuning_type: {kind}` is not supported{did_you_mean(str(kind), ['lora'])}",
                 where=f"{self.path}: line {self.lines.get('finetuning_type', 0)}",
                 repair="use lora or full",
             )
@@ -369,9 +369,10 @@ class _Reading:
         self.put("train.micro_batch_size", per)
         if all(isinstance(one, int) and not isinstance(one, bool) for one in (per, times, self.workers)):
             rows, least = per * times * max(1, self.workers // shared), per * self.workers
-            if rows % least:
+            odd = least > 0 and rows % least > 0
+            if odd:
                 self.notes.append(f"the batch is {rows} there, because {shared} GPUs share the same rows; here {least}")
-            self.put("train.global_batch_size", least if rows % least else rows)
+            self.put("train.global_batch_size", least if odd else rows)
 
     def size(self, name: str) -> int:
         """The number of GPUs that a key names; 1 without it."""
@@ -444,8 +445,9 @@ class _Reading:
             "use_unsloth",
         ):
             self.used.add(key)
-        liger = [one for one in self.raw.get("plugins") or () if "liger" in str(one) or "CutCrossEntropy" in str(one)]
-        if liger and len(liger) == len(self.raw["plugins"]):
+        given = self.raw.get("plugins") or []
+        plugins = given if isinstance(given, list) else [given]
+        if all("liger" in str(one) or "CutCrossEntropy" in str(one) for one in plugins):
             self.used.add("plugins")
 
     def key(self, *keys: str) -> str:

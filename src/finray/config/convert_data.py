@@ -161,7 +161,8 @@ class ForeignData:
         return files
 
     def _axolotl_chat(self, about: dict[str, Any]) -> dict[str, Any]:
-        mapping = about.pop("message_property_mappings", None) or {}
+        mapping = about.pop("message_property_mappings", None)
+        mapping = mapping if isinstance(mapping, Mapping) else {}
         role = mapping.get("role", about.pop("message_field_role", None)) or "role"
         content = mapping.get("content", about.pop("message_field_content", None)) or "content"
         kind, here = ("sharegpt", "conversations") if role == "from" else ("messages", "messages")
@@ -173,13 +174,14 @@ class ForeignData:
         asked = about.pop("template_thinking_key", None) or "reasoning_content"
         if thought != asked or thought not in _THOUGHTS:
             self.lose("datasets.field_thinking", _CONVERTER, thought)
-        if set(about.get("roles_to_train") or ["assistant"]) <= {"assistant", "gpt"}:
-            about.pop("roles_to_train", None)
+        if about.get("roles_to_train") in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
+            about.pop("roles_to_train")
         for key in ("train_on_eos", "train_on_eot"):
             if about.get(key) == "turn":
                 about.pop(key)
-        if {name for names in (about.get("roles") or {}).values() for name in names} <= {*_ROLES}:
-            about.pop("roles", None)
+        roles = about.get("roles")
+        if isinstance(roles, Mapping) and all(name in _ROLES for names in roles.values() for name in names or ()):
+            about.pop("roles")
         columns = {field: column for field, column in columns.items() if field != column}
         return {"format": kind} | ({"field_mapping": columns} if columns else {})
 
