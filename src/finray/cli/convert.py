@@ -55,7 +55,7 @@ def convert(
     elif output is None:
         show.say(text.rstrip())
     else:
-        about = [f"{file} is a {found.system} config", *(f"check this: {note}" for note in found.notes)]
+        about = [f"{file} is a config of {found.system}", *(f"check this: {note}" for note in found.notes)]
         about += ["not carried over:", *(f"  {one}" for one in found.lost)] if found.lost else []
         about += [f"unknown keys: {', '.join(found.unknown)}"] if found.unknown else []
         show.lines(document, *about, f"wrote {output}; check it, then run: finray plan {output}")

@@ -7,6 +7,7 @@ both projects assume where a file says nothing is written out where finray assum
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from typing import Any
 import yaml
 
 from finray.config import foreign, names
+from finray.config.convert_data import ForeignData
 from finray.config.foreign import AXOLOTL, LLAMA_FACTORY
 from finray.config.load import build_config, parse_yaml, read_yaml
 from finray.config.replicas import legal_name
 from finray.config.schema import Config, sections
 from finray.errors import ConfigError, did_you_mean
-from finray.limits import cut
+from finray.limits import cut, shown
 
 _SIGNS = {"model_name_or_path": LLAMA_FACTORY, "base_model": AXOLOTL}
 
@@ -41,7 +43,10 @@ class Lost:
     why: str
 
     def __str__(self) -> str:
-        return f"line {self.line}, `{self.key}`: {self.why or 'finray does not know this key'}"
+        if self.why:
+            return f"line {self.line}, `{self.key}`: {self.why}"
+        near = did_you_mean(self.key.partition(":")[0], [*names.NAMES, *foreign.NOT_OURS, *foreign.SENTENCES])
+        return f"line {self.line}, `{self.key}`: finray does not know this key{near}"
 
 
 @dataclass
@@ -87,6 +92,12 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
         ConfigError: it is of neither, or trains something that finray does not.
     """
     raw = read_yaml(path)
+    if "model_class" in raw or {"model", "train_dataset"} <= set(raw):
+        raise ConfigError(
+            "this config is in the form of LLaMA-Factory v1, which finray does not read",
+            where=str(path),
+            repair="convert a config with `model_name_or_path`, or write the run with `finray init`",
+        )
     if not set(_SIGNS) & set(raw):
         known = ", or ".join(f"`{sign}`, as in a config of {system}" for sign, system in _SIGNS.items())
         own = any(isinstance(raw.get(name), Mapping) for name in sections())
@@ -97,9 +108,17 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
         )
     system = next(system for sign, system in _SIGNS.items() if sign in raw)
     for key, what in foreign.ELSEWHERE.items():
-        if raw.get(key):
+        if raw.get(key) and not raw.get("do_train"):
             raise ConfigError(f"this config is not for training: {what}", where=f"{path}: {key}")
     lines = _lines(path.read_text(encoding="utf-8-sig"), str(path))
+    for key in foreign.NUMBERS & set(raw):
+        raw[key] = _number(raw[key])
+        if not isinstance(raw[key], int | float | None):
+            raise ConfigError(
+                f"`{key}: {shown(raw[key])}` is not a number",
+                where=f"{path}: line {lines.get(key, 0)}",
+                repair="write a number, or leave the key out",
+            )
     reading = _Reading(system, raw, lines, path, workers, dataset_info)
     reading.read()
     return reading.checked()
@@ -162,7 +181,8 @@ class _Reading:
         owner = next((f"{one}.{key}" for one, kind in sections().items() if key in kind.model_fields), None)
         families = (what for start, what in foreign.FAMILIES.items() if key.startswith(start))
         if absent := foreign.NOT_OURS.get(key) or next(families, None):
-            if value is not False:
+            # A size of 1 asks for nothing.
+            if value is not False and not (key in foreign.SIZES and value == 1):
                 self.lose(key, f"not supported: {absent}")
         elif names.asks_nothing(key, value) and (target or key in names.OFF):
             return
@@ -200,7 +220,7 @@ class _Reading:
             )
         if kind not in (None, "lora", "full"):
             raise ConfigError(
-                f"`finetuning_type: {kind}` is not supported{did_you_mean(kind, ['lora'])}",
+                f"`finetuning_type: {kind}` is not supported{did_you_mean(str(kind), ['lora'])}",
                 where=f"{self.path}: line {self.lines.get('finetuning_type', 0)}",
                 repair="use lora or full",
             )
@@ -221,7 +241,13 @@ class _Reading:
             self.put("model.quantization", f"{bits}bit")
         elif bits is not None:
             self.lose("quantization_bit", "here: 4bit or 8bit")
-        self.used.update(("load_in_4bit", "load_in_8bit", "quantization_method"))
+        self.used.update(("load_in_4bit", "load_in_8bit"))
+        if self.get("quantization_method") not in (None, "bnb", "bitsandbytes"):
+            self.lose("quantization_method", "not supported: `model.quantization` has finray's own 4bit and 8bit")
+        if self.get("double_quantization") is False:
+            self.lose("double_quantization", "not supported: 4bit is NF4 with double quantisation")
+        if self.raw.get("chat_template") == "tokenizer_default":
+            self.used.add("chat_template")
         attention = self.get("attn_implementation", "flash_attn")
         if attention in ("flash_attention_2", "fa2", True) or self.get("flash_attention"):
             self.notes.append("finray uses FlashAttention 2 if it is installed")
@@ -230,8 +256,13 @@ class _Reading:
                 self.key("attn_implementation", "flash_attn"),
                 "set `model.attention`; `auto` uses the fastest that is installed",
             )
-        if self.get("tokens"):
-            self.put("model.new_tokens", self.raw["tokens"])
+        added = self.get("tokens", "add_tokens", "new_special_tokens")
+        if isinstance(added, Mapping):
+            self.lose("tokens", names.NAMES["special_tokens"])
+        elif added:
+            self.put("model.new_tokens", _words(added), self.key("tokens", "add_tokens", "new_special_tokens"))
+        if (thinks := self.get("enable_thinking")) is not None:
+            self.put("model.chat_template_arguments", {"enable_thinking": thinks}, "enable_thinking")
 
     def adapter(self) -> None:
         method = self.get("adapter") if self.system == AXOLOTL else self.get("finetuning_type")
@@ -259,19 +290,31 @@ class _Reading:
         if isinstance(targets, str) and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)*", targets) and targets != "all":
             targets = [one.strip() for one in targets.split(",")]
         self.put("adapter.target_modules", "all-linear" if linear or targets in (None, "all") else targets)
+        if self.system == AXOLOTL and targets is None and not linear:
+            self.notes.append("the file names no layers for the adapter; adapter.target_modules is all-linear")
+        if kept := self.get("additional_target", "lora_modules_to_save"):
+            self.put("adapter.modules_to_save", _words(kept), self.key("additional_target", "lora_modules_to_save"))
 
     def data(self) -> None:
         self.put("data.max_length", self.get("cutoff_len", "sequence_len", "max_seq_length"))
+        data = ForeignData(self.raw, self.path, self.dataset_info, self.lose, self.notes)
         if self.system == AXOLOTL:
             packs = bool(self.get("sample_packing"))
-            found = [self.axolotl_source(one) for one in self.sources("datasets", "pretraining_dataset")]
-            held = [self.axolotl_source(one) for one in self.sources("test_datasets")]
+            found = [one for given in self.sources("datasets", "pretraining_dataset") for one in data.axolotl(given)]
+            held = [one for given in self.sources("test_datasets") for one in data.axolotl(given)]
+            if self.raw.get("pretraining_dataset"):
+                self.notes.append("all rows are prepared before the training; data.train_split takes a part of them")
+            # Axolotl drops conversations that are too long. Plain text is cut into pieces.
+            long = self.get("excess_length_strategy")
+            if long is not None or any(one.get("format") != "text" for one in found):
+                self.put("data.on_too_long", {"raise": "error"}.get(long, long or "drop"), "excess_length_strategy")
         else:
             pretraining = self.raw.get("stage") == "pt"
-            packs = bool(self.get("packing", "neat_packing")) or pretraining
+            packs = bool(self.get("neat_packing") or self.get("packing"))
+            packs |= pretraining and self.raw.get("packing") is None
             limit = self.get("max_samples")
-            found = [self.factory_source(one, limit) for one in _words(self.get("dataset"))]
-            held = [self.factory_source(one, None) for one in _words(self.get("eval_dataset"))]
+            found = [data.factory(one, limit) for one in _words(self.get("dataset"))]
+            held = [data.factory(one, limit) for one in _words(self.get("eval_dataset"))]
             self.used.update(("dataset_dir", "preprocessing_num_workers"))
             if pretraining:
                 self.put("data.train_on", "all")
@@ -282,10 +325,11 @@ class _Reading:
             for name, value in found[0].items():
                 self.put(f"data.{'train_split' if name == 'split' else name}", value)
         else:
-            whole = [name for name in ("train_on",) if any(name in one for one in found)]
-            for name in whole:
-                self.put(f"data.{name}", next(one.pop(name) for one in found if name in one))
-            self.put("data.mix", [{k: v for k, v in one.items() if k not in whole} for one in found])
+            # Plain text is learned whole, whatever `train_on` says.
+            learned = [one.pop("train_on", None) for one in found]
+            if all(learned):
+                self.put("data.train_on", learned[0])
+            self.put("data.mix", found)
         if self.get("train_on_inputs") or self.get("train_on_prompt"):
             self.put("data.train_on", "all")
         self.put("data.packing", packs)
@@ -305,143 +349,91 @@ class _Reading:
         found = self.get(*keys) or []
         return found if isinstance(found, list) else [found]
 
-    def factory_source(self, name: str, limit: int | None) -> dict[str, Any]:
-        """A dataset of LLaMA-Factory, by its name in `dataset_info.json`."""
-        folder = self.raw.get("dataset_dir") or "data"
-        table: dict[str, Any] = {}
-        tables = [self.dataset_info] if self.dataset_info else []
-        tables += [self.path.parent / folder / "dataset_info.json", Path(folder) / "dataset_info.json"]
-        for file in tables:
-            if file.is_file():
-                table = json.loads(file.read_text(encoding="utf-8"))
-                folder = str(file.parent)
-                break
-        split = {"split": f"train[:{limit}]"} if limit else {}
-        if name not in table:
-            note = f"{name} is a name in LLaMA-Factory's dataset_info.json, and data/{name}.json its usual place"
-            self.notes.append(note + "; --dataset-info FILE reads the table")
-            return {"source": f"data/{name}.json", **split}
-        about = table[name]
-        columns, tags = about.get("columns", {}), about.get("tags", {})
-        kind = "sharegpt" if about.get("formatting") == "sharegpt" else "alpaca"
-        if kind == "sharegpt" and tags.get("role_tag") == "role":
-            kind = "messages"
-        if self.raw.get("stage") == "pt":
-            kind = "text"
-        called = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
-        if kind == "messages":
-            called["messages"] = "messages"
-        if kind == "text":
-            called = {"prompt": "text"}
-        mapping = {called.get(there, there): here for there, here in columns.items() if there in (*called, "system")}
-        found: dict[str, Any] = {"source": about.get("hf_hub_url") or f"{folder}/{about.get('file_name', name)}"}
-        if about.get("subset"):
-            found["subset"] = about["subset"]
-        split = {"split": about["split"]} | split if about.get("split") else split
-        mapping = {here: column for here, column in mapping.items() if here != column}
-        return found | split | {"format": kind} | ({"field_mapping": mapping} if mapping else {})
-
-    def axolotl_source(self, one: Any) -> dict[str, Any]:
-        """One of Axolotl's `datasets`."""
-        about: dict[str, Any] = dict(one) if isinstance(one, Mapping) else {"path": one}
-        files = about.pop("data_files", None)
-        found: dict[str, Any] = {"source": about.pop("path", None)}
-        if files:
-            found["source"] = files[0] if isinstance(files, list) else files
-        kind = about.pop("type", "pretrain" if "pretraining_dataset" in self.raw else None)
-        name, _, style = (kind if isinstance(kind, str) else "").partition(".")
-        name, mapping = name.partition(":")[0], about.pop("message_property_mappings", None) or {}
-        messages = about.pop("field_messages", None)
-        role = mapping.get("role", about.pop("message_field_role", None))
-        if name == "chat_template":
-            found["format"] = "sharegpt" if role == "from" else "messages"
-            here = "conversations" if role == "from" else "messages"
-            if messages not in (None, here):
-                found["field_mapping"] = {here: messages}
-        elif name in ("alpaca", "sharegpt"):
-            found["format"] = name
-        elif name in ("completion", "pretrain"):
-            found |= {"format": "text", "train_on": "all"}
-            if about.get("field") not in (None, "text"):
-                found["field_mapping"] = {"text": about["field"]}
-            about.pop("field", None)
-        elif isinstance(kind, Mapping):
-            found |= self.axolotl_template(kind)
-        elif kind is not None:
-            self.notes.append(
-                f"datasets: type {kind} of {found['source']} is unknown; the format is detected from the columns"
-            )
-        if style and name != "chat_template":
-            self.notes.append(f"datasets: type {kind} is taken as {name}")
-        for there, here in (("name", "subset"), ("split", "split"), ("revision", "revision")):
-            if value := about.pop(there, None):
-                found[here] = value
-        for key in ("ds_type", "chat_template", "roles", "roles_to_train", "train_on_eos", "trust_remote_code"):
-            about.pop(key, None)
-        for key, value in about.items():
-            why = (
-                "not carried over" if key != "shards" else "for a part of the rows use `data.train_split: train[:10%]`"
-            )
-            self.lose(f"datasets.{key}", why, value)
-        return found
-
-    def axolotl_template(self, kind: Mapping[str, Any]) -> dict[str, Any]:
-        """A prompt of its own: names of columns, and how they are put together."""
-        columns = {name: kind.get(f"field_{name}") or name for name in ("instruction", "input", "output")}
-        template = str(kind.get("format") or "{instruction} {input}")
-        if kind.get("no_input_format"):
-            self.notes.append("datasets: no_input_format is ignored; data.input_template applies to all rows")
-        for name, column in columns.items():
-            template = template.replace(f"{{{name}}}", f"{{{column}}}")
-        return {"input_template": template, "output_template": f"{{{columns['output']}}}"}
-
-    def train(self) -> None:
-        per, times = self.get("per_device_train_batch_size", "micro_batch_size"), 1
-        times = self.get("gradient_accumulation_steps") or 1
-        self.workers = self.get("ray_num_workers") or self.workers or 1
+    def batch(self) -> None:
+        """Rows of a step, and of each GPU."""
+        per = self.get("per_device_train_batch_size", "micro_batch_size")
+        times = self.get("gradient_accumulation_steps")
+        if times is None and isinstance(whole := self.raw.get("batch_size"), int) and isinstance(per, int):
+            # Axolotl's batch is that of one GPU.
+            self.used.add("batch_size")
+            times = whole // per
+        times = times or 1
+        shared = math.prod(self.size(name) for name in foreign.SAME_ROWS)
+        grid = self.size("dp_shard_size") * self.size("dp_replicate_size") * shared
+        given = self.get("ray_num_workers") or self.workers
+        self.workers = given or grid
+        if given is None and grid > 1:
+            self.notes.append(f"the sizes in the file need {grid} GPUs; --workers sets another number")
+        elif "ray_num_workers" not in self.raw:
+            self.notes.append(f"the number of GPUs is not in the file; using {self.workers} (--workers)")
         self.put("train.micro_batch_size", per)
         if all(isinstance(one, int) and not isinstance(one, bool) for one in (per, times, self.workers)):
-            self.put("train.global_batch_size", per * times * self.workers)
-        if "ray_num_workers" not in self.raw:
-            self.notes.append(f"the number of GPUs is not in the file; using {self.workers} (--workers)")
+            rows, least = per * times * max(1, self.workers // shared), per * self.workers
+            odd = least > 0 and rows % least > 0
+            if odd:
+                self.notes.append(f"the batch is {rows} there, because {shared} GPUs share the same rows; here {least}")
+            self.put("train.global_batch_size", least if odd else rows)
+
+    def size(self, name: str) -> int:
+        """The number of GPUs that a key names; 1 without it."""
+        value = self.raw.get(name)
+        return value if isinstance(value, int) and value >= 1 else 1
+
+    def train(self) -> None:
+        self.batch()
         steps = self.get("max_steps")
         if steps is not None and steps > 0:
             self.put("train.max_steps", steps)
         else:
             self.put("train.epochs", self.get("num_train_epochs", "num_epochs"))
         self.used.update(("num_train_epochs", "num_epochs"))
-        self.put("train.learning_rate", _number(self.get("learning_rate")))
-        if share := self.get("cosine_min_lr_ratio"):
-            self.put("train.min_learning_rate", share * self.out["train"]["learning_rate"])
+        self.put("train.learning_rate", self.get("learning_rate"))
+        options = self.get("lr_scheduler_kwargs") or {}
+        options = dict(options) if isinstance(options, Mapping) else {"lr_scheduler_kwargs": options}
+        share = self.get("cosine_min_lr_ratio") or options.pop("min_lr_rate", None)
+        if share or options.get("min_lr") is not None:
+            least = share * self.out["train"]["learning_rate"] if share else _number(options.pop("min_lr"))
+            self.put("train.min_learning_rate", least)
+        if options:
+            self.put("train.schedule_options", options, "lr_scheduler_kwargs")
         schedule = str(self.get("lr_scheduler_type", "lr_scheduler"))
         self.put("train.schedule", names.VALUES.get(schedule, schedule), self.key("lr_scheduler_type", "lr_scheduler"))
-        steps_up = self.get("warmup_steps")
-        # A part of one step is a share of all, as Transformers takes it.
-        if isinstance(steps_up, float) and 0 < steps_up < 1:
+        steps_up, ratio = self.get("warmup_steps"), self.get("warmup_ratio")
+        if schedule == "constant":
+            # Transformers' has no warm-up; `constant_with_warmup` has.
+            self.put("train.warmup_steps", 0)
+        elif isinstance(steps_up, float) and 0 < steps_up < 1:
+            # A part of one step is a share of all, as Transformers takes it.
             self.put("train.warmup_ratio", steps_up)
         elif steps_up is not None:
             self.put("train.warmup_steps", steps_up)
-        elif self.get("warmup_ratio") is not None:
-            self.put("train.warmup_ratio", self.get("warmup_ratio"))
-        self.used.add("warmup_ratio")
+        elif ratio is not None:
+            self.put("train.warmup_ratio", ratio)
         optimizer = self.get("optim", "optimizer")
         if self.get("use_muon"):
             self.put("train.optimizer", "muon")
         elif optimizer is not None:
             self.put("train.optimizer", names.VALUES.get(str(optimizer), optimizer), self.key("optim", "optimizer"))
+            if str(optimizer) in ("paged_adamw", "paged_adamw_32bit"):
+                self.notes.append("only 8-bit states are paged; `train.optimizer: paged_adamw_8bit` saves memory")
         full = self.out["adapter"]["method"] == "none"
         half, wide = self.get("bf16", "bfloat16"), self.get("fp16", "float16")
+        if self.system == AXOLOTL and not {"bf16", "bfloat16"} & set(self.raw):
+            half = "auto"
         if self.get("pure_bf16"):
-            self.put("train.precision", "bf16-true" if full else "bf16")
+            exact = self.out["train"].get("optimizer", "adamw") == "adamw" and not self.raw.get("deepspeed")
+            self.put("train.precision", "bf16-true" if full and exact else "bf16")
+            if full and not exact:
+                self.lose("pure_bf16", "not supported: `train.precision: bf16-true` needs AdamW, without DeepSpeed")
         elif half is True or half == "full":
             self.put("train.precision", "bf16")
         elif half is None or half == "auto" or half is False:
             self.put("train.precision", "fp16" if wide is True else "auto" if half == "auto" else "fp32")
         again = self.get("gradient_checkpointing", "use_gradient_checkpointing")
         off = self.get("disable_gradient_checkpointing")
-        whole = not off if self.system == LLAMA_FACTORY else bool(again)
+        whole = not off if self.system == LLAMA_FACTORY else bool(again) or bool(self.fsdp("activation_checkpointing"))
         self.put("train.gradient_checkpointing", "full" if whole else "none")
-        if again == "offload":
+        if again == "offload" or self.get("activation_offloading"):
             self.put("train.activation_offload", True)
         if self.get("enable_liger_kernel", "use_liger_kernel") or self.get("liger_rms_norm"):
             self.put("train.liger", "auto")
@@ -453,8 +445,9 @@ class _Reading:
             "use_unsloth",
         ):
             self.used.add(key)
-        liger = [one for one in self.raw.get("plugins") or () if "liger" in str(one) or "CutCrossEntropy" in str(one)]
-        if liger and len(liger) == len(self.raw["plugins"]):
+        given = self.raw.get("plugins") or []
+        plugins = given if isinstance(given, list) else [given]
+        if all("liger" in str(one) or "CutCrossEntropy" in str(one) for one in plugins):
             self.used.add("plugins")
 
     def key(self, *keys: str) -> str:
@@ -470,6 +463,8 @@ class _Reading:
             self.put("run.seed", self.raw["seed"])
         evaluates = any(name in self.out["data"] for name in ("eval_ratio", "eval_source"))
         self.interval("save", "checkpoint")
+        if kept := self.get("save_total_limit"):
+            self.put("checkpoint.keep_last", kept, "save_total_limit")
         if evaluates:
             self.interval("eval", "evaluation")
             if (patience := self.get("early_stopping_patience")) is not None:
@@ -484,6 +479,8 @@ class _Reading:
         trackers_named = {str(one) for one in (report if isinstance(report, list) else [report] if report else [])}
         if self.raw.get("wandb_project") or self.get("use_wandb"):
             trackers_named.add("wandb")
+        if self.get("use_mlflow") or self.raw.get("mlflow_tracking_uri") or self.raw.get("mlflow_experiment_name"):
+            trackers_named.add("mlflow")
         if "tensorboard" in trackers_named:
             self.put("tracking.tensorboard", True)
         if trackers := sorted(trackers_named & {"wandb", "mlflow"}):
@@ -496,45 +493,78 @@ class _Reading:
 
     def interval(self, kind: str, section: str) -> None:
         """How often it saves or evaluates: in steps, or in parts of an epoch."""
-        every, strategy = self.get(f"{kind}_steps"), self.get(f"{kind}_strategy")
-        times = self.get(f"{kind}s_per_epoch")
-        strategy = strategy or (self.get("evaluation_strategy") if kind == "eval" else None)
+        strategy = self.get(f"{kind}_strategy")
+        if strategy is None and kind == "eval":
+            strategy = self.get("evaluation_strategy")
+        every, times = self.get(f"{kind}_steps"), self.get(f"{kind}s_per_epoch")
+        train = self.out["train"]
+        if strategy == "steps" and every is None:
+            every = self.get("logging_steps") if kind == "eval" else 500
+        if strategy in ("no", False):
+            if kind == "save":
+                self.lose("save_strategy", "not supported: finray always saves, every `checkpoint.every_steps` steps")
+            return
+        if strategy is None and every is None and self.system == AXOLOTL and kind == "save":
+            strategy = "epoch" if times is None else None
         if strategy == "epoch":
             times = 1
-        if isinstance(times, int | float) and times > 0:
+        if strategy is None and kind == "eval" and every is not None and self.system == LLAMA_FACTORY:
+            self.lose("eval_steps", "it needs eval_strategy: steps; here `evaluation.every_steps`")
+        elif isinstance(times, int | float) and times > 0:
             self.put(f"{section}.every_epochs", 1 / times, f"{kind}s_per_epoch")
         elif strategy == "best":
             self.notes.append("use checkpoint.keep_best, which saves every new best model")
         elif isinstance(every, int) and every >= 1:
             self.put(f"{section}.every_steps", every, f"{kind}_steps")
+        elif isinstance(every, float) and 0 < every < 1:
+            # A share of the run.
+            if "max_steps" in train:
+                self.put(f"{section}.every_steps", math.ceil(every * train["max_steps"]), f"{kind}_steps")
+            else:
+                self.put(f"{section}.every_epochs", every * train["epochs"], f"{kind}_steps")
         elif every is not None:
             self.lose(f"{kind}_steps", f"set `{section}.every_steps` or `every_epochs`")
 
     def machines(self) -> None:
         self.put("cluster.num_workers", self.workers)
         self.used.update(("ray_num_workers", "use_ray"))
-        if file := self.get("deepspeed"):
-            stage = re.search(r"z(?:ero)?_?([0-3])", Path(str(file)).name)
-            if stage is None or stage[1] == "0":
-                self.lose("deepspeed", "use DDP instead: parallel.strategy")
+        if self.get("deepspeed"):
+            stage, offload = foreign.zero_of(self.raw["deepspeed"])
+            if stage is None:
+                self.lose("deepspeed", "set parallel.strategy: deepspeed, and parallel.deepspeed_config to this file")
+            elif stage == 0:
+                self.lose("deepspeed", "ZeRO stage 0 shards nothing: parallel.strategy is ddp")
             else:
                 self.put("parallel.strategy", "deepspeed")
-                self.put("parallel.zero_stage", int(stage[1]))
-                if "offload" in str(file) or "cpu" in Path(str(file)).name:
+                self.put("parallel.zero_stage", stage)
+                if offload:
                     self.put("parallel.cpu_offload", True)
-                self.notes.append(f"ZeRO {stage[1]} is that of {file}; parallel.deepspeed_config names a file of yours")
-        own = self.get("fsdp_config") or {}
-        if self.get("fsdp") or own:
+                self.notes.append(
+                    f"of DeepSpeed's config only ZeRO {stage} is used; parallel.deepspeed_config takes a whole file"
+                )
+        elif self.get("fsdp", "fsdp_config"):
             self.put("parallel.strategy", "fsdp")
-            offload = isinstance(own, Mapping) and (own.get("fsdp_offload_params") or own.get("offload_params"))
-            if offload:
+            kind = f"{self.raw.get('fsdp')} {self.fsdp('sharding_strategy')}".lower()
+            if self.fsdp("offload_params") or "offload" in kind:
                 self.put("parallel.cpu_offload", True)
+            if self.fsdp("reshard_after_forward") is False or "shard_grad_op" in kind:
+                self.put("parallel.reshard_after_forward", False)
+            if "hybrid_shard" in kind:
+                self.notes.append("set parallel.shard_size to the GPUs of a machine: hybrid sharding")
+        elif self.system == LLAMA_FACTORY and self.workers != 1:
+            # DDP, unless it was started with an Accelerate config for FSDP, which is another file.
+            self.put("parallel.strategy", "auto")
         size, copies = self.get("dp_shard_size") or 1, self.get("dp_replicate_size") or 1
         if size > 1:
             self.put("parallel.strategy", "fsdp")
         if copies > 1:
             self.put("parallel.shard_size", size)
         self.used.add("fsdp_version")
+
+    def fsdp(self, name: str) -> Any:
+        """A setting of `fsdp_config`, with or without its prefix."""
+        own = self.raw.get("fsdp_config")
+        return own.get(name, own.get(f"fsdp_{name}")) if isinstance(own, Mapping) else None
 
     def checked(self) -> Converted:
         """Without the values that finray does not take, each of which is named."""
@@ -563,7 +593,9 @@ def _words(text: Any) -> list[str]:
 
 def _number(value: Any) -> Any:
     """YAML 1.1 takes `2e-5` for a text."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return value
+    for kind in (int, float) if isinstance(value, str) else ():
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return None if value == "" else value

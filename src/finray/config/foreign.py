@@ -5,6 +5,9 @@ Those that are another name of a field are in :mod:`finray.config.names`.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 LLAMA_FACTORY, AXOLOTL = "LLaMA-Factory", "Axolotl"
@@ -29,13 +32,27 @@ ASSUMED: dict[str, dict[str, Any]] = {
         "num_epochs": 1,
         "lr_scheduler": "cosine",
         "learning_rate": 2e-4,
-        "logging_steps": 500,
+        "logging_steps": 10,
+        "save_total_limit": 4,
     },
 }
+# GPUs that work on the same rows, so that they do not count for the batch of a step.
+SAME_ROWS = (
+    *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+)
+NUMBERS = {
+    *("per_device_train_batch_size", "micro_batch_size", "batch_size", "gradient_accumulation_steps", "max_samples"),
+    *("learning_rate", "cosine_min_lr_ratio", "num_train_epochs", "num_epochs", "max_steps", "ray_num_workers"),
+    *("warmup_steps", "warmup_ratio", "val_size", "val_set_size", "lora_rank", "lora_r", "logging_steps"),
+    *("save_steps", "eval_steps", "saves_per_epoch", "evals_per_epoch", "dp_shard_size", "dp_replicate_size"),
+}
+SIZES = (*SAME_ROWS, "expert_parallel_size", "expert_model_parallel_size")
 # Keys that describe something else than how a model is tuned, and say so for a whole file.
 ELSEWHERE = {
     "export_dir": "it exports a model; use `finray export RUN --output DIR`",
     "infer_backend": "it is for inference; use `finray generate` or `finray chat`",
+    "do_predict": "it answers prompts; use `finray evaluate` or `finray generate`",
 }
 NOT_OURS = {
     "use_galore": "GaLore",
@@ -78,6 +95,45 @@ NOT_OURS = {
     "use_otel_metrics": "OpenTelemetry",
     "llmcompressor": "compressed weights",
     "model_config": "changes to the model's config.json",
+    "model_quantization_config": "bases that are quantised while they are loaded, except `model.quantization`",
+    "model_quantization_config_kwargs": "bases that are quantised while they are loaded, except `model.quantization`",
+    "quantization_type": "4 bits other than NF4",
+    "use_onebitllms": "training with 1.58 bits",
+    "reinit_weights": "new weights; the run starts from those of the model",
+    "llama4_linearized_experts": "changes to experts",
+    "tiled_mlp": "MLPs that are computed in tiles",
+    "gemma4_hybrid_attn_impl": "attention that differs by layer",
+    "fused_attn_kernel": "kernels of Axolotl",
+    "use_dsv4_kernels": "kernels of Axolotl",
+    "use_glm_dsa_kernels": "kernels of Axolotl",
+    "nvfp4_merge_aware": "NVFP4 weights",
+    "lr_quadratic_warmup": "a warm-up that is not linear",
+    "min_sample_len": "a shortest length of rows",
+    "sample_packing_sequentially": "packs in the order of the rows",
+    "use_distributed_optimizer": "Megatron",
+    "use_packed_sequences": "Megatron",
+    "bias_activation_fusion": "Megatron",
+    "apply_rope_fusion": "Megatron",
+    "export_hf_on_finish": "Megatron",
+    "use_mca": "Megatron",
+    "use_megatron_bridge": "Megatron",
+    "train_from_scratch": "new weights; the run starts from those of the model",
+    "split_special_tokens": "special tokens that are split",
+    "use_pose": "PoSE",
+    "use_comet": "Comet",
+    "use_trackio": "Trackio",
+    "embedding_lr": "a learning rate of some layers",
+    "embedding_lr_scale": "a learning rate of some layers",
+    "lr_groups": "a learning rate of some layers",
+    "loftq_config": "LoftQ",
+    "lora_rank_pattern": "a rank of some layers",
+    "lora_alpha_pattern": "an alpha of some layers",
+    "flex_attention": "FlexAttention",
+    "sage_attention": "SageAttention",
+    "trainer_cls": "your own trainer",
+    "added_tokens_overrides": "changes to tokens of the model; `model.new_tokens` adds more",
+    "overrides_of_model_config": "changes to the model's config.json",
+    "media_dir": "images and videos",
 }
 # Settings that begin so.
 FAMILIES = {
@@ -99,6 +155,23 @@ FAMILIES = {
     "video_": "videos",
     "freeze_": "vision-language models",
     "quantize_moe_": "quantisation of experts only",
+    "dsv4_": "kernels of Axolotl",
+    "flex_attn_": "FlexAttention",
+    "jagged_restart_": "a learning rate that starts again",
+    "expert_parallel_": "expert parallelism",
+    "moe_": "Megatron",
+    "megatron_": "Megatron",
+    "overlap_": "Megatron",
+    "recompute_": "Megatron",
+    "oft_": "OFT",
+    "dion_": "Dion",
+    "qgalore_": "Q-GaLore",
+    "hyper_parallel_": "Hyper Parallel",
+    "pose_": "PoSE",
+    "torch_compile_": "options of torch.compile; `train.compile` uses the defaults",
+    "peft_": "other settings of PEFT",
+    "comet_": "Comet",
+    "trackio_": "Trackio",
 }
 SENTENCES = {
     "gradient_checkpointing_kwargs": "not needed: finray uses the non-reentrant variant",
@@ -122,7 +195,6 @@ SENTENCES = {
     "include_num_input_tokens_seen": "not needed: tokens are always counted",
     "include_tkps": "not needed: tokens per second are always recorded",
     "dataset_shuffle": "not needed: rows are shuffled by `run.seed`",
-    "excess_length_strategy": "`data.on_too_long` is truncate, drop or error",
     "merge_lora": "use `finray export --merge` after the training",
     "lora_mlp_kernel": "not needed: finray has its own kernels for LoRA",
     "lora_qkv_kernel": "not needed: finray has its own kernels for LoRA",
@@ -146,6 +218,47 @@ SENTENCES = {
     "s2_attention": "not supported: attention covers the whole row",
     "shift_attn": "not supported: attention covers the whole row",
     "rope_scaling": "not supported: change it in the model's config.json",
-    "enable_thinking": "`model.chat_template_arguments: {enable_thinking: ...}`",
     "packing": "data.packing",
+    "noisy_embedding_alpha": "not supported: finray adds no noise to embeddings",
+    "chat_template_kwargs": "model.chat_template_arguments",
+    "mlflow_run_name": "run.name",
+    "chunked_cross_entropy": "not needed: logits are computed in chunks, and only where there is a label",
+    "auto_find_batch_size": "not supported: `finray plan` shows the largest `train.micro_batch_size` that fits",
+    "shuffle_before_merging_datasets": "not needed: rows are shuffled by `run.seed`",
+    "disable_shuffling": "not supported: rows are shuffled by `run.seed`",
+    "compute_accuracy": "not supported: the loss and the perplexity are computed during training",
+    "enable_torch_profiler": "set `train.profile`",
+    "profiler_steps": "set `train.profile`",
+    "resize_vocab": "not needed: the embeddings grow only with `model.new_tokens`",
+    "use_unsloth_gc": "set `train.gradient_checkpointing`",
+    "use_reentrant_gc": "not needed: finray uses the non-reentrant variant",
+    "buffer_size": "not needed: data are prepared in parts, and read from disk during training",
+    "preprocessing_batch_size": "not needed: data are prepared in parts, and read from disk during training",
+    "dataloader_drop_last": "not needed: every row of an epoch is trained on",
+    "gc_steps": "not supported",
+    "torch_empty_cache_steps": "not supported",
+    "selective_checkpointing": "set `train.gradient_checkpointing: selective`",
+    "do_sample": "options of `finray generate`",
+    "temperature": "options of `finray generate`",
+    "top_p": "options of `finray generate`",
+    "top_k": "options of `finray generate`",
+    "fsdp_transformer_layer_cls_to_wrap": "not needed: each layer of the model is sharded by itself",
+    "experimental_skip_move_to_device": "not needed: weights are sharded while they are loaded",
+    "accelerator_config": "not needed: there is no Accelerate",
+    "streaming_multipack_buffer_size": "not needed: data are prepared before the training, and packed then",
+    "pretrain_multipack_attn": "not needed: rows of a pack do not attend to each other",
+    "flash_optimum": "not needed: `model.attention: auto`",
+    "max_packed_sequence_len": "`data.max_length` is the length of a pack",
+    "cls_model_config": "not needed: Transformers chooses the class from the model's files",
+    "base_model_ignore_patterns": "not needed: only the files of the model are downloaded",
 }
+
+
+def zero_of(config: Any) -> tuple[int | None, bool]:
+    """The ZeRO stage of DeepSpeed's config, and whether it offloads; None if the file's name does not say the stage."""
+    if isinstance(config, Mapping):
+        zero = config.get("zero_optimization") or {}
+        return zero.get("stage", 0), "offload_" in str(zero)
+    name = Path(str(config)).name
+    stage = re.search(r"z(?:ero)?_?([0-3])", name)
+    return int(stage[1]) if stage else None, "offload" in name or "cpu" in name

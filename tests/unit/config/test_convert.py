@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tools.foreign_examples import look_at
+from tools.foreign_examples import SMOL, look_at, table
 
 from finray.config.convert import convert
 from finray.config.load import load_config
@@ -151,6 +151,8 @@ def test_a_file_of_llama_factory(tmp_path: Path) -> None:
         "train.warmup_ratio": 0.0,
         "train.precision": "bf16",
         "train.gradient_checkpointing": "full",
+        # DDP, or FSDP if an Accelerate config was given as well.
+        "parallel.strategy": "auto",
         "checkpoint.every_steps": 250,
         "evaluation.every_steps": 125,
         "evaluation.batch_size": 1,
@@ -175,6 +177,7 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         "data.format": "sharegpt",
         "data.field_mapping": {"conversations": "talk"},
         "data.max_length": 2048,
+        "data.on_too_long": "drop",
         "data.packing": True,
         "data.eval_ratio": 0.05,
         "train.micro_batch_size": 2,
@@ -189,6 +192,8 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         "parallel.strategy": "deepspeed",
         "parallel.zero_stage": 3,
         "parallel.cpu_offload": True,
+        "checkpoint.every_epochs": 1.0,
+        "checkpoint.keep_last": 4,
         "evaluation.every_epochs": 0.25,
         "tracking.log_every": 1,
         "cluster.num_workers": 2,
@@ -233,7 +238,34 @@ def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path
         ({"early_stopping_patience": 3}, {"evaluation.early_stopping": {"patience": 3}}),
         ({"warmup_steps": 0.1}, {"train.warmup_ratio": 0.1}),
         ({"dp_shard_size": 2, "dp_replicate_size": 2}, {"parallel.strategy": "fsdp", "parallel.shard_size": 2}),
+        # A schedule without warm-up, whatever the file says of it; the one with warm-up is another.
+        ({"lr_scheduler_type": "constant"}, {"train.schedule": "constant", "train.warmup_steps": 0}),
+        ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, {"train.min_learning_rate": 1e-5}),
+        ({"lr_scheduler_kwargs": {"min_lr": 1e-6}}, {"train.min_learning_rate": 1e-6}),
+        ({"optim": "paged_adamw_32bit"}, {"train.optimizer": "adamw"}),
+        ({"stage": "pt", "packing": False}, {"data.packing": False}),
+        ({"additional_target": "embed_tokens,lm_head"}, {"adapter.modules_to_save": ["embed_tokens", "lm_head"]}),
+        ({"new_special_tokens": "<a>,<b>"}, {"model.new_tokens": ["<a>", "<b>"]}),
+        ({"enable_thinking": False}, {"model.chat_template_arguments": {"enable_thinking": False}}),
+        ({"save_steps": 0.25}, {"checkpoint.every_epochs": 0.75}),
+        ({"save_steps": 0.25, "max_steps": 30}, {"checkpoint.every_steps": 8}),
+        ({"eval_steps": None}, {"evaluation.every_steps": 10}),
+        ({"eval_strategy": "no"}, {"evaluation.every_steps": None}),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {"parallel.zero_stage": 3, "parallel.cpu_offload": None}),
+        ({"deepspeed": "ds_z0_config.json"}, {"parallel.strategy": None}),
+        ({"fsdp": "full_shard auto_wrap offload"}, {"parallel.strategy": "fsdp", "parallel.cpu_offload": True}),
+        ({"fsdp": "shard_grad_op"}, {"parallel.reshard_after_forward": False}),
+        # Four GPUs of which two share their rows: half as many rows as four.
+        ({"context_parallel_size": 2}, {"train.global_batch_size": 32}),
+        ({"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}, {"train.global_batch_size": 64}),
+        ({"finetuning_type": "full", "pure_bf16": True, "optim": "adamw_8bit"}, {"train.precision": "bf16"}),
         ({"neftune_noise_alpha": 5}, {}),
+        ({"loraplus_lr_embedding": 1e-6}, {}),
+        ({"quantization_method": "hqq"}, {}),
+        ({"double_quantization": False}, {}),
+        ({"deepspeed": "mine.json"}, {}),
+        ({"eval_strategy": None, "eval_steps": 10}, {}),
+        ({"save_strategy": "no"}, {}),
         ({"use_galore": True, "galore_rank": 16}, {}),
         ({"optim": "sgd"}, {}),
         ({"quantization_bit": 3}, {}),
@@ -247,7 +279,7 @@ def test_what_a_setting_comes_to(changes: dict[str, Any], expected: dict[str, An
     assert {name: found.get(name) for name in expected} == expected
     if not expected:
         lost = {one.key.partition(":")[0] for one in converted(text, tmp_path).lost}
-        assert set(changes) <= lost
+        assert {name for name, value in changes.items() if value is not None} <= lost
 
 
 @pytest.mark.parametrize(
@@ -260,7 +292,28 @@ def test_what_a_setting_comes_to(changes: dict[str, Any], expected: dict[str, An
             {"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}},
             {"data.input_template": "Q: {q}", "data.output_template": "{a}"},
         ),
-        ({"name": "main", "data_files": ["a.jsonl"]}, {"data.subset": "main", "data.source": "a.jsonl"}),
+        ({"name": "main", "data_files": ["a.jsonl"]}, {"data.subset": "main"}),
+        # Files of a dataset on the Hub, and files that a builder reads.
+        ({"type": "alpaca", "data_files": "a.jsonl"}, {"data.source": "hf://datasets/org/rows/a.jsonl"}),
+        (
+            {"type": "alpaca", "data_files": ["a.jsonl"], "revision": "v1"},
+            {"data.source": "hf://datasets/org/rows@v1/a.jsonl", "data.revision": None},
+        ),
+        ({"path": "json", "data_files": "a.jsonl", "type": "alpaca"}, {"data.source": "a.jsonl"}),
+        (
+            {"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "alpaca"},
+            {"data.mix": [{"source": "a.jsonl", "format": "alpaca"}, {"source": "b.jsonl", "format": "alpaca"}]},
+        ),
+        ({"type": "alpaca:chat"}, {"data.format": "alpaca", "data.on_too_long": "drop"}),
+        ({"type": "completion", "text_column": "body"}, {"data.field_mapping": {"text": "body"}}),
+        # Plain text is cut into pieces by both.
+        ({"type": "completion"}, {"data.on_too_long": None}),
+        # The column of messages is `messages`, also where their fields are those of ShareGPT.
+        (
+            {"type": "chat_template", "message_field_role": "from", "message_field_content": "value"},
+            {"data.format": "sharegpt", "data.field_mapping": {"conversations": "messages"}},
+        ),
+        ({"type": "chat_template", "field_tools": "functions"}, {"data.field_mapping": {"tools": "functions"}}),
     ],
 )
 def test_what_a_source_of_axolotl_comes_to(source: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
@@ -270,8 +323,131 @@ def test_what_a_source_of_axolotl_comes_to(source: dict[str, Any], expected: dic
 
 
 @pytest.mark.parametrize(
+    ("source", "lost"),
+    [
+        ({"field_thinking": "thinking", "template_thinking_key": "thinking"}, []),
+        ({"field_thinking": "thought", "template_thinking_key": "thinking"}, ["datasets.field_thinking"]),
+        ({"roles_to_train": ["assistant"], "train_on_eos": "turn", "roles": {"user": ["human", "user"]}}, []),
+        ({"roles_to_train": ["user", "assistant"]}, ["datasets.roles_to_train"]),
+        ({"train_on_eos": "all"}, ["datasets.train_on_eos"]),
+        ({"roles": {"assistant": ["oracle"]}}, ["datasets.roles"]),
+        # What is no role at all, and no mapping.
+        ({"roles": ["user"]}, ["datasets.roles"]),
+        ({"roles_to_train": 5, "message_property_mappings": ["role"]}, ["datasets.roles_to_train"]),
+        ({"drop_system_message": True}, ["datasets.drop_system_message"]),
+        ({"drop_system_message": False, "ds_type": "json"}, []),
+        ({"chat_template": "chatml"}, ["datasets.chat_template"]),
+        ({"message_property_mappings": {"role": "speaker", "content": "said"}}, ["datasets.message_property_mappings"]),
+    ],
+)
+def test_what_is_lost_of_a_source_of_axolotl(source: dict[str, Any], lost: list[str], tmp_path: Path) -> None:
+    text = yaml.safe_dump({"base_model": "m", "datasets": [{"path": "org/rows", "type": "chat_template", **source}]})
+    found = converted(text, tmp_path)
+    assert [one.key.partition(":")[0] for one in found.lost] == lost
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Without the key it is `auto`, and with an empty one off.
+        ({"bf16": None}, {"train.precision": "fp32"}),
+        ({"bf16": "auto", "fp16": True}, {"train.precision": "fp16"}),
+        ({"excess_length_strategy": "truncate"}, {"data.on_too_long": "truncate"}),
+        ({"excess_length_strategy": "raise"}, {"data.on_too_long": "error"}),
+        ({"activation_offloading": "legacy"}, {"train.activation_offload": True}),
+        ({"batch_size": 8, "gradient_accumulation_steps": None}, {"train.global_batch_size": 8}),
+        ({"evals_per_epoch": 0}, {"evaluation.every_steps": None, "evaluation.every_epochs": None}),
+        ({"save_steps": 50, "save_total_limit": 2}, {"checkpoint.every_steps": 50, "checkpoint.keep_last": 2}),
+        ({"tokens": ["<a>"]}, {"model.new_tokens": ["<a>"]}),
+        ({"mlflow_tracking_uri": "http://host"}, {"tracking.trackers": ["mlflow"]}),
+        ({"chat_template": "tokenizer_default"}, {"train.schedule": "cosine"}),
+        (
+            {"deepspeed": None, "gradient_checkpointing": None, "fsdp_config": {"activation_checkpointing": True}},
+            {"parallel.strategy": "fsdp", "train.gradient_checkpointing": "full"},
+        ),
+        (
+            {"deepspeed": None, "fsdp": ["full_shard"], "fsdp_config": {"fsdp_offload_params": True}},
+            {"parallel.cpu_offload": True},
+        ),
+        # As many GPUs as the sizes multiply to, of which two share their rows.
+        (
+            {"deepspeed": None, "dp_shard_size": 4, "tensor_parallel_size": 2},
+            {"cluster.num_workers": 8, "train.global_batch_size": 32, "parallel.strategy": "fsdp"},
+        ),
+        ({"micro_batch_size": 0}, {}),
+        ({"plugins": ["axolotl.integrations.other.Plugin", "axolotl.integrations.liger.LigerPlugin"]}, {}),
+        ({"plugins": "axolotl.integrations.other.Plugin"}, {}),
+        ({"tokens": {"pad_token": "<pad>"}}, {}),
+        ({"tensor_parallel_size": 2}, {}),
+    ],
+)
+def test_what_a_setting_of_axolotl_comes_to(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    text = yaml.safe_dump(yaml.safe_load(AXOLOTL) | changes)
+    found = fields(text, tmp_path)
+    assert {name: found.get(name) for name in expected} == expected
+    lost = {one.key.partition(":")[0] for one in converted(text, tmp_path).lost}
+    assert (set(changes) <= lost) == (not expected)
+
+
+def test_what_axolotl_assumes(tmp_path: Path) -> None:
+    found = fields("base_model: m\ndatasets: [{path: org/rows, type: alpaca}]\n", tmp_path)
+    assert found["train.precision"] == "auto"
+    assert (found["checkpoint.every_epochs"], found["checkpoint.keep_last"]) == (1.0, 4)
+    assert (found["data.on_too_long"], found["tracking.log_every"]) == ("drop", 10)
+
+
+def test_a_text_among_conversations_does_not_change_what_is_learned_of_them(tmp_path: Path) -> None:
+    sources = [{"path": "org/text", "type": "completion"}, {"path": "org/talk", "type": "chat_template"}]
+    found = fields(yaml.safe_dump({"base_model": "m", "datasets": sources}), tmp_path)
+    assert "data.train_on" not in found
+    assert "data.train_on" in fields(yaml.safe_dump({"base_model": "m", "datasets": [sources[0]] * 2}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({"hf_hub_url": "org/a", "split": "test"}, {"source": "org/a", "split": "test[:1000]", "format": "alpaca"}),
+        ({"hf_hub_url": "org/a", "folder": "en"}, {"source": "org/a:en"}),
+        ({"file_name": "a.json", "formatting": "openai"}, {"format": "messages"}),
+        (
+            {"file_name": "a.json", "formatting": "sharegpt", "columns": {"messages": "talk", "tools": "functions"}},
+            {"format": "sharegpt", "field_mapping": {"conversations": "talk", "tools": "functions"}},
+        ),
+        ({"file_name": "a.json", "columns": {"history": "before"}}, {"field_mapping": {"history": "before"}}),
+    ],
+)
+def test_what_a_dataset_of_llama_factory_comes_to(
+    about: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": about, "theirs": {"file_name": "b.json"}}))
+    found = fields(LLAMA_FACTORY, tmp_path, dataset_info=tmp_path / "dataset_info.json")["data.mix"][0]
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_where_the_datasets_of_llama_factory_are(tmp_path: Path) -> None:
+    changed = yaml.safe_load(LLAMA_FACTORY) | {"dataset": "org/rows", "max_samples": None, "dataset_dir": "ONLINE"}
+    assert fields(yaml.safe_dump(changed), tmp_path)["data.source"] == "org/rows"
+    changed |= {"dataset": "mine", "dataset_dir": "REMOTE:org/all"}
+    assert fields(yaml.safe_dump(changed), tmp_path)["data.source"] == "hf://datasets/org/all/mine.json"
+
+
+def test_rows_to_evaluate_are_as_many_as_those_to_train_on(tmp_path: Path) -> None:
+    text = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | {"eval_dataset": "held", "val_size": None})
+    found = fields(text, tmp_path)
+    assert (found["data.eval_source"], found["data.eval_split"]) == ("data/held.json", "train[:1000]")
+
+
+def test_a_misspelt_key_is_told_what_it_is_like(tmp_path: Path) -> None:
+    (lost,) = converted("base_model: m\ndatasets: [{path: d, type: alpaca}]\nsequenc_len: 8\n", tmp_path).lost
+    assert str(lost) == "line 3, `sequenc_len: 8`: finray does not know this key (did you mean `sequence_len`?)"
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("model: m\nmodel_class: llm\ntrain_dataset: d.yaml\n", "LLaMA-Factory v1"),
+        ("model_name_or_path: m\ndo_predict: true\neval_dataset: d\n", "finray evaluate"),
+        (LLAMA_FACTORY + "max_steps: ten\n", "`max_steps: 'ten'` is not a number"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "line 7: `dpo` is not supported"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: freeze"), "line 9: `finetuning_type: freeze"),
         (AXOLOTL + "rl: kto\n", "line 35: `kto` is not supported"),
@@ -298,6 +474,22 @@ def test_examples_that_train_nothing_are_counted_apart_from_what_is_refused(tmp_
         (tmp_path / "examples" / f"{name}.yaml").write_text(text)
     found = look_at(tmp_path)
     assert (found.files, found.foreign, found.refused.total(), found.converted) == (3, 2, 1, 0)
+
+
+def test_the_table_of_examples_names_what_is_lost_and_what_the_plan_says(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    plain = yaml.safe_load(AXOLOTL) | {"deepspeed": None, "gradient_checkpointing_kwargs": {"a": 1}, "debug": True}
+    fits, large = plain, plain | {"micro_batch_size": 4096, "load_in_4bit": False, "adapter": None}
+    for name, file in {"fits": fits, "large": large}.items():
+        (tmp_path / "examples" / f"{name}.yaml").write_text(yaml.safe_dump(file))
+    head, line, *rows = table(tmp_path, {"fits.yaml": SMOL, "large.yaml": SMOL, "absent.yaml": SMOL})
+    assert head.count("|") == line.count("|") == 6
+    small, big = (row.split(" | ") for row in rows)
+    assert small[:2] == ["| `fits.yaml`", "LoRA, 4bit base, DDP, sharegpt, packing, adamw_8bit, evaluation"]
+    assert (small[2], set(small[3].split(", "))) == ("`debug`", {"`gradient_checkpointing_kwargs`", "`special_tokens`"})
+    assert small[4].startswith("no problem, ")
+    assert big[1].startswith("full, DDP")
+    assert "GiB, but h100-80gb has" in big[4]
 
 
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL])

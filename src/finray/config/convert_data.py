@@ -1,0 +1,211 @@
+"""The datasets of a config of LLaMA-Factory or Axolotl as sources of finray: entries of `data.mix`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finray.config.foreign import SENTENCES
+
+# Axolotl's `path` may be a builder of `datasets`, with files beside it.
+_BUILDERS = ("json", "csv", "parquet", "text", "arrow")
+# Fields of a message that finray hands to the chat template as they are.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Names of roles that finray knows.
+_ROLES = ("system", "user", "human", "assistant", "gpt", "tool", "observation", "function_call")
+_CONVERTER = "not supported: rename it with your own function, `data.converter`"
+
+
+@dataclass
+class ForeignData:
+    """Reads the datasets of one config.
+
+    Attributes:
+        raw: the config.
+        path: its file.
+        dataset_info: LLaMA-Factory's table of datasets, if it is not where the file says.
+        lose: called with a setting that is not carried over, the reason, and its value.
+        notes: what is to be looked at.
+    """
+
+    raw: Mapping[str, Any]
+    path: Path
+    dataset_info: Path | None
+    lose: Callable[[str, str, Any], None]
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Add a note once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    # --- LLaMA-Factory ----------------------------------------------------------------------------------------------
+
+    def factory(self, name: str, limit: int | None) -> dict[str, Any]:
+        """A dataset of LLaMA-Factory, by its name in `dataset_info.json`."""
+        folder = str(self.raw.get("dataset_dir") or "data")
+        part = f"[:{limit}]" if limit else ""
+        if folder == "ONLINE":
+            return {"source": name} | ({"split": f"train{part}"} if part else {})
+        remote = folder.removeprefix("REMOTE:") if folder.startswith("REMOTE:") else None
+        table: dict[str, Any] = {}
+        tables = [self.dataset_info] if self.dataset_info else []
+        tables += [self.path.parent / folder / "dataset_info.json", Path(folder) / "dataset_info.json"]
+        for file in tables:
+            if file.is_file():
+                table = json.loads(file.read_text(encoding="utf-8"))
+                folder = str(file.parent)
+                break
+        if remote is not None:
+            folder = f"hf://datasets/{remote}"
+        if name not in table:
+            self.note(
+                f"{name} is a name in the dataset_info.json of {folder}; --dataset-info FILE reads a copy of it"
+                if remote
+                else f"{name} is a name in LLaMA-Factory's dataset_info.json, and data/{name}.json its usual place; "
+                "--dataset-info FILE reads the table"
+            )
+            source = f"{folder if remote else 'data'}/{name}.json"
+            return {"source": source} | ({"split": f"train{part}"} if part else {})
+        about = table[name]
+        there = about.get("hf_hub_url") or about.get("cloud_file_name")
+        found: dict[str, Any] = {"source": there or f"{folder}/{about.get('file_name', name)}"}
+        if about.get("hf_hub_url") and about.get("folder"):
+            found["source"] += f":{about['folder']}"
+        if about.get("subset"):
+            found["subset"] = about["subset"]
+        if about.get("split") or part:
+            found["split"] = f"{about.get('split') or 'train'}{part}"
+        return found | self._factory_format(name, about)
+
+    def _factory_format(self, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
+        columns, tags = about.get("columns", {}), about.get("tags", {})
+        kind, here = "alpaca", {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+        if self.raw.get("stage") == "pt":
+            kind, here, columns = "text", {"prompt": "text"}, columns or {"prompt": "instruction"}
+        elif about.get("formatting") == "openai" or tags.get("role_tag") == "role":
+            kind, here = "messages", {"messages": "messages", "tools": "tools"}
+        elif about.get("formatting") == "sharegpt":
+            kind, here = "sharegpt", {"messages": "conversations", "tools": "tools"}
+        if kind in ("alpaca", "sharegpt"):
+            here["system"] = "system"
+        if kind == "messages" and "messages" not in columns:
+            columns = {"messages": "conversations", **columns}
+        content = tags.get("content_tag", "content" if kind == "messages" else "value")
+        odd = [value for key, value in tags.items() if key.endswith("_tag") and key not in ("role_tag", "content_tag")]
+        if tags and (
+            content not in ("content", "value")
+            or tags.get("role_tag", "from") not in ("role", "from")
+            or any(value not in _ROLES for value in odd)
+        ):
+            self.note(f"the tags of {name} in dataset_info.json are {_CONVERTER}")
+        mapping = {here[there]: column for there, column in columns.items() if column and there in here}
+        mapping = {field: column for field, column in mapping.items() if field != column}
+        return {"format": kind} | ({"field_mapping": mapping} if mapping else {})
+
+    # --- Axolotl ----------------------------------------------------------------------------------------------------
+
+    def axolotl(self, one: Any) -> list[dict[str, Any]]:
+        """One of Axolotl's `datasets`: a source for each of its files."""
+        about: dict[str, Any] = dict(one) if isinstance(one, Mapping) else {"path": one}
+        places = self._places(about)
+        found: dict[str, Any] = {}
+        kind = about.pop("type", "pretrain" if "pretraining_dataset" in self.raw else None)
+        words = re.split(r"[.:]", kind) if isinstance(kind, str) else [""]
+        if words[0] == "chat_template":
+            found |= self._axolotl_chat(about)
+        elif words[0] == "alpaca":
+            found["format"] = "alpaca"
+            self.note("rows of type alpaca: a text for Axolotl, and chat turns here if the model has a chat template")
+        elif words[0] == "sharegpt":
+            found["format"] = "sharegpt"
+        elif words[0] in ("completion", "pretrain"):
+            found |= {"format": "text", "train_on": "all"}
+            named = about.pop("field", None), about.pop("text_column", None)
+            if column := next((name for name in named if name not in (None, "text")), None):
+                found["field_mapping"] = {"text": column}
+        elif isinstance(kind, Mapping):
+            found |= self._axolotl_template(kind)
+        elif kind is None:
+            self.note(f"datasets: {places[0]} has no type, so its rows are tokens for Axolotl; finray needs texts")
+        else:
+            self.note(f"datasets: type {kind} of {places[0]} is unknown; the format is detected from the columns")
+        if len(words) > 1 and words[0] in ("alpaca", "sharegpt", "completion"):
+            self.note(f"datasets: type {kind} is taken as {words[0]}")
+        for there, here in (("name", "subset"), ("split", "split"), ("revision", "revision")):
+            if value := about.pop(there, None):
+                found[here] = value
+        about.pop("ds_type", None)
+        for key, value in about.items():
+            if value not in (None, False, "", [], {}):
+                self.lose(f"datasets.{key}", self._why(key), value)
+        return [{"source": place} | found for place in places]
+
+    def _places(self, about: dict[str, Any]) -> list[Any]:
+        """Where the rows are: a dataset, or its files."""
+        path, files = about.pop("path", None), about.pop("data_files", None)
+        if not files:
+            return [path]
+        files = files if isinstance(files, list) else [files]
+        if path in (None, *_BUILDERS):
+            return files
+        if Path(str(path)).is_dir():
+            return [f"{path}/{file}" for file in files]
+        if re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
+            revision = about.pop("revision", None)
+            return [f"hf://datasets/{path}{f'@{revision}' if revision else ''}/{file}" for file in files]
+        return files
+
+    def _axolotl_chat(self, about: dict[str, Any]) -> dict[str, Any]:
+        mapping = about.pop("message_property_mappings", None)
+        mapping = mapping if isinstance(mapping, Mapping) else {}
+        role = mapping.get("role", about.pop("message_field_role", None)) or "role"
+        content = mapping.get("content", about.pop("message_field_content", None)) or "content"
+        kind, here = ("sharegpt", "conversations") if role == "from" else ("messages", "messages")
+        if (role, content) not in (("from", "value"), ("role", "content")):
+            self.lose("datasets.message_property_mappings", _CONVERTER, mapping or {"role": role, "content": content})
+        columns = {here: about.pop("field_messages", None) or "messages"}
+        columns["tools"] = about.pop("field_tools", None) or "tools"
+        thought = about.pop("field_thinking", None) or "reasoning_content"
+        asked = about.pop("template_thinking_key", None) or "reasoning_content"
+        if thought != asked or thought not in _THOUGHTS:
+            self.lose("datasets.field_thinking", _CONVERTER, thought)
+        if about.get("roles_to_train") in (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
+            about.pop("roles_to_train")
+        for key in ("train_on_eos", "train_on_eot"):
+            if about.get(key) == "turn":
+                about.pop(key)
+        roles = about.get("roles")
+        if isinstance(roles, Mapping) and all(name in _ROLES for names in roles.values() for name in names or ()):
+            about.pop("roles")
+        columns = {field: column for field, column in columns.items() if field != column}
+        return {"format": kind} | ({"field_mapping": columns} if columns else {})
+
+    def _axolotl_template(self, kind: Mapping[str, Any]) -> dict[str, Any]:
+        """A prompt of its own: names of columns, and how they are put together."""
+        columns = {name: kind.get(f"field_{name}") or name for name in ("instruction", "input", "output")}
+        template = str(kind.get("format") or "{instruction} {input}")
+        if kind.get("no_input_format"):
+            self.note("datasets: no_input_format is ignored; data.input_template applies to all rows")
+        for name, column in columns.items():
+            template = template.replace(f"{{{name}}}", f"{{{column}}}")
+        return {"input_template": template, "output_template": f"{{{columns['output']}}}"}
+
+    def _why(self, key: str) -> str:
+        """The reason that a key of a dataset is not carried over."""
+        return {
+            "chat_template": SENTENCES["chat_template"],
+            "chat_template_jinja": SENTENCES["chat_template_jinja"],
+            "shards": "for a part of the rows use `data.train_split: train[:10%]`",
+            "roles_to_train": "`data.train_on` is assistant, last_assistant, completion or all",
+            "train_on_eos": "not supported: the end-of-turn token is always trained on",
+            "train_on_eot": "not supported: the end-of-turn token is always trained on",
+            "roles": _CONVERTER,
+            "drop_system_message": "not supported: system messages are kept; `data.converter` can remove them",
+            "message_field_training": "finray reads the field `train` of a message; `data.converter` can rename it",
+            "trust_remote_code": "not supported: datasets with their own code are not loaded",
+        }.get(key, "not supported")
