@@ -98,7 +98,10 @@ def test_prepared_data_behind_a_mute_server_are_not_opened(mute: str, monkeypatc
 
 
 def test_the_address_is_also_asked_where_no_variable_names_it(mute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in the user's AWS files, or the library's own."""
+    """It is in the user's AWS files, or the library's own. Another test may have had an S3 server of its own."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(remote, "_answered", set())
     asked = list[str]()
     monkeypatch.setattr(hub, "unreachable", lambda url: asked.append(url) or hub.no_answer())
     with pytest.raises(DataError):
