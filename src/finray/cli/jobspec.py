@@ -12,7 +12,7 @@ from finray.cli import show
 from finray.config.load import DEFAULT_FILE, load_config
 from finray.config.schema import Config
 from finray.errors import ConfigError
-from finray.jobspec.hosts import compose, ray_cluster, slurm
+from finray.jobspec.hosts import SLURM_HOURS, compose, ray_cluster, slurm
 from finray.jobspec.kubernetes import rayjob
 from finray.jobspec.replicas import replicas
 from finray.jobspec.spec import Machines, interval_warning, make_spec, overrides_for
@@ -95,7 +95,7 @@ def jobspec(
     spec = make_spec(settings, machines)
     text = TARGETS[to](spec)
     notes = list(spec.notes)
-    limit = hours or (24 if to == "slurm" else None)
+    limit = hours or (SLURM_HOURS if to == "slurm" else None)
     each = step_seconds or (_reckoned(settings, gpu) if gpu is not None and limit is not None else None)
     if limit is not None and settings.checkpoint.every_epochs is not None:
         notes.append(

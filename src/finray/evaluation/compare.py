@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,29 @@ def evaluate(
         if 0 < len(seen.rows) < len(rows):
             kept = np.array([index not in seen.rows for index in range(len(rows))])
             held_out = [evaluated(judged, name, seed=seed, kept=kept) for name in judged.statistics]
-    data = None
+    found = Comparison(
+        tuple(models),
+        tuple(compared),
+        sentences(models, compared, judged.totals),
+        0 if rows is None else len(rows),
+        () if rows is None or judged.prediction is None else Lazy(len(rows), judged.prediction),
+        case.folder,
+        seen,
+        tuple(held_out),
+        _made_by(case, judged),
+        tuple(dict.fromkeys(notes)),
+        judged.classes,
+        judged.confusion,
+    )
+    write(found)
+    if request.output is None:
+        bring_back(named, model)
+    return found
+
+
+def _made_by(case: Case, judged: Judged) -> dict[str, Any]:
+    """The models, rows, settings and versions that the results depend on, as JSON types."""
+    rows, data = case.rows, None
     if rows is not None:
         data = {
             "source": case.config.data.source,
@@ -89,32 +112,15 @@ def evaluate(
             "max_rows": case.config.evaluation.max_rows,
             "sample_seed": case.config.run.seed,
         }
-    found = Comparison(
-        tuple(models),
-        tuple(compared),
-        sentences(models, compared, judged.totals),
-        0 if rows is None else len(rows),
-        () if rows is None or judged.prediction is None else Lazy(len(rows), judged.prediction),
-        case.folder,
-        seen,
-        tuple(held_out),
-        {
-            "model": case.tuned.identity,
-            "baselines": {one.name: one.identity for one in case.subjects[:-1]},
-            "data": data,
-            "dtype": str(case.dtype).removeprefix("torch."),
-            **judged.made_by,
-            "versions": {
-                "python": platform.python_version(),
-                **{name: version(name) for name in _PACKAGES},
-                **{name: version(name) for module, name in _OF_SCORES.items() if module in sys.modules},
-            },
+    return {
+        "model": case.tuned.identity,
+        "baselines": {one.name: one.identity for one in case.subjects[:-1]},
+        "data": data,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        **judged.made_by,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in _PACKAGES},
+            **{name: version(name) for module, name in _OF_SCORES.items() if module in sys.modules},
         },
-        tuple(dict.fromkeys(notes)),
-        judged.classes,
-        judged.confusion,
-    )
-    write(found)
-    if request.output is None:
-        bring_back(named, model)
-    return found
+    }

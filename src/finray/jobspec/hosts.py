@@ -9,6 +9,8 @@ from finray.jobspec.spec import JobSpec, to_yaml
 
 # Exit code of `finray train` after a stop with a checkpoint: 128 + SIGTERM.
 STOPPED = 143
+# The time limit of a Slurm job for which none is given.
+SLURM_HOURS = 24.0
 
 _SLURM = """\
 #!/usr/bin/env bash
@@ -102,7 +104,7 @@ def slurm(spec: JobSpec) -> str:
         directives["gpus-per-node"] = f"{kind}{spec.gpus_per_node}"
     if machines.queue:
         directives["partition"] = machines.queue
-    minutes = round((machines.hours or 24) * 60)
+    minutes = round((machines.hours or SLURM_HOURS) * 60)
     directives |= {"time": f"{minutes // 60:02}:{minutes % 60:02}:00", "signal": f"B:TERM@{grace}"}
     directives |= {"open-mode": "append", "output": f"{spec.name}-%j.log"}
     lines = [f"#SBATCH --{key}={value}" for key, value in directives.items()] + ["#SBATCH --requeue"]

@@ -25,7 +25,7 @@ from finray.planning.checks import check_push, quick_problems
 from finray.planning.findings import Finding, Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import MemoryPlan, Rows, plan_memory
-from finray.planning.model import ModelPlan, check_context, plan_model
+from finray.planning.model import ModelPlan, PlannedModel, check_context, plan_model
 from finray.planning.placement import (
     GPUS,
     Device,
@@ -157,29 +157,23 @@ def make_plan(
         fresh: as for training: an earlier run of this name would be moved aside, and is ignored.
 
     Raises:
-        ConfigError: the GPU name is unknown.
+        ConfigError: the GPU name is unknown, or the adapter to start from cannot be continued with this config.
     """
     named = None if gpu is None else gpu_named(gpu)
-    config = with_absolute_paths(config)
-    found = Findings()
+    config, found = with_absolute_paths(config), Findings()
     # GPUs that are named are those of another machine, about which nothing else is known, nor are its packages.
     away = None if _address(config, environ) else named
     missing = refuse if away is None else _note_missing(found, away)
-    for problem in quick_problems(config, missing=missing):
-        # A source that lies on the Hub is asked for its splits; what of it is out of reach is said with the data.
-        if not (offline and _is_out_of_reach(problem)):
-            found.problem(problem)
+    # A source that lies on the Hub is asked for its splits; what of it is out of reach is said with the data.
+    quick = quick_problems(config, missing=missing)
+    found.problem(*(one for one in quick if not (offline and _is_out_of_reach(one))))
     _check_push(config, found, offline=offline)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     report = _report(config, examine, found)
     labels = _labels(config, report, found, before)
     model = plan_model(config, found, labels=labels, environ=environ, offline=offline)
-    data = None
-    if report is not None and report.problems:
-        _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
-    elif report is not None:
-        data = _data(config, report, found, before)
+    data = None if report is None else _data(config, report, model, found, before, offline=offline)
     if model is not None:
         longest = max(report.longest, report.longest_held_out) if report is not None and report.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
@@ -201,16 +195,12 @@ def make_plan(
             )
         except FinrayError as error:
             found.problem(error)
-    if model is not None and device is not None and placement is not None and resolved is not None:
-        rows = Rows()
-        if data is not None and report is not None:
-            # A continued run keeps the packs that it began with.
-            packs_of = report.pack_length if before is None else before.pack_length
-            rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, packs_of)
-        # Of a number of workers that follows the cluster, the fewest have the largest shares.
-        fewest = replace(resolved, world_size=placement.bounds[0])
-        memory = plan_memory(config, fewest, model.shape, device, rows, found)
-        speed = _speed(config, resolved, model.shape.blueprint, device, rows, data)
+        else:
+            rows = _rows(report, data, before)
+            # Of a number of workers that follows the cluster, the fewest have the largest shares.
+            fewest = replace(resolved, world_size=placement.bounds[0])
+            memory = plan_memory(config, fewest, model.shape, device, rows, found)
+            speed = _speed(config, resolved, model.shape.blueprint, device, rows, data)
     return Plan(
         found.problems,
         found.warnings,
@@ -325,21 +315,6 @@ def step_seconds_on(config: Config, gpu: str, workers: int) -> float | None:
     return (batch if isinstance(batch, int) else 8) * config.data.max_length / speed.tokens_per_s
 
 
-def _note_problems(
-    config: Config, report: DataReport, found: Findings, model: ModelPlan | None, *, offline: bool
-) -> None:
-    """What is wrong with the data. Without its tokenizer it cannot be tokenised; that has been said."""
-    where = f"model.name={config.model.name}"
-    for one in report.problems:
-        if one.where == where and (model is None or model.tokens is None):
-            if offline:
-                found.skip("the data, which cannot be tokenised without it", "data.source")
-        elif offline and _is_out_of_reach(one):
-            found.skip("the data, which lies on the Hub", f"data.source={one.where}")
-        else:
-            found.problem(one)
-
-
 def _is_out_of_reach(error: FinrayError) -> bool:
     return isinstance(error, DataError) and any(sign in error.message.lower() for sign in _UNREACHABLE)
 
@@ -349,7 +324,27 @@ def _packs(report: DataReport | None) -> int | None:
     return report.packs if report is not None and report.complete and not report.problems else None
 
 
-def _data(config: Config, report: DataReport, found: Findings, before: Resolved | None) -> DataPlan:
+def _data(
+    config: Config,
+    report: DataReport,
+    model: PlannedModel | None,
+    found: Findings,
+    before: Resolved | None,
+    *,
+    offline: bool,
+) -> DataPlan | None:
+    """The data and what a run makes of them; None if something is wrong with them."""
+    if report.problems:
+        for one in report.problems:
+            # Without its tokenizer they cannot be tokenised; that has been said.
+            if one.where == f"model.name={config.model.name}" and (model is None or model.plan.tokens is None):
+                if offline:
+                    found.skip("the data, which cannot be tokenised without it", "data.source")
+            elif offline and _is_out_of_reach(one):
+                found.skip("the data, which lies on the Hub", f"data.source={one.where}")
+            else:
+                found.problem(one)
+        return None
     for text in report.warnings:
         found.warn(text, "data")
     train = config.train
@@ -369,6 +364,15 @@ def _data(config: Config, report: DataReport, found: Findings, before: Resolved 
         seen_tokens=round(passes * report.tokens),
         labelled=report.labels is not None,
     )
+
+
+def _rows(report: DataReport | None, data: DataPlan | None, before: Resolved | None) -> Rows:
+    """What memory depends on in the data; rows as long as they may be where the data are not known."""
+    if report is None or data is None:
+        return Rows()
+    # A continued run keeps the packs that it began with.
+    pack_length = report.pack_length if before is None else before.pack_length
+    return Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, pack_length)
 
 
 def _place(
