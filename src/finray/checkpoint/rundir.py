@@ -25,7 +25,7 @@ from finray.checkpoint.store import CheckpointStore, replace_text
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import run_path, run_url
-from finray.config.redact import redact
+from finray.config.redact import redact_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError
@@ -124,7 +124,7 @@ class RunDir:
 
     def keep_config(self, config: Config) -> None:
         """Write the config of this start, secrets masked."""
-        replace_text(self.config_file, yaml.safe_dump(redact(config.plain()), sort_keys=False))
+        replace_text(self.config_file, yaml.safe_dump(redact_config(config.plain()), sort_keys=False))
         self.push(CONFIG_FILE)
 
     def keep_resolved(self, resolved: Resolved) -> None:
@@ -297,10 +297,11 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
         before = _require_same_run(config, run)
         (was, old), (now, new) = _lengths(before, config, run.resolved())
         found = {path: _SUMMARY.text(path) for path in (run.config_file, run.summary_file) if path.exists()}
+        is_extended, steps = (was, old) != (now, new), run.store().steps()
         with _writing(run):
             run.path.mkdir(exist_ok=True)
             run.keep_config(config)
-        if (was, old) != (now, new):
+        if is_extended:
             notify(
                 f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run continues to "
                 "that step"
@@ -314,11 +315,13 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
             shutil.rmtree(rest, ignore_errors=True)
         try:
             yield run
-        except ConfigError:
-            # A refused start restores what it found.
-            for path, text in found.items():
-                replace_text(path, text)
-            run.push(*(path.name for path in found))
+        except BaseException as error:
+            # A refused start restores what it found, and so does a longer run that has saved nothing more: without its
+            # summary, the finished run could not be asked for any more.
+            if isinstance(error, ConfigError) or (is_extended and run.store().steps() == steps):
+                for path, text in found.items():
+                    replace_text(path, text)
+                run.push(*(path.name for path in found))
             raise
     finally:
         lock.release()

@@ -20,12 +20,18 @@ _URL_QUERY = re.compile(
     r"(?<=\?)[^\s'\"<>#]*\b(?:[\w-]*(?:signature|security-token|credential)|sig|(?:access_?)?token|api_?key|key|secret)=[^\s'\"<>#]*",
     re.I,
 )
+# Names of a template's special tokens, which are no secrets.
+_SPECIAL_TOKENS = frozenset(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
+# Fields whose keys are not names of settings, but words of the data: columns and labels.
+KEYED_BY_DATA = ("field_mapping", "class_weights")
+# Values of secret variables shorter than this are not masked in a config that is read back: they may be words.
+_NO_WORD = 16
 _URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)@")
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a key of this name holds a secret: ``HF_TOKEN`` and ``api_key`` do, ``max_new_tokens`` does not."""
-    return bool(_NAME.search(name))
+    return bool(_NAME.search(name)) and name.lower() not in _SPECIAL_TOKENS
 
 
 def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
@@ -40,20 +46,27 @@ def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
     return text
 
 
-def redact(value: Any, *, named: bool = True) -> Any:
+def redact(value: Any, *, named: bool = True, environ: Mapping[str, str] = os.environ) -> Any:
     """Mask secrets in nested dictionaries and lists, by key and by value.
 
     A local path is kept as it is, because what is read again must be found; it is no secret where a password happens
-    to be a word of it. So are the keys of ``field_mapping``, which name fields, and not what columns hold (``named``).
+    to be a word of it. So are the keys of :data:`KEYED_BY_DATA`, which do not say what a value is (``named``).
     """
     if isinstance(value, Mapping):
         return {
-            key: MASK if named and is_secret_name(str(key)) and item else redact(item, named=key != "field_mapping")
+            key: MASK
+            if named and is_secret_name(str(key)) and item
+            else redact(item, named=key not in KEYED_BY_DATA, environ=environ)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
+        return [redact(item, environ=environ) for item in value]
     if not isinstance(value, str):
         return value
-    is_path = "/" in value and "://" not in value and not any(one.isspace() for one in value)
-    return redact_text(value, environ={} if is_path else os.environ)
+    is_path = "/" in value and "://" not in value
+    return redact_text(value, environ={} if is_path else environ)
+
+
+def redact_config(plain: Any, *, environ: Mapping[str, str] = os.environ) -> Any:
+    """The same for a config that is written to be read back: a name that contains a short password stays what it is."""
+    return redact(plain, environ={name: value for name, value in environ.items() if len(value) >= _NO_WORD})

@@ -96,7 +96,8 @@ def mean_loss(run_dir: Path) -> float | None:
     """The mean loss over all targets of a run, each at the time it was trained on; None without records."""
     weight = total = 0.0
     for record in read_records(run_dir / FILE):
-        if record["kind"] == "train" and {"supervised", "loss"} <= record.keys():
+        numbers = record.get("supervised"), record.get("loss")
+        if record["kind"] == "train" and all(type(one) in (int, float) for one in numbers):
             weight += record["supervised"]
             total += record["supervised"] * record["loss"]
     return total / weight if weight else None

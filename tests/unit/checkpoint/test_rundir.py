@@ -7,10 +7,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finray.checkpoint import CheckpointStore, manifest, rundir
 from finray.checkpoint.rundir import Finished, RunDir, open_run, saved_config
@@ -223,13 +226,65 @@ def test_a_shorter_run_is_refused_with_every_way_out(
     assert saved_config(run) == made(**before)
 
 
-def test_a_longer_run_that_is_refused_later_is_what_it_was(tmp_path: Path) -> None:
+WORDS = st.sampled_from(["postgres", "training-data", "password", "token", "api_key", "hunter22", "a b", "x"])
+
+
+@given(name=WORDS, label=WORDS, words=st.lists(WORDS, min_size=1, max_size=3))
+def test_a_config_is_read_back_whatever_short_passwords_and_names_there_are(
+    tmp_path_factory: pytest.TempPathFactory, name: str, label: str, words: list[str]
+) -> None:
+    """A password may be a word of a path, of a name or of a label; a label may be called a password."""
+    folder = tmp_path_factory.mktemp("run")
+    plain = config(folder).plain()
+    plain["run"]["name"] = f"{name.replace(' ', '-')}-sql"
+    plain["data"]["source"] = f"{folder}/{'/'.join(words)}/my rows.jsonl"
+    plain["data"]["field_mapping"] = {"text": label}
+    plain["model"]["task"] = "sequence_classification"
+    plain["classification"]["class_weights"] = {label: 3.0, name: 2.0}
+    plain["model"]["chat_template_arguments"] = {"eos_token": "</s>", "title": f"{name} {label}"}
+    asked = build_config(plain, source="test")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        open_run(asked, fresh=False, notify=nobody) as run,
+    ):
+        for variable, value in {"POSTGRES_PASSWORD": "postgres", "MY_TOKEN": "training-data"}.items():
+            patch.setenv(variable, value)
+        run.keep_config(asked)
+        assert saved_config(run) == asked
+
+
+def test_what_is_a_secret_for_certain_is_not_in_the_config_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "0123456789abcdef0123")
+    plain = config(tmp_path).plain()
+    secrets = {"api_key": "short", "title": "use 0123456789abcdef0123", "other": "hf_" + "a" * 30}
+    plain["model"]["chat_template_arguments"] = secrets
+    with open_run(build_config(plain, source="test"), fresh=False, notify=nobody) as run:
+        kept = run.config_file.read_text()
+    assert not [one for one in ("short", "0123456789abcdef0123", "hf_aaa") if one in kept]
+
+
+@pytest.mark.parametrize("error", [ConfigError("the workers refuse it"), ClusterError("no room"), KeyboardInterrupt()])
+def test_a_longer_run_that_ends_before_it_saves_is_what_it_was(tmp_path: Path, error: BaseException) -> None:
     with open_run(config(tmp_path, epochs=2), fresh=False, notify=nobody) as run:
         finish(run, 20)
-    with pytest.raises(ConfigError), open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None):
-        raise ConfigError("the workers refuse it")
+    refused = open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None)
+    refused.__enter__()
+    assert not run.summary_file.exists()
+    assert not refused.__exit__(type(error), error, None)
     assert run.summary_file.exists()
     assert saved_config(run) == config(tmp_path, epochs=2)
+
+
+def test_a_longer_run_that_has_saved_more_goes_on_with_its_new_length(tmp_path: Path) -> None:
+    with open_run(config(tmp_path, epochs=2), fresh=False, notify=nobody) as run:
+        finish(run, 20)
+    with suppress(ClusterError), open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None):
+        (run.path / "checkpoint-00000025").mkdir()
+        raise ClusterError("the cluster is gone")
+    assert not run.summary_file.exists()
+    assert saved_config(run) == config(tmp_path, epochs=3)
 
 
 def test_what_the_run_chose_stands_for_what_the_config_leaves_open(tmp_path: Path) -> None:
