@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from sklearn import metrics as sk
 
 import finray
@@ -64,6 +65,27 @@ def test_scores_are_those_of_the_written_predictions(run: Path) -> None:
     assert low < scores["accuracy"] < high or scores["accuracy"] in (0.0, 1.0)
     assert len(found.sentences) == 1
     assert "commonest" in found.sentences[0]
+
+
+def test_a_baseline_with_another_vocabulary_reads_the_rows_by_its_own(run: Path, tmp_path: Path) -> None:
+    """The same classifier with its tokens in another order: read by its own tokenizer, it says the same."""
+    other = tmp_path / "other"
+    finray.export(run, output=other)
+    file, size = other / "tokenizer.json", 384
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    order = [0, 1, 2, *range(size - 1, 2, -1)]
+    tokenizer["model"]["vocab"] = {token: order[place] for token, place in tokenizer["model"]["vocab"].items()}
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    weights = load_file(other / "model.safetensors")
+    (name,) = [name for name in weights if name.endswith("word_embeddings.weight")]
+    weights[name] = weights[name][order].contiguous()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    found = evaluate(run, baselines=[str(other)], output=tmp_path / "out")
+    for one in lines(found.folder):
+        said, probability = one["answers"], {model: each["probability"] for model, each in one["scores"].items()}
+        assert said["other"] == said["tuned"]
+        assert probability["other"] == pytest.approx(probability["tuned"], rel=3e-3)
+    assert len({one["scores"]["tuned"]["probability"] for one in lines(found.folder)}) > 3
 
 
 @pytest.mark.parametrize("problem", ["multi_label", "regression"])

@@ -67,7 +67,7 @@ def judge(case: Case) -> Judged:
             )
         scores, needs = {}, frozenset()
     choices = _choices(rows, scoring, config) if rows is not None and "choices" in needs else {}
-    columns = dict(rows.columns(str(config.data.source))) if rows is not None and "columns" in needs else {}
+    columns = dict(rows.columns(config)) if rows is not None and "columns" in needs else {}
     used, answered = list[dict[str, str]](), dict[str, list[tuple[str, ...]]]()
     found = Judged(
         {**scores, "loss": Loss()},
@@ -151,7 +151,7 @@ def _choices(rows: Rows, scoring: ScoringConfig, config: Config) -> dict[int, li
     if scoring.choices:
         return dict.fromkeys(range(len(rows)), scoring.choices)
     found: dict[int, list[str]] = {}
-    for index, columns in rows.columns(str(config.data.source)):
+    for index, columns in rows.columns(config):
         choices = columns.get("choices")
         if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
             raise DataError(

@@ -103,11 +103,14 @@ def judge(case: Case) -> Judged:
     held = [rows.split.row(number) for number in rows.numbers]
     found: dict[str, Classified] = {}
     for subject in case.subjects:
+        own = case.rows_for(subject.artifact)
+        assert own is not None
+        read = held if own is rows else [own.split.row(number) for number in own.numbers]
         model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
         known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
         packs = packing_of(subject.artifact.model).safe
         report = _counted(case.progress, f"{subject.name} labels", len(held))
-        found[subject.name] = classify(model, held, truths, packs=packs, labels=known, progress=report)
+        found[subject.name] = classify(model, read, truths, packs=packs, labels=known, progress=report)
         del model
     labels = found[case.tuned.name].labels
     predictions = {name: one.predictions for name, one in found.items()}

@@ -13,11 +13,10 @@ import numpy.typing as npt
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir
 from finray.config.paths import PREPARED, is_url, local_dir_of
-from finray.config.schema import Config
+from finray.config.schema import Config, DataConfig
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
-from finray.data.sources.pieces import read
-from finray.data.sources.resolve import Row, Source
+from finray.data.dataset.source_rows import SourceRows
 from finray.errors import CheckpointError, DataError
 from finray.training.assemble import require_same_data
 from finray.training.state import TrainState
@@ -58,6 +57,7 @@ class Rows:
         asks: whether rows have prompts to answer; otherwise only the loss is computed.
         fingerprint: digest of all rows of the dataset.
         train: the rows that the model was trained on, if known.
+        stream: the split of the dataset that the rows are a part of; a ratio takes them from ``train``.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Rows:
     dataset: PreparedDataset
     asks: bool
     train: PreparedSplit | None
+    stream: str
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -103,20 +104,22 @@ class Rows:
             )
         return replace(self, numbers=tuple(place[key] for key in keys))
 
-    def columns(self, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    def columns(self, config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
         """Index and source columns of each row; the source is read once.
 
         Args:
-            source: the file.
+            config: that the dataset was prepared by.
         """
-        wanted: dict[str, list[int]] = {}
+        wanted: dict[int, list[int]] = {}
         for index, number in enumerate(self.numbers):
-            wanted.setdefault(self.split.where(number).rpartition(":")[2], []).append(index)
-        path = Path(source).expanduser()
-        rows: Iterator[Row] = read(Source(str(path), (str(path),)))
-        for row in rows:
-            for index in wanted.get(str(row.number), ()):
-                yield index, row.value
+            wanted.setdefault(int(self.split.source_rows[number]), []).append(index)
+        source = SourceRows(config, has_chat_template=False)
+        values = (value for part in source.parts(self.stream) for value in source.values(part))
+        for place, value in enumerate(values):
+            for index in wanted.get(place, ()):
+                # A row that was prepared can be read.
+                assert isinstance(value, dict)
+                yield index, value
 
 
 def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
@@ -170,10 +173,16 @@ def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
     return dataset.splits(config.data, seed=config.run.seed), dataset
 
 
-def of_file(config: Config, *, root: str | Path | None) -> tuple[PreparedSplit, PreparedDataset]:
-    """All rows of the source of a config."""
+def stream_of(split: str, data: DataConfig) -> str:
+    """The split of a dataset that has the rows of a run's split: ``train`` has those that a ratio holds out."""
+    ratios = {"eval": data.eval_ratio, "test": data.test_ratio}
+    return "train" if ratios.get(split) else split
+
+
+def of_file(config: Config, *, root: str | Path | None, stream: str = "train") -> tuple[PreparedSplit, PreparedDataset]:
+    """All rows of a split of the data of a config."""
     dataset = PreparedDataset(prepare_here(config, root=root), local_dir=local_dir_of(config))
-    rows = dataset.all_rows("train")
+    rows = dataset.all_rows(stream)
     if rows is None or not len(rows):
         raise DataError("no row is left to evaluate", where=f"--file {config.data.source}")
     return rows, dataset

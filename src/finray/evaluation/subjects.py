@@ -21,7 +21,7 @@ from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
 from finray.evaluation.engines.base import Engine
-from finray.evaluation.rows import Rows, of_file, of_run, splits_of
+from finray.evaluation.rows import Rows, of_file, of_run, splits_of, stream_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
@@ -177,7 +177,7 @@ class Case:
         Raises:
             FinrayError: there are none, or they do not fit the task.
         """
-        request, run, config, train = self.request, self.run, self.config, None
+        request, run, config, train, stream = self.request, self.run, self.config, None, "train"
         if request.file is not None and request.split is not None:
             raise ConfigError("--file and --split exclude each other", where="--split", repair="give --split or --file")
         if request.file is not None:
@@ -204,6 +204,7 @@ class Case:
                 )
         elif run is not None:
             name, held, dataset, train = of_run(run, config, request.split)
+            stream = stream_of(name, config.data)
         elif request.harness:
             return None
         else:
@@ -221,7 +222,7 @@ class Case:
             raise DataError(f"{what} a classifier", where="data.format", repair=repair)
         asks = config.data.train_on != "all" and dataset.kind() != "text"
         numbers = tuple(sample(len(held), config.evaluation.max_rows, seed=config.run.seed).tolist())
-        return Rows(name, held, numbers, dataset, asks, train)
+        return Rows(name, held, numbers, dataset, asks, train, stream)
 
     def rows_for(self, artifact: Artifact) -> Rows | None:
         """The rows for a model's own tokenizer and chat template; shared if these are equal."""
@@ -232,9 +233,10 @@ class Case:
         ours, theirs = (load_tokenizer(ModelConfig(name=str(one.folder))) for one in (self.tuned.artifact, artifact))
         if ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template:
             return rows
-        own = config.model_copy(update={"model": ModelConfig(name=str(artifact.folder))})
-        held, dataset = of_file(own, root=None if config.prepare.dir else prepared_dir(config))
-        return Rows(rows.name, held, (), dataset, rows.asks, None).like(rows.keys())
+        own = config.model_copy(update={"model": ModelConfig(name=str(artifact.folder), task=config.model.task)})
+        root = None if config.prepare.dir else prepared_dir(config)
+        held, dataset = of_file(own, root=root, stream=rows.stream)
+        return Rows(rows.name, held, (), dataset, rows.asks, None, rows.stream).like(rows.keys())
 
     def by_artifact(self) -> Iterator[tuple[Artifact, list[Subject]]]:
         """Models grouped by shared weights, so that these are loaded once."""

@@ -224,10 +224,14 @@ def test_several_baselines_each_have_a_sentence(run_dir: Path, other: Path, tiny
     assert {one.baseline for one in found.compared} == set(names[:3])
 
 
-def test_a_baseline_with_another_tokenizer_reads_the_rows_by_its_own(
-    run_dir: Path, other: Path, tmp_path: Path, tiny_model_dir: Path
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_baseline_with_another_tokenizer_reads_the_same_rows_by_its_own(
+    run_dir: Path, other: Path, tmp_path: Path, tiny_model_dir: Path, is_file: bool
 ) -> None:
-    """A chat template of its own: its prompts are its own, its losses are of other tokens and not compared."""
+    """Of a file, or of the run's held-out rows, which are in a file of their own.
+
+    A chat template of its own: its prompts are its own, its losses are of other tokens and not compared.
+    """
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "spoken"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
@@ -244,9 +248,20 @@ def test_a_baseline_with_another_tokenizer_reads_the_rows_by_its_own(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformersEngine, "generate", generate)
-        evaluate(run_dir, file=other, baselines=[str(model)], max_rows=2, output=tmp_path / "out")
-    assert sum("please user" in prompt for prompt in asked) == 2
-    assert len(asked) == 4
+        file = other if is_file else None
+        evaluate(run_dir, file=file, baselines=[str(model)], max_rows=2, output=tmp_path / "out")
+    theirs = [prompt for prompt in asked if "please user" in prompt]
+    ours = [prompt for prompt in asked if "please user" not in prompt]
+    assert len(theirs) == len(ours) == 2
+    assert sorted(prompt.replace("please ", "") for prompt in theirs) == sorted(ours)
+
+
+def test_the_columns_of_held_out_rows_are_those_of_their_own_file(run_dir: Path) -> None:
+    """The run's training rows have the same numbers in theirs."""
+    case = Case.of(str(run_dir), (), EvaluationRequest(), tasks=JUDGES, progress=lambda *_, **__: None)
+    assert case.rows is not None
+    found = dict(case.rows.columns(case.config))
+    assert [found[index]["messages"] for index in range(3)] == [conversation(number) for number in (6, 7, 8)]
 
 
 def test_choices_are_compared_by_their_likelihood(run_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from finray.data.dataset.prepare import plan_preparation
 from finray.data.formats.convert import converter_of
 from finray.data.formats.examples import Example
 from finray.data.sources.pieces import read_piece, row_number
+from finray.data.sources.readers import Value
 from finray.errors import DataError
 
 
@@ -43,10 +44,15 @@ class SourceRows:
     def examples(self, part: Part) -> Iterator[list[Example]]:
         """The examples from each row of a part, in order; none for a bad row."""
         convert = converter_of(part.row_format, has_chat_template=self._has_chat_template)
+        for value in self.values(part):
+            found: list[Example] = []
+            if not isinstance(value, DataError):
+                with suppress(DataError):
+                    found = convert(value)
+            yield found
+
+    def values(self, part: Part) -> Iterator[Value]:
+        """Each row of a part, in order: its columns, or what is wrong with it."""
         for piece in part.pieces:
             for _, value in read_piece(piece, part.stream.source, self._reading):
-                found: list[Example] = []
-                if not isinstance(value, DataError):
-                    with suppress(DataError):
-                        found = convert(value)
-                yield found
+                yield value
