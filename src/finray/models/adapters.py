@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,13 @@ def add_lora(
         ModelError: the target modules or ``modules_to_save`` match nothing (the message lists the available ones), or
             ``adapter.start_from`` does not fit.
     """
-    # PEFT ignores names that match nothing.
+    # PEFT ignores names that match nothing, as long as one matches.
     there = [name for name, _ in model.named_modules()]
     if missing := [one for one in adapter.modules_to_save if not any(name.endswith(one) for name in there)]:
         raise unmatched(missing, linear_names(model), where="adapter.modules_to_save")
+    targets = adapter.target_modules if isinstance(adapter.target_modules, list) and not adapter.start_from else []
+    if missing := [one for one in targets if not any(f".{name}".endswith(f".{one}") for name in there)]:
+        raise unmatched(missing, linear_names(model), where="adapter.target_modules")
     try:
         # PEFT's random values are replaced below.
         with compat.without_bitsandbytes(), torch.random.fork_rng(devices=[]):
@@ -169,7 +173,10 @@ def load_adapter(model: Any, folder: Path) -> Any:
         if (folder / WEIGHTS).exists():
             # Names the damaged file.
             stored_weights(folder, Path(WEIGHTS).stem)
-        with compat.without_bitsandbytes():
+        with compat.without_bitsandbytes(), warnings.catch_warnings():
+            # What is missing keeps its first value, with which the adapter does nothing, and PEFT only warns. It knows
+            # the names that older versions of it have written.
+            warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
             from peft import PeftModel
 
             return PeftModel.from_pretrained(model, str(folder)).eval()

@@ -71,9 +71,11 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
         ) from None
     body, parts = skeleton.base_model_prefix + ".", dict[str, LoraPart]()
     for name, module in skeleton.named_modules():
-        keys = [f"{_PREFIX}{name}.lora_{one}.weight" for one in "AB"]
-        if type(module) is not Linear or not all(key in tensors for key in keys):
+        if type(module) is not Linear:
             continue
+        keys = [f"{_PREFIX}{name}.lora_{one}.weight" for one in "AB"]
+        if missing := [key for key in keys if key not in tensors]:
+            raise _refused(folder, f"it lacks {missing[0]}", repair="copy its files again")
         down, up = (tensors.pop(key) for key in keys)
         wanted = module.lora_A["default"].weight.shape, module.lora_B["default"].weight.shape
         if (down.shape, up.shape) != wanted:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
@@ -88,9 +88,12 @@ def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_target_modules_that_match_nothing_are_named_with_what_there_is() -> None:
-    with pytest.raises(ModelError, match="down_proj, gate_proj") as caught:
-        lora(target_modules=["qproj"])
-    assert caught.value.where == "adapter.target_modules"
+    for names in (["qproj"], ["q_proj", "qproj"], ["q_proj", "proj"]):
+        with pytest.raises(ModelError, match="down_proj, gate_proj") as caught:
+            lora(target_modules=names)
+        assert caught.value.where == "adapter.target_modules"
+        assert f"`{names[-1]}`" in str(caught.value)
+        assert "`q_proj`: " not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/dir", "a/b/c", "missing.gguf"])
@@ -291,6 +294,47 @@ def test_a_file_of_an_adapter_that_is_none_is_one_message(artifact: Path, name: 
         load_artifact(read_artifact(artifact, base=base), dtype=torch.float32)
     assert str(artifact) in str(caught.value)
     assert caught.value.repair
+
+
+@pytest.mark.parametrize("lacks", ["layers.1.", "lora_B", "lm_head"])
+def test_an_adapter_that_lacks_tensors_does_not_answer_as_its_base(
+    lacks: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """What is missing would keep its first value: B of zeros, or the base's head."""
+    base = load_model(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32)
+    model = adapters.add_lora(base, AdapterConfig(rank=4, modules_to_save=["lm_head"]), seed=1)
+    save_adapter(model, tmp_path)
+    load_artifact(read_artifact(tmp_path, base=str(tiny_model_dir)), dtype=torch.float32)
+    tensors = load_file(tmp_path / WEIGHTS)
+    kept = {name: tensor for name, tensor in tensors.items() if lacks not in name}
+    assert 0 < len(kept) < len(tensors)
+    save_file(kept, tmp_path / WEIGHTS)
+    with pytest.raises(ModelError, match=r"missing adapter keys|does not fit the model: .*lm_head"):
+        load_artifact(read_artifact(tmp_path, base=str(tiny_model_dir)), dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "use_dora": True},
+        {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+        {"target_modules": ["q_proj", "lm_head"], "bias": "all"},
+    ],
+)
+def test_what_plain_peft_has_saved_is_loaded(options: dict[str, Any], tmp_path: Path, tiny_model_dir: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    theirs = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **options)).eval()
+    theirs.save_pretrained(str(tmp_path))
+    ours = load_artifact(read_artifact(tmp_path, base=str(tiny_model_dir)), dtype=torch.float32)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
 def test_an_adapter_with_pickled_weights_alone_or_none_is_one_message(artifact: Path) -> None:
