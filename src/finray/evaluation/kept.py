@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,8 +15,16 @@ from finray.files import FileKind, seal_of
 _FILES = FileKind(FinrayError, repair="delete it to compute the answers again", limit=2**40)
 
 
+def _line(content: Mapping[str, Any]) -> bytes:
+    """A line with the checksum of its content."""
+    text = json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    return text[:-1] + b', "crc32": %d}\n' % zlib.crc32(text)
+
+
 class Kept:
     """Lines of an append-only file, one per row; named by a digest of what they depend on.
+
+    A line that is damaged, or has no checksum because an earlier version wrote it, is computed again.
 
     Args:
         folder: of the evaluation.
@@ -40,12 +49,23 @@ class Kept:
                 # A kill may leave a line without its end, and nothing after it.
                 if not line.endswith(b"\n"):
                     break
-                content = json.loads(line)
+                self._whole += len(line)
+                try:
+                    content = json.loads(line)
+                    del content["crc32"]
+                except (ValueError, RecursionError, TypeError, KeyError):
+                    content = {}
+                if _line(content) != line:
+                    # A change that nobody meant: the row is computed again.
+                    content = {}
+                if not number and content.get("belongs_to") != json.loads(json.dumps(self._belongs)):
+                    # Not what the name says.
+                    self._whole = 0
+                    break
                 if "made_by" in content:
                     self.made_by.append(content["made_by"])
-                elif number:
-                    self.found[int(content["row"])] = content["value"]
-                self._whole += len(line)
+                elif "row" in content:
+                    self.found[content["row"]] = content["value"]
 
     @contextmanager
     def adding(self, *, made_by: Mapping[str, str]) -> Iterator[Callable[[int, Any], None]]:
@@ -63,7 +83,7 @@ class Kept:
 
         def write(content: Mapping[str, Any]) -> None:
             with self._writing():
-                stream.write((json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+                stream.write(_line(content))
                 stream.flush()
 
         def add(row: int, value: Any) -> None:

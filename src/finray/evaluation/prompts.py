@@ -58,7 +58,7 @@ def read_prompts(
 ) -> list[Prompt]:
     """All prompts: the arguments, then those of the file; without both, the non-empty ``lines``.
 
-    ``tools`` are for prompts without tools of their own.
+    ``tools`` are for prompts without tools of their own, ``system`` for those without a system message.
 
     Raises:
         DataError: the file cannot be read, or there is no prompt.
@@ -67,17 +67,7 @@ def read_prompts(
     if file is not None and not file.is_file():
         raise DataError("the file does not exist", where=str(file))
     if file is not None and file.suffix.lower() in (".jsonl", ".json"):
-        for row in read_file(file):
-            if isinstance(row.value.get("messages"), list):
-                prompts.append(_question(row))
-            elif isinstance(row.value.get("prompt"), str):
-                prompts.append(Prompt.of(row.value["prompt"], system))
-            else:
-                raise DataError(
-                    f"the row has neither `prompt` nor `messages` (columns: {', '.join(row.value)})",
-                    where=row.where,
-                    repair='write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
-                )
+        prompts += [_prompt(row, system) for row in read_file(file)]
     else:
         if file is not None:
             lines = _FILES.text(file).splitlines()
@@ -95,20 +85,31 @@ def read_prompts(
     return [replace(prompt, tools=prompt.tools or tools) for prompt in prompts]
 
 
-def _question(row: Row) -> Prompt:
-    """A row of training data up to its last user message, as a question."""
-    messages = list(row.value["messages"])
-    while messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
-        messages.pop()
+def _prompt(row: Row, system: str | None) -> Prompt:
+    """A row's text or, as in training data, its messages up to the last question; with the row's tools."""
+    messages, text = row.value.get("messages"), row.value.get("prompt")
+    if not isinstance(messages, list) and not isinstance(text, str):
+        raise DataError(
+            f"the row has neither `prompt` nor `messages` (columns: {', '.join(row.value)})",
+            where=row.where,
+            repair='write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
+        )
     try:
-        read, tools = messages_of(messages, "messages"), tools_of(row.value.get("tools"))
+        tools = tools_of(row.value.get("tools"))
+        if not isinstance(messages, list):
+            return replace(Prompt.of(str(text), system), tools=tools)
+        while messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        found = tuple(message.plain() for message in messages_of(messages, "messages"))
     except DataError as error:
         raise DataError(
             error.message,
             where=row.where,
             repair=error.repair or 'write {"messages": [{"role": "user", "content": "..."}]}',
         ) from None
-    return Prompt(messages=tuple(message.plain() for message in read), tools=tools)
+    if system is not None and found[0]["role"] not in ("system", "developer"):
+        found = ({"role": "system", "content": system}, *found)
+    return Prompt(messages=found, tools=tools)
 
 
 def prompt_ids(

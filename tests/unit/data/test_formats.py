@@ -92,7 +92,7 @@ def test_what_alpaca_calls_context_is_its_input() -> None:
     assert example(row) == example(ALPACA)
 
 
-@pytest.mark.parametrize("history", ["abc", 5, [["one"]], ["ab"], [["a", "b", "c"]]])
+@pytest.mark.parametrize("history", ["abc", 5, [["one"]], ["ab"], [["a", "b", "c"]], [["a", None]], [["a", 1]]])
 def test_a_history_that_is_none_is_named(history: Any) -> None:
     assert "`history` must be a list of [question, answer] pairs" in refused({**ALPACA, "history": history})
 
@@ -127,6 +127,22 @@ def test_sharegpt_with_tools_as_json_text_calls_and_observations() -> None:
     call = {"type": "function", "function": {"name": "depth", "arguments": {"river": "Ob"}}}
     assert chat.messages[2].extra == {"tool_calls": [call]}
     assert chat.tools == ({"type": "function", "function": TOOL},)
+
+
+def test_openais_single_call_is_a_call_beside_the_words() -> None:
+    """As it was before there were several: a field of the message, and a role for its result."""
+    asked = {"name": "depth", "arguments": json.dumps({"river": "Ob"})}
+    rows = [
+        {"role": "user", "content": "how deep is it"},
+        {"role": "assistant", "content": "Let me look.", "function_call": asked},
+        {"role": "function", "name": "depth", "content": "12 m"},
+        {"role": "assistant", "content": "Twelve metres.", "function_call": None},
+    ]
+    chat = example({"messages": rows})
+    call = {"type": "function", "function": {"name": "depth", "arguments": {"river": "Ob"}}}
+    assert chat.messages[1].extra == {"tool_calls": [call]}
+    assert [one.content for one in chat.messages] == ["how deep is it", "Let me look.", "12 m", "Twelve metres."]
+    assert "tool_calls" not in chat.messages[3].extra
 
 
 @pytest.mark.parametrize(

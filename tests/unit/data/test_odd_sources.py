@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from finray.data.formats.convert import messages_of
@@ -19,6 +21,22 @@ from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
 
 ROW = {"prompt": "a", "completion": "b"}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_in_a_table_are_refused(preparing: Preparing, tmp_path: Path, kind: str) -> None:
+    """The last one would win."""
+    columns = [pa.array([value]) for value in ("a", "b", "c")]
+    table = pa.table(columns, names=["prompt", "completion", "completion"])
+    file = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.ipc.new_file(str(file), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match="two columns are called `completion`") as caught:
+        preparing.dataset(file)
+    assert str(file) in str(caught.value)
 
 
 def test_two_columns_of_one_name_are_refused(preparing: Preparing, put: Write) -> None:
@@ -91,6 +109,17 @@ def test_a_converter_that_leaves_every_row_out_is_the_reason(
     with pytest.raises(DataError, match="2 were left out by the converter") as caught:
         preparing.dataset(put("rows.jsonl", f"{json.dumps(ROW)}\n" * 2), converter="leaves_out:f")
     assert caught.value.repair == "the converter must return rows"
+
+
+def test_a_converter_whose_rows_have_keys_that_are_no_texts_is_named_with_the_row(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "number_keys.py").write_text("def f(row):\n    return {1: 'a'}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = put("rows.jsonl", f"{json.dumps(ROW)}\n")
+    with pytest.raises(DataError, match="whose keys are texts") as caught:
+        preparing.dataset(file, converter="number_keys:f")
+    assert f"{file}:1" in str(caught.value)
 
 
 def test_inspect_tells_of_empty_answers(tiny_run: Any, write_rows: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import uuid
 from dataclasses import replace
@@ -165,6 +166,19 @@ def test_a_data_set_that_was_saved_again_is_read_again(saved: str, tmp_path: Pat
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["z"]})}).save_to_disk(saved)
     assert texts(saved, split="test") == ["z"]
     assert hub.digest(source) != before
+
+
+def test_an_edited_data_set_with_the_time_it_had_is_another_one(saved: str) -> None:
+    source = resolve(saved, split="test")
+    before = hub.digest(source)
+    (file,) = (Path(saved) / "test").glob("*.arrow")
+    found = file.stat()
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"xy", b"xz"))
+    assert file.stat().st_size == found.st_size
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert hub.digest(source) != before
+    assert texts(saved, split="test") == ["x", "z"]
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 300, 600])

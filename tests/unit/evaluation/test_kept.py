@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ def test_values_are_found_again_by_row_and_by_what_they_belong_to(tmp_path: Path
 def test_the_file_says_what_it_belongs_to_once_and_who_made_the_lines_when_that_changes(tmp_path: Path) -> None:
     for by, row in (("one", 0), ("one", 1), ("two", 2), ("one", 3)):
         kept = add(tmp_path, {row: row}, by)
-    lines = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
+    text = next(tmp_path.iterdir()).read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    sums = [line.pop("crc32") for line in lines]
+    assert sums == [zlib.crc32((line.rpartition(", ")[0] + "}").encode()) for line in text.splitlines()]
     one, two = {"made_by": {"engine": "one"}}, {"made_by": {"engine": "two"}}
     rows = [{"row": row, "value": row} for row in range(4)]
     assert lines == [{"belongs_to": BELONGS}, one, rows[0], rows[1], two, rows[2], one, rows[3]]
@@ -66,6 +70,39 @@ def test_after_a_kill_at_any_byte_whole_lines_are_there_and_the_rest_is_computed
     assert kept.found == {one["row"]: one["value"] for one in whole if "row" in one}
     add(folder, {row: value for row, value in values.items() if row not in kept.found})
     assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"value": 12.5', b'"value": 82.5'),
+        (b'"row": 1', b'"row": 3'),
+        (b'"row": 1', b'"rov": 1'),
+        (b'{"row": 1', b'["row": 1'),
+        (b', "crc32"', b', "crc33"'),
+    ],
+)
+def test_a_line_that_was_changed_is_computed_again(tmp_path: Path, before: bytes, after: bytes) -> None:
+    """And no other one; a line without a checksum is one of an earlier version."""
+    values: dict[int, object] = {0: 7.0, 1: 12.5, 2: 3.0}
+    add(tmp_path, values)
+    (file,) = tmp_path.iterdir()
+    lines = file.read_bytes().splitlines(keepends=True)
+    assert before in lines[3]
+    file.write_bytes(b"".join([*lines[:3], lines[3].replace(before, after), *lines[4:]]))
+    kept = Kept(tmp_path, "answers", BELONGS)
+    assert kept.found == {0: 7.0, 2: 3.0}
+    add(tmp_path, {1: 12.5})
+    assert Kept(tmp_path, "answers", BELONGS).found == values
+
+
+def test_a_file_of_something_else_under_the_same_name_is_written_anew(tmp_path: Path) -> None:
+    add(tmp_path, {0: 7.0})
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes().replace(b'"model": "m"', b'"model": "x"'))
+    assert Kept(tmp_path, "answers", BELONGS).found == {}
+    add(tmp_path, {1: 1.0})
+    assert Kept(tmp_path, "answers", BELONGS).found == {1: 1.0}
 
 
 def test_text_that_is_no_character_is_kept_all_the_same(tmp_path: Path) -> None:

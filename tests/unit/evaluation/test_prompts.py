@@ -51,6 +51,24 @@ def test_a_system_message_makes_every_text_a_conversation(text_file: Path, tmp_p
     assert read_prompts([], rows, system="Be brief.") == [Prompt(messages=(BRIEF, asked("four")))]
 
 
+def test_rows_keep_their_tools_and_a_system_message_begins_those_that_have_none(tmp_path: Path) -> None:
+    own = {"role": "system", "content": "Be long."}
+    tool = {"type": "function", "function": {"name": "depth", "parameters": {}}}
+    rows = [
+        {"messages": [asked("a")]},
+        {"messages": [own, asked("a")]},
+        {"prompt": "b", "tools": [tool]},
+        {"messages": [asked("c")], "tools": [tool]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_prompts([], path, system="Be brief.")
+    texts = [[one["content"] for one in prompt.messages] for prompt in found]
+    assert texts == [["Be brief.", "a"], ["Be long.", "a"], ["Be brief.", "b"], ["Be brief.", "c"]]
+    assert [len(prompt.tools) for prompt in found] == [0, 0, 1, 1]
+    assert read_prompts([], path, system=None)[2].tools == found[2].tools
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.JSONL", "rows.json"])
 def test_rows_are_prompts_or_conversations_up_to_the_last_question(tmp_path: Path, name: str) -> None:
     answered = [asked("a"), {"role": "assistant", "content": "b"}, asked("c")]

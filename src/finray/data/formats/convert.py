@@ -221,10 +221,12 @@ def _from_alpaca(row: Columns, row_format: RowFormat, *, has_chat_template: bool
     system = _optional(row, columns, "system") or row_format.system
     turns = [Message("system", str(system))] if system else []
     history = _optional(row, columns, "history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise DataError("the column `history` must be a list of [question, answer] pairs")
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
+    ):
+        raise DataError("the column `history` must be a list of [question, answer] pairs, both texts")
     for user, assistant in history:
-        turns += [Message("user", str(user)), Message("assistant", str(assistant))]
+        turns += [Message("user", user), Message("assistant", assistant)]
     more = _optional(row, columns, "input")
     question, answer = _text(row, columns["instruction"]), _text(row, columns["output"])
     if has_chat_template:
@@ -354,8 +356,9 @@ def _message(item: Any, place: str) -> Message:
     if raw_role in _CALLS:
         extra["tool_calls"] = _calls(_decoded(content, place, strict=True), place)
         content = ""
-    elif item.get("tool_calls"):
-        extra["tool_calls"] = _calls(item["tool_calls"], place)
+    elif calls := item.get("tool_calls") or item.get("function_call"):
+        # `function_call` is OpenAI's name of a single call before there were several.
+        extra["tool_calls"] = _calls(calls, place)
     train = item.get("train")
     if train is not None and not isinstance(train, bool):
         raise DataError(f"{place}.train must be true or false")
@@ -441,8 +444,11 @@ def _converted(function: Callable[..., Any], row: Columns, own: RowFormat, *, ha
             raise DataError(f"the converter failed: {type(error).__name__}: {cut(str(error))}") from None
     if result is None:
         return []
-    if not all(isinstance(item, Mapping) for item in rows):
-        raise DataError("the converter must return a row (a dictionary), a list of rows, or None to skip the row")
+    if not all(isinstance(item, Mapping) and all(isinstance(key, str) for key in item) for item in rows):
+        raise DataError(
+            "the converter must return a row (a dictionary whose keys are texts), a list of rows, or None to skip the "
+            "row"
+        )
     examples: list[Example] = []
     for item in rows:
         wanted = "labelled_text" if own.labels is not None or ("label" in item and "text" in item) else "auto"

@@ -27,12 +27,20 @@ def load(source: Source) -> Any:
 
 
 def _state(source: Source) -> str:
-    """A digest of names, sizes and times of the files in a local directory; empty for a dataset on the Hub."""
+    """A digest of names, sizes and times of the files in a local directory; empty for a dataset on the Hub.
+
+    With the time of the last change of the file's entry, which a program cannot set: an edited file may have the time
+    that it had before.
+    """
     path = Path(source.name).expanduser()
     if not path.is_dir():
         return ""
     files = sorted(item for item in path.rglob("*") if item.is_file())
-    known = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    known = [
+        [str(file.relative_to(path)), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        for file in files
+        for found in [file.stat()]
+    ]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
 
 

@@ -319,7 +319,7 @@ def read_parquet(piece: ByteRange) -> Iterator[Value | None]:
 
     with opened(piece.file) as stream, pq.ParquetFile(stream) as table:
         groups = list(range(piece.start, table.num_row_groups if piece.stop is None else piece.stop))
-        yield from _table_rows(table.iter_batches(batch_size=1024, row_groups=groups))
+        yield from _table_rows(table.iter_batches(batch_size=1024, row_groups=groups), piece.file)
 
 
 def read_arrow(piece: ByteRange) -> Iterator[Value | None]:
@@ -336,11 +336,15 @@ def read_arrow(piece: ByteRange) -> Iterator[Value | None]:
                 batches = pa.ipc.open_stream(stream)
             except (pa.ArrowInvalid, OSError) as error:
                 raise DataError(f"not an Arrow file: {first_line(error)}", where=piece.file) from None
-        yield from _table_rows(batches)
+        yield from _table_rows(batches, piece.file)
 
 
-def _table_rows(batches: Iterable[Any]) -> Iterator[Value]:
+def _table_rows(batches: Iterable[Any], file: str) -> Iterator[Value]:
     for batch in batches:
+        names = batch.schema.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"two columns are called `{twice}`", where=file, repair="rename one of them")
         try:
             values = batch.to_pylist()
         except (ValueError, OverflowError):
