@@ -170,6 +170,6 @@ def _described(error: Exception) -> str:
     return f"is damaged: {first_line(error)}"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -177,6 +177,12 @@ def generate(
         if output.is_dir():
             raise ConfigError("is a directory", where=f"--output {output}", repair="give a file in it")
         require_writable(output.parent)
+        if output.exists() and not os.access(output, os.W_OK):
+            raise ConfigError(
+                "the file cannot be written",
+                where=f"--output {output}",
+                repair="fix its permissions, or name another file",
+            )
     offered = () if tools is None else read_tools(tools)
     lines = () if sys.stdin.isatty() else sys.stdin
     if file == Path("-"):

@@ -16,7 +16,7 @@ from finray.evaluation.engines import Engine, Sampling, make_engine, require_eng
 from finray.evaluation.estimates import Judged, Loss
 from finray.evaluation.outcome import Estimate, Prediction
 from finray.evaluation.rows import Rows
-from finray.evaluation.scores.base import score_named
+from finray.evaluation.scores.base import blaming, score_named
 from finray.evaluation.statistics import Interval
 from finray.evaluation.subjects import Case, Subject
 from finray.evaluation.work import Work
@@ -92,11 +92,12 @@ def judge(case: Case) -> Judged:
                     answers = work.answered(needs, attempts, choices, columns, tokenizer) if scores else []
                     answered[subject.name] = [one.answers for one in answers]
                     for name, score in scores.items():
-                        if (each := score.statistics(answers)) is not None:
-                            statistics[name] = each
-                        else:
-                            value = score.value(answers)
-                            found.values[subject.name][name] = Estimate(value, _ONE_NUMBER, 0 <= value <= 1)
+                        with blaming(name):
+                            if (each := score.statistics(answers)) is not None:
+                                statistics[name] = each
+                            else:
+                                value = score.value(answers)
+                                found.values[subject.name][name] = Estimate(value, _ONE_NUMBER, 0 <= value <= 1)
                     used += work.made_by
                 if request.harness:
                     found.harness[subject.name] = _harness(case, subject, engine := opened())

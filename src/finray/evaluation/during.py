@@ -14,12 +14,10 @@ from finray.config.evaluation import ScoringConfig
 from finray.config.schema import Config
 from finray.config.tasks import metric_name
 from finray.data.dataset.prepared import PreparedSplit
-from finray.errors import FinrayError, TrainingError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.rows import prompt_and_answer
-from finray.evaluation.scores.base import Answered, score_named
-from finray.files import first_line
+from finray.evaluation.scores.base import Answered, blaming, score_named
 from finray.models import attention
 from finray.models.loading import DTYPES
 from finray.parallel.base import Strategy, on_all_ranks
@@ -76,18 +74,9 @@ class Answers:
         rows = [Answered((said,), right) for said, right in zip(answers, expected, strict=True)]
         found = {}
         for name in self._config.evaluation.metrics:
-            try:
+            with blaming(name):
                 score = score_named(name, self._config.evaluation.scoring or ScoringConfig())
                 found[metric_name(name)] = float(score.value(rows))
-            except FinrayError:
-                raise
-            except Exception as error:
-                # A function of the user's.
-                raise TrainingError(
-                    f"the metric `{name}` failed: {type(error).__name__}: {first_line(error)}",
-                    where="evaluation.metrics",
-                    repair="fix it, or leave it out; the same command then continues from the last checkpoint",
-                ) from None
         return found
 
 

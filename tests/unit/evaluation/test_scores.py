@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from finray.config.evaluation import ScoringConfig
-from finray.errors import ConfigError
-from finray.evaluation.scores.base import Answered, Score, score_named
+from finray.errors import ConfigError, DataError
+from finray.evaluation.scores.base import Answered, Score, blaming, score_named
 from finray.evaluation.scores.code import pass_at_k, passes
 from finray.evaluation.scores.match import normalised, number_in
 from tests.support.pairs import json_pairs, pairs
@@ -437,6 +437,18 @@ def test_a_function_of_ones_own_gives_a_number_or_one_for_each_row() -> None:
 def test_a_function_that_gives_something_else_is_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match="must return one number, or one for each of the 2 rows"):
         score(f"{__name__}:{name}").value(answered([("a", "b"), ("c", "d")]))
+
+
+@pytest.mark.parametrize("error", [KeyError("river"), SystemExit(0), ZeroDivisionError("division by zero")])
+def test_what_a_metric_raises_is_an_error_that_names_it(error: BaseException) -> None:
+    """Also the end of the process, which would print nothing and look like success."""
+    with pytest.raises(ConfigError, match="the metric `mine:f` failed: " + type(error).__name__), blaming("mine:f"):
+        raise error
+
+
+def test_an_error_of_finrays_is_told_as_it_is() -> None:
+    with pytest.raises(DataError, match="no rows"), blaming("mine:f"):
+        raise DataError("no rows")
 
 
 def test_a_score_without_its_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ all."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -13,7 +14,8 @@ import numpy.typing as npt
 
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
-from finray.errors import ConfigError
+from finray.errors import ConfigError, FinrayError
+from finray.files import first_line
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -138,6 +140,25 @@ class OwnScore(SummedScore):
                 repair="return a float, or a list with one float per answer",
             )
         return found
+
+
+@contextmanager
+def blaming(name: str) -> Iterator[None]:
+    """Whatever a metric raises is about that metric: it may be a user's function, which may also end the process.
+
+    Raises:
+        ConfigError: it has failed.
+    """
+    try:
+        yield
+    except FinrayError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"the metric `{name}` failed: {type(error).__name__}: {first_line(error)}",
+            where="evaluation.metrics",
+            repair="fix it, or leave it out; the same command then continues with what is saved",
+        ) from None
 
 
 def score_named(name: str, settings: ScoringConfig) -> Score:
