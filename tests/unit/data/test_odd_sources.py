@@ -80,6 +80,22 @@ def test_a_link_that_leads_nowhere_is_named(put: Write) -> None:
     with pytest.raises(DataError, match="the symbolic link is broken") as caught:
         resolve(str(folder), split="train")
     assert caught.value.where == str(folder / "b.jsonl")
+    with pytest.raises(DataError, match="the symbolic link is broken"):
+        resolve(f"{folder}/*.jsonl", split="train")
+    (folder / "b.jsonl").unlink()
+    (folder / "more").symlink_to(folder / "gone")
+    with pytest.raises(DataError, match="the symbolic link is broken"):
+        resolve(str(folder), split="train")
+
+
+def test_a_link_to_a_directory_is_followed_and_not_in_a_circle(put: Write, tmp_path: Path) -> None:
+    folder = put("rows/a.jsonl", json.dumps(ROW)).parent
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.jsonl").write_text(json.dumps(ROW))
+    (folder / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(folder)
+    found = resolve(str(folder), split="train")
+    assert list(found.files) == [str(folder / "a.jsonl"), str(folder / "more" / "b.jsonl")]
 
 
 @pytest.mark.parametrize("split", ["train[:200%]", "train[101%:]", "train[-200%:]"])

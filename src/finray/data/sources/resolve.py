@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
@@ -151,14 +151,13 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     if path.is_dir():
         if subset is not None or is_datasets_directory(path):
             return Source(name, subset=subset, split=split)
-        below = list(_below(str(path)))
-        lost = [one.path for one in below if one.is_symlink() and not Path(one.path).exists()]
-        if lost := [file for file in lost if file_suffix(file) in (*TABLES, *TEXTS)]:
-            raise DataError("the symbolic link is broken", where=min(lost), repair="fix or remove it")
-        files = [one.path.removeprefix("./") for one in below if one.is_file()]
+        files = [one.removeprefix("./") for one in _below(str(path), frozenset())]
+        _require_targets(file for file in files if file_suffix(file) in ("", *TABLES, *TEXTS))
+        files = [file for file in files if Path(file).is_file()]
         return _of_files(name, sorted(files, key=lambda file: file.split("/")), split, is_directory=True)
     if is_pattern:
-        found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        found = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        _require_targets(map(str, found))
         files = sorted(str(item) for item in found if item.is_file())
         if files:
             return _of_files(name, files, split)
@@ -168,16 +167,24 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     return Source(name, subset=subset, revision=revision, split=split)
 
 
-def _below(folder: str) -> Iterator[os.DirEntry[str]]:
-    """Files in a folder and its subfolders, without hidden ones."""
+def _below(folder: str, parents: frozenset[str]) -> Iterator[str]:
+    """Files in a folder and its subfolders, without hidden ones; links are followed, but not in a circle."""
+    if (here := os.path.realpath(folder)) in parents:
+        return
     with storage_errors(folder), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from _below(entry.path)
+            if entry.is_dir():
+                yield from _below(entry.path, parents | {here})
             else:
-                yield entry
+                yield entry.path
+
+
+def _require_targets(files: Iterable[str]) -> None:
+    """Refuse a symbolic link to nothing: its rows would be missing without a word."""
+    if lost := [file for file in files if Path(file).is_symlink() and not Path(file).exists()]:
+        raise DataError("the symbolic link is broken", where=min(lost), repair="fix or remove it")
 
 
 def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Slice | None]:
