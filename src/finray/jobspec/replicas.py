@@ -48,5 +48,6 @@ def replicas(spec: JobSpec) -> str:
     about = (
         "# Made by `finray jobspec --to replicas`. Secrets in <brackets> are the platform's to fill in.\n"
         f"# The job runs: finray train THIS_FILE    (the shared volume is mounted at {machines.shared})\n"
+        "# With several replicas it runs on the first one, on a cluster of all: docs/guide/jobs.md\n"
     )
     return about + to_yaml(plain)

@@ -54,6 +54,23 @@ def starts_one(cluster: ClusterConfig) -> bool:
     return address_of(cluster) is None and not (ray is not None and ray.is_initialized())
 
 
+def require_one_process(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse to start a Ray in one of several processes that a launcher has started, such as ``torchrun``.
+
+    Raises:
+        ClusterError: each of them would train the whole run by itself.
+    """
+    size = environ.get("WORLD_SIZE", "")
+    if "RANK" in environ and size.isdecimal() and int(size) > 1:
+        raise ClusterError(
+            f"a launcher has started {size} processes (RANK={environ['RANK']}, WORLD_SIZE={size}), and each of them "
+            "would train the whole run by itself",
+            where="cluster.address",
+            repair="start `finray train` once, and let finray start the workers: on several machines after `finray "
+            "cluster up` and `join`, with cluster.address=auto; if this is the only process, unset RANK and WORLD_SIZE",
+        )
+
+
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[Any]:
     """Ray, connected to the configured cluster or started on this machine; disconnected or shut down afterwards.
@@ -61,8 +78,10 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
     A Ray that finray starts requires a token and has no dashboard.
 
     Raises:
-        ClusterError: the cluster cannot be reached.
+        ClusterError: the cluster cannot be reached, or one is to be started in each process of a launcher.
     """
+    if starts_one(cluster):
+        require_one_process()
     with signals.owned(), _connected(cluster) as ray:
         yield ray
 

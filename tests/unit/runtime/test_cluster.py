@@ -32,6 +32,19 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def test_one_of_several_processes_of_a_launcher_starts_no_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `torchrun`, or a platform with replicas: each would train the whole run."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    error = refused(ClusterConfig())
+    assert "a launcher has started 4 processes (RANK=1, WORLD_SIZE=4)" in error.message
+    assert "finray cluster up" in str(error.repair)
+    # With an address, it would join that cluster.
+    assert "connection refused" in refused(ClusterConfig(address=f"127.0.0.1:{free_port()}")).message
+    for alone in ({}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": ""}):
+        cluster.require_one_process(alone)
+
+
 def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     error = refused(ClusterConfig(address=f"127.0.0.1:{port}"))
