@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finray.config.paths import with_absolute_paths
-from finray.config.redact import is_secret_name, redact_text
+from finray.config.redact import NAMED_BY_DATA, is_secret_name, redact_text
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
 from finray.results import Result
@@ -342,7 +342,9 @@ def require_no_secret(config: Config, *, option: str = "--env") -> None:
                 look(one, f"{path}.{number}")
         elif isinstance(value, str) and value:
             name = path.rpartition(".")[2]
-            if redact_text(value, environ={}) != value or (is_secret_name(name) and ".field_mapping." not in path):
+            if redact_text(value, environ={}) != value or (
+                is_secret_name(name) and not any(f".{one}." in path for one in NAMED_BY_DATA)
+            ):
                 usual = next((one for start, one in _USUAL.items() if start in value), None)
                 usual = usual or re.sub(r"\W", "_", name).upper()
                 problems.append(f"{path}: remove it, export {usual}=..., and add {option} {usual}")
