@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finray.config.environment import set_default
@@ -54,6 +55,17 @@ def starts_one(cluster: ClusterConfig) -> bool:
     """Whether :func:`connected` will start a Ray of our own."""
     ray = sys.modules.get("ray")
     return address_of(cluster) is None and not (ray is not None and ray.is_initialized())
+
+
+def running_here() -> str | None:
+    """The address of a living Ray head that was last started on this machine, if its file names one; without Ray, whose
+    core would read the environment too early."""
+    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    with suppress(OSError, ValueError):
+        address = file.read_text(encoding="utf-8").strip()
+        if address and watch.refusal(address, timeout=0.3) is None:
+            return address
+    return None
 
 
 @contextmanager

@@ -216,6 +216,8 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
     address = clusters.address_of(config.cluster)
     if is_own or address is not None:
         handle(Note("starting Ray on this machine" if is_own else f"joining the Ray cluster at {address}"))
+    if is_own and clusters.running_here() is not None:
+        handle(Note("a Ray cluster runs on this machine; cluster.address=auto joins it"))
     with clusters.connected(config.cluster) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
