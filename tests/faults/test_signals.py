@@ -65,7 +65,10 @@ def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
 
 def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp_path: Path) -> None:
     config = into(plain, tmp_path, {"cluster.num_workers": 1, "cluster.dashboard": True})
-    process = runs.start_cli("train", str(config), env={"RAY_ADDRESS": None, "RAY_AUTH_TOKEN": None})
+    home = tmp_path / "home"
+    home.mkdir()
+    env = {"RAY_ADDRESS": None, "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(home / ".ray" / "auth_token")}
+    process = runs.start_cli("train", str(config), env=env)
     assert process.stdout is not None
     while "Ray's dashboard is at " not in (line := process.stdout.readline()):
         assert line, "it ended"
@@ -73,6 +76,11 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
     assert url.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{url}/api/jobs/", timeout=60)
+    token = (home / ".ray" / "auth_token").read_text(encoding="utf-8")
+    assert (home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+    asked = urllib.request.Request(f"{url}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert answer.status == 200
     with urllib.request.urlopen(url, timeout=60) as page:
         assert "<title>Ray Dashboard" in page.read().decode()
     wait_for_step(tmp_path / "run", 4, process)

@@ -7,8 +7,8 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from finray.checkpoint.store import CheckpointStore, replace_text
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import run_path, run_url
-from finray.config.redact import redact_config
+from finray.config.redact import redact_saved
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.errors import CheckpointError, ClusterError, ConfigError
+from finray.errors import CheckpointError, ClusterError, ConfigError, FinrayError
 from finray.files import FileKind
 from finray.records import RunSummary
 
@@ -124,7 +124,7 @@ class RunDir:
 
     def keep_config(self, config: Config) -> None:
         """Write the config of this start, secrets masked."""
-        replace_text(self.config_file, yaml.safe_dump(redact_config(config.plain()), sort_keys=False))
+        replace_text(self.config_file, yaml.safe_dump(redact_saved(config.plain()), sort_keys=False))
         self.push(CONFIG_FILE)
 
     def keep_resolved(self, resolved: Resolved) -> None:
@@ -296,8 +296,9 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
         _follow_url(run)
         before = _require_same_run(config, run)
         (was, old), (now, new) = _lengths(before, config, run.resolved())
+        is_extended = (was, old) != (now, new)
+        steps = run.store().steps()
         found = {path: _SUMMARY.text(path) for path in (run.config_file, run.summary_file) if path.exists()}
-        is_extended, steps = (was, old) != (now, new), run.store().steps()
         with _writing(run):
             run.path.mkdir(exist_ok=True)
             run.keep_config(config)
@@ -316,15 +317,26 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
         try:
             yield run
         except BaseException as error:
-            # A refused start restores what it found, and so does a longer run that has saved nothing more: without its
-            # summary, the finished run could not be asked for any more.
-            if isinstance(error, ConfigError) or (is_extended and run.store().steps() == steps):
+            # A refused start restores what it found, and an extension that added nothing leaves the run finished.
+            is_due = isinstance(error, ConfigError) or (is_extended and run.summary_file in found)
+            if is_due and not (is_extended and _has_grown(run, steps)):
                 for path, text in found.items():
                     replace_text(path, text)
-                run.push(*(path.name for path in found))
+                with suppress(FinrayError):
+                    run.push(*(path.name for path in found))
             raise
     finally:
         lock.release()
+
+
+def _has_grown(run: RunDir, steps: Sequence[int]) -> bool:
+    """Whether a run has a new summary, or other checkpoints than these; also if its storage does not say."""
+    if run.summary_file.exists():
+        return True
+    try:
+        return list(run.store().steps()) != list(steps)
+    except FinrayError:
+        return True
 
 
 def _follow_url(run: RunDir) -> None:

@@ -35,12 +35,19 @@ def up(
 
     found, made = nodes.up(host=host, dashboard_host=dashboard_host, options=options or ())
     token = nodes.token_file()
+    dashboard = f"http://{nodes.joined(found.ip if dashboard_host in ('0.0.0.0', '::') else dashboard_host, 8265)}"
     show.lines(
-        {"address": found.address, "token_file": None if token is None else str(token), "token_made": made},
+        {
+            "address": found.address,
+            "dashboard": dashboard,
+            "token_file": None if token is None else str(token),
+            "token_made": made,
+        },
         f"the head of a cluster runs on this machine: {found.address}",
         f"  other machines need the token{'' if token is None else f': copy {token} (mode 600)'}; then, on each: "
         f"finray cluster join {found.address}",
         f"  train on it: finray train my-run.yaml cluster.address={found.address}",
+        f"  its dashboard: {dashboard}, which asks for the content of {'RAY_AUTH_TOKEN' if token is None else token}",
         "  look at it: finray cluster status; stop it: finray cluster down",
     )
 

@@ -11,7 +11,7 @@ import yaml
 
 from finray.cli import show
 from finray.config.load import DEFAULT_FILE, preset_names, preset_text, read_preset
-from finray.config.redact import redact_config
+from finray.config.redact import redact_saved
 from finray.config.reference import SCHEMA_FILE, full_yaml, json_schema, reference_markdown, starter_yaml
 from finray.errors import ConfigError
 
@@ -22,7 +22,7 @@ app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 @show.command
 def show_config(config: show.ConfigName = None, overrides: show.Overrides = None) -> None:
     """Print the whole configuration, defaults included, secrets masked."""
-    plain = redact_config(show.load(config, overrides).plain())
+    plain = redact_saved(show.load(config, overrides).plain())
     show.lines(plain, yaml.safe_dump(plain, sort_keys=False).rstrip())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from finray.config.redact import MASK, redact_config
+from finray.config.redact import MASK, redact_saved
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 
@@ -96,7 +96,7 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     data tells.
     """
     # The configuration on disk has its secrets masked, so both sides are compared masked.
-    before, after = flatten(redact_config(old.plain())), flatten(redact_config(new.plain()))
+    before, after = flatten(redact_saved(old.plain())), flatten(redact_saved(new.plain()))
     found = [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())

@@ -11,6 +11,12 @@ MASK = "***"
 _NAME = re.compile(
     r"(^|[_\-.])(token|secret|passw(or)?d|passphrase|api_?key|access_?key|credentials?|private_?key)($|[_\-.])", re.I
 )
+# Arguments of chat templates, whose values are read again.
+_TEMPLATE_TOKEN = re.compile(r"(bos|eos|eot|eom|pad|unk|sep|cls|mask|image|audio|video)_token", re.I)
+# Maps of names from the data: of fields, and of labels.
+NAMED_BY_DATA = ("field_mapping", "class_weights")
+# A value that can be nothing else than a secret, where a variable that holds one has it.
+_RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+=_]{20,}")
 _VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abpr]-[A-Za-z0-9-]{10,})\b"
@@ -20,18 +26,12 @@ _URL_QUERY = re.compile(
     r"(?<=\?)[^\s'\"<>#]*\b(?:[\w-]*(?:signature|security-token|credential)|sig|(?:access_?)?token|api_?key|key|secret)=[^\s'\"<>#]*",
     re.I,
 )
-# Names of a template's special tokens, which are no secrets.
-_SPECIAL_TOKENS = frozenset(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
-# Fields whose keys are not names of settings, but words of the data: columns and labels.
-KEYED_BY_DATA = ("field_mapping", "class_weights")
-# Values of secret variables shorter than this are not masked in a config that is read back: they may be words.
-_NO_WORD = 16
 _URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)@")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key of this name holds a secret: ``HF_TOKEN`` and ``api_key`` do, ``max_new_tokens`` does not."""
-    return bool(_NAME.search(name)) and name.lower() not in _SPECIAL_TOKENS
+    """Whether a key of this name holds a secret: ``HF_TOKEN`` does, ``max_new_tokens`` and ``eos_token`` do not."""
+    return bool(_NAME.search(name)) and not _TEMPLATE_TOKEN.fullmatch(name)
 
 
 def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
@@ -46,27 +46,31 @@ def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
     return text
 
 
-def redact(value: Any, *, named: bool = True, environ: Mapping[str, str] = os.environ) -> Any:
+def redact(value: Any, *, environ: Mapping[str, str] = os.environ, named: bool = True) -> Any:
     """Mask secrets in nested dictionaries and lists, by key and by value.
 
     A local path is kept as it is, because what is read again must be found; it is no secret where a password happens
-    to be a word of it. So are the keys of :data:`KEYED_BY_DATA`, which do not say what a value is (``named``).
+    to be a word of it. So are the keys of ``field_mapping`` and ``class_weights``, which name fields and labels, and
+    not what they hold (``named``).
     """
     if isinstance(value, Mapping):
         return {
             key: MASK
             if named and is_secret_name(str(key)) and item
-            else redact(item, named=key not in KEYED_BY_DATA, environ=environ)
+            else redact(item, environ=environ, named=key not in NAMED_BY_DATA)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         return [redact(item, environ=environ) for item in value]
     if not isinstance(value, str):
         return value
-    is_path = "/" in value and "://" not in value
+    is_path = "/" in value and "://" not in value and not any(one.isspace() for one in value)
     return redact_text(value, environ={} if is_path else environ)
 
 
-def redact_config(plain: Any, *, environ: Mapping[str, str] = os.environ) -> Any:
-    """The same for a config that is written to be read back: a name that contains a short password stays what it is."""
-    return redact(plain, environ={name: value for name, value in environ.items() if len(value) >= _NO_WORD})
+def redact_saved(value: Any, *, environ: Mapping[str, str] = os.environ) -> Any:
+    """As :func:`redact`, for what is read again: a variable's value is only masked if it can be no ordinary word.
+
+    A run called ``postgres-sql`` must be found again where a password is ``postgres``.
+    """
+    return redact(value, environ={name: text for name, text in environ.items() if _RANDOM.fullmatch(text)})

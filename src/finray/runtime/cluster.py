@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finray.config.environment import set_default
@@ -42,6 +43,8 @@ LOCAL_RAY = {
     "RAY_preload_python_modules": "finray.runtime.preload",
 }
 
+_FOR_NO_DASHBOARD = ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_task_events_report_interval_ms")
+
 
 def address_of(cluster: ClusterConfig) -> str | None:
     """The address of the cluster that a config or the environment names; None for a Ray of our own."""
@@ -71,6 +74,17 @@ def require_one_process(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
+def running_here() -> str | None:
+    """The address of a living Ray head that was last started on this machine, if its file names one; without Ray, whose
+    core would read the environment too early."""
+    file = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    with suppress(OSError, ValueError):
+        address = file.read_text(encoding="utf-8").strip()
+        if address and watch.refusal(address, timeout=0.3) is None:
+            return address
+    return None
+
+
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[Any]:
     """Ray, connected to the configured cluster or started on this machine; disconnected or shut down afterwards.
@@ -98,8 +112,14 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
         for name, value in LOCAL_RAY.items():
-            set_default(name, value)
-        if os.environ["RAY_AUTH_MODE"] == "token":
+            if not (cluster.dashboard and name in _FOR_NO_DASHBOARD):
+                set_default(name, value)
+        if os.environ["RAY_AUTH_MODE"] == "token" and cluster.dashboard:
+            from finray.runtime.nodes import require_token
+
+            # A random token would be known to nobody who opens the page.
+            require_token(where="cluster.dashboard=true", create=True)
+        elif os.environ["RAY_AUTH_MODE"] == "token":
             set_default("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # In a notebook it would ask to install ipywidgets for what finray does not show.
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)

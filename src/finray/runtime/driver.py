@@ -56,6 +56,7 @@ from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.keepers import Keepers
 from finray.runtime.logs import tail
+from finray.runtime.nodes import token_file
 from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
@@ -215,6 +216,8 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
     address = clusters.address_of(config.cluster)
     if is_own or address is not None:
         handle(Note("starting Ray on this machine" if is_own else f"joining the Ray cluster at {address}"))
+    if is_own and clusters.running_here() is not None:
+        handle(Note("a Ray cluster runs on this machine; cluster.address=auto joins it"))
     with clusters.connected(config.cluster) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
@@ -226,6 +229,8 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             clusters.start_worker_processes(ray, worker_env, placement.num_workers + placement.evaluator)
         packing = packing_of(config.model)
         if config.cluster.dashboard and is_own:
+            token = token_file()
+            handle(Note(f"Ray's dashboard asks for the content of {'RAY_AUTH_TOKEN' if token is None else token}"))
             handle(Note(f"Ray's dashboard is at http://{ray._private.worker.get_dashboard_url()}"))
         if not packing.safe:
             handle(Note(packing.warning, level="warning"))

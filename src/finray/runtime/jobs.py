@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import posixpath
 import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finray.config.paths import with_absolute_paths
-from finray.config.redact import KEYED_BY_DATA, is_secret_name, redact_text
+from finray.config.redact import NAMED_BY_DATA, is_secret_name, redact_text
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
 from finray.results import Result
@@ -113,7 +114,21 @@ class Server:
         self._require_alive()
         from ray.job_submission import JobSubmissionClient
 
+        # It would say at each retry that the package is already there.
+        logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.WARNING)
         self._client = JobSubmissionClient(self.address)
+
+    def _internal(self, error: RuntimeError) -> ConnectionError:
+        detail = redact_text(str(error))[:200]
+        return ConnectionError(f"the job server at {self.address} reports an internal error: {detail}")
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Ray's client raises a bare RuntimeError for an error of the server."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._internal(error) from None
 
     def _require_alive(self, *, again: bool = True) -> None:
         # Ray's own client has no timeout.
@@ -209,7 +224,7 @@ class Server:
                 except RuntimeError as error:
                     # The server of a Ray that has just started answers before its nodes' agents do.
                     if "No available agent" not in str(error):
-                        raise
+                        raise self._internal(error) from None
                     if clock() >= until:
                         raise ClusterError(
                             f"no node of the cluster has accepted the job for {_SILENCE_S:.0f} s: its dashboard agents "
@@ -233,8 +248,7 @@ class Server:
         except RuntimeError as error:
             # Ray's client wraps an answer as `Request failed with status code 404: ...`.
             if "status code 404" not in str(error):
-                detail = redact_text(str(error))[:200]
-                raise ConnectionError(f"the job server at {self.address} reports an internal error: {detail}") from None
+                raise self._internal(error) from None
             raise ClusterError(
                 f"there is no job `{identity}`",
                 where=self.address,
@@ -243,14 +257,17 @@ class Server:
 
     def list(self) -> tuple[Job, ...]:
         """Training jobs, newest first."""
-        found = [one for one in self._client.list_jobs() if one.submission_id and _RUN in (one.metadata or {})]
+        with self._answering():
+            jobs = self._client.list_jobs()
+        found = [one for one in jobs if one.submission_id and _RUN in (one.metadata or {})]
         found.sort(key=lambda one: one.start_time or 0, reverse=True)
         return tuple(_job(one) for one in found)
 
     def logs(self, identity: str) -> str:
         """Everything that a job has printed."""
         self.job(identity)
-        return str(self._client.get_job_logs(identity))
+        with self._answering():
+            return str(self._client.get_job_logs(identity))
 
     def follow(
         self,
@@ -308,7 +325,8 @@ class Server:
     def stop(self, identity: str) -> Job:
         """Ask a job to end: it saves a checkpoint first."""
         if not self.job(identity).has_ended:
-            self._client.stop_job(identity)
+            with self._answering():
+                self._client.stop_job(identity)
         return self.job(identity)
 
 
@@ -342,8 +360,9 @@ def require_no_secret(config: Config, *, option: str = "--env") -> None:
                 look(one, f"{path}.{number}")
         elif isinstance(value, str) and value:
             name = path.rpartition(".")[2]
-            is_data = any(f".{field}." in path for field in KEYED_BY_DATA)
-            if redact_text(value, environ={}) != value or (is_secret_name(name) and not is_data):
+            if redact_text(value, environ={}) != value or (
+                is_secret_name(name) and not any(f".{one}." in path for one in NAMED_BY_DATA)
+            ):
                 usual = next((one for start, one in _USUAL.items() if start in value), None)
                 usual = usual or re.sub(r"\W", "_", name).upper()
                 problems.append(f"{path}: remove it, export {usual}=..., and add {option} {usual}")

@@ -96,10 +96,11 @@ def mean_loss(run_dir: Path) -> float | None:
     """The mean loss over all targets of a run, each at the time it was trained on; None without records."""
     weight = total = 0.0
     for record in read_records(run_dir / FILE):
-        numbers = record.get("supervised"), record.get("loss")
-        if record["kind"] == "train" and all(type(one) in (int, float) for one in numbers):
-            weight += record["supervised"]
-            total += record["supervised"] * record["loss"]
+        supervised, loss = record.get("supervised"), record.get("loss")
+        # What is no number was not written by finray, or damaged since.
+        if record["kind"] == "train" and type(supervised) is int and isinstance(loss, int | float):
+            weight += supervised
+            total += supervised * loss
     return total / weight if weight else None
 
 

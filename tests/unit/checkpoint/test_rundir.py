@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -265,26 +264,69 @@ def test_what_is_a_secret_for_certain_is_not_in_the_config_that_is_kept(
     assert not [one for one in ("short", "0123456789abcdef0123", "hf_aaa") if one in kept]
 
 
-@pytest.mark.parametrize("error", [ConfigError("the workers refuse it"), ClusterError("no room"), KeyboardInterrupt()])
-def test_a_longer_run_that_ends_before_it_saves_is_what_it_was(tmp_path: Path, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("the workers refuse it"), ClusterError("too few CPUs"), KeyboardInterrupt(), RuntimeError("a bug")],
+    ids=repr,
+)
+def test_a_longer_run_that_fails_before_a_checkpoint_stays_finished(tmp_path: Path, error: BaseException) -> None:
     with open_run(config(tmp_path, epochs=2), fresh=False, notify=nobody) as run:
         finish(run, 20)
-    refused = open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None)
-    refused.__enter__()
-    assert not run.summary_file.exists()
-    assert not refused.__exit__(type(error), error, None)
-    assert run.summary_file.exists()
+    with pytest.raises(type(error)), open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None):
+        raise error
+    assert run.finished() == Finished(20, replace(SUMMARY, total_steps=20))
     assert saved_config(run) == config(tmp_path, epochs=2)
 
 
-def test_a_longer_run_that_has_saved_more_goes_on_with_its_new_length(tmp_path: Path) -> None:
+def test_a_longer_run_that_fails_after_a_checkpoint_is_not_finished(tmp_path: Path) -> None:
     with open_run(config(tmp_path, epochs=2), fresh=False, notify=nobody) as run:
         finish(run, 20)
-    with suppress(ClusterError), open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None):
-        (run.path / "checkpoint-00000025").mkdir()
-        raise ClusterError("the cluster is gone")
-    assert not run.summary_file.exists()
+
+    def fill(folder: Path) -> None:
+        (folder / "model.safetensors").write_text("weights", encoding="utf-8")
+
+    def lost(store: CheckpointStore) -> None:
+        scratch = store.begin(21)
+        store.commit(scratch, 21, store.fill(scratch, 21, fill), metrics={})
+        raise ClusterError("a node is lost")
+
+    with pytest.raises(ClusterError), open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None):
+        lost(run.store())
+    assert run.finished() is None
     assert saved_config(run) == config(tmp_path, epochs=3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": {"name": "postgres-sql"}},
+        {"data": {"source": "/srv/postgres/rows.jsonl"}},
+        {"data": {"source": "postgres.jsonl"}},
+        {"model": {"name": "m", "chat_template_arguments": {"eos_token": "</s>", "pad_token": "<pad>"}}},
+        {
+            "model": {"name": "m", "task": "sequence_classification"},
+            "classification": {"class_weights": {"password": 3.0, "token": 1.0, "secret": 2.0}},
+        },
+    ],
+    ids=str,
+)
+def test_what_only_looks_like_a_secret_is_read_back_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, object]]
+) -> None:
+    monkeypatch.setenv("POSTGRES_PASSWORD", "postgres")
+    plain = config(tmp_path).plain()
+    made = build_config({**plain, **{name: {**plain[name], **part} for name, part in changes.items()}}, source="test")
+    with open_run(made, fresh=False, notify=nobody) as run:
+        assert saved_config(run) == made
+
+
+def test_a_random_value_of_a_secret_variable_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "9f3c" * 8
+    monkeypatch.setenv("MY_TOKEN", secret)
+    plain = config(tmp_path).plain()
+    made = build_config({**plain, "data": {**plain["data"], "source": f"https://host/{secret}"}}, source="test")
+    with open_run(made, fresh=False, notify=nobody) as run:
+        assert secret not in run.config_file.read_text(encoding="utf-8")
 
 
 def test_what_the_run_chose_stands_for_what_the_config_leaves_open(tmp_path: Path) -> None:

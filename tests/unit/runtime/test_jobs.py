@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +186,25 @@ def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(serv
         server.job(identity)
 
 
+@pytest.mark.parametrize("name", ["list_jobs", "get_job_logs", "stop_job"])
+def test_an_internal_error_of_the_job_server_is_none_of_finrays(
+    server: Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Request failed with status code 500: Internal Server Error")
+
+    monkeypatch.setattr(server._client, name, fail, raising=False)
+    actions: dict[str, Callable[[], object]] = {
+        "list_jobs": server.list,
+        "get_job_logs": lambda: server.logs(identity),
+        "stop_job": lambda: server.stop(identity),
+    }
+    with pytest.raises(ConnectionError, match=r"http://head:8265 reports an internal error: .*500"):
+        actions[name]()
+
+
 def test_a_job_is_sent_again_until_a_cluster_that_has_just_started_takes_it(server: Server) -> None:
     client: Any = server._client
     config = load_config("smollm2-lora", {"run.output_dir": "/runs"})
@@ -201,7 +220,7 @@ def test_a_job_is_sent_again_until_a_cluster_that_has_just_started_takes_it(serv
     with pytest.raises(ClusterError, match="no node of the cluster has accepted the job for 60 s"):
         server.submit(config, pause=waited.append, clock=lambda: next(times))
     client.refusals = [RuntimeError("Request failed with status code 500: other")] * 2
-    with pytest.raises(RuntimeError, match="other"):
+    with pytest.raises(ConnectionError, match=r"reports an internal error: .*other"):
         server.submit(config, pause=waited.append, clock=lambda: 0.0)
     assert len(client.refusals) == 1
 

@@ -217,6 +217,7 @@ def test_the_mean_loss_is_over_targets_and_not_over_steps(tmp_path: Path) -> Non
 def test_a_record_without_a_loss_is_left_out_of_the_mean(tmp_path: Path) -> None:
     lines = [{"kind": "train", "step": 1, "loss": 2.0, "supervised": 4}, {"kind": "train", "step": 2}]
     lines += [{"kind": "train", "step": 3, "loss": loss, "supervised": 4} for loss in (None, "3.0", [1])]
+    lines += [{"kind": "train", "step": 5, "loss": 1.0, "supervised": "4"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert mean_loss(tmp_path) == 2.0
 

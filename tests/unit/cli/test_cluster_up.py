@@ -1,0 +1,29 @@
+"""What `finray cluster up` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from finray.cli.cluster import app
+from finray.runtime import nodes
+
+
+@pytest.mark.parametrize(
+    ("host", "said"), [("127.0.0.1", "http://127.0.0.1:8265"), ("0.0.0.0", "http://10.0.0.7:8265")]
+)
+def test_the_dashboard_and_the_file_with_its_token_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, said: str
+) -> None:
+    token = tmp_path / "auth_token"
+    token.write_text("its-content", encoding="utf-8")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    found = nodes.Running("10.0.0.7:6379", "10.0.0.7", is_head=True, processes=[], log="")
+    monkeypatch.setattr(nodes, "up", lambda **_: (found, False))
+    output = CliRunner().invoke(app, ["up", "--dashboard-host", host]).output
+    assert said in output
+    assert str(token) in output.replace("\n", "")
+    assert "its-content" not in output
