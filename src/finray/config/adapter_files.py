@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ class _Notes(TypedDict, total=False):
     auto_class: str
     new_tokens: list[str]
     quantization: str
+
+
+def matching_none(targets: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The entries of ``adapter.target_modules`` that match none of a model's modules; PEFT ignores them.
+
+    Args:
+        targets: a list of whole names, or of their endings.
+        names: names of the model's modules.
+    """
+    known = tuple(names)
+    return [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in known)]
 
 
 def read_settings(folder: Path) -> AdapterSettings:
