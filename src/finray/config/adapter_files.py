@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from finray.config.resolved import Problem
 from finray.errors import ModelError
 from finray.files import FileKind
 
@@ -48,6 +49,11 @@ class _Notes(TypedDict, total=False):
     task: str
     auto_class: str
     new_tokens: list[str]
+    problem: Problem
+    labels: list[str]
+    system: str | None
+    tool_format: str
+    chat_template_arguments: dict[str, Any] | None
     quantization: str
 
 

@@ -288,6 +288,19 @@ ODD = {
     "no kind": ("adapter_config.json", settings_with(peft_type=None)),
     "targets": ("adapter_config.json", settings_with(target_modules=5)),
     **{f"notes {content!r}": ("finray.json", content) for content in (b"", b"[]", b"\xff", b'{"new_tokens": 5}')},
+    **{
+        f"notes {content!r}": ("finray.json", content)
+        for content in (
+            b'{"problem": "single_label", "labels": 5}',
+            b'{"problem": "odd"}',
+            b'{"auto_class": "X"}',
+            b'{"auto_class": "X", "task": "none of these"}',
+            b'{"auto_class": []}',
+            b'{"new_tokens": ["a", "a"]}',
+            b'{"system": 5}',
+            b'{"chat_template_arguments": [1]}',
+        )
+    },
     "weights cut off": (WEIGHTS, b"\x40\0\0\0\0\0\0\0{"),
     "weights empty": (WEIGHTS, b""),
 }
