@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from finray.config.resolved import Problem
 from finray.errors import ModelError
 from finray.files import FileKind
 
@@ -47,7 +49,23 @@ class _Notes(TypedDict, total=False):
     task: str
     auto_class: str
     new_tokens: list[str]
+    problem: Problem
+    labels: list[str]
+    system: str | None
+    tool_format: str
+    chat_template_arguments: dict[str, Any] | None
     quantization: str
+
+
+def matching_none(targets: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The entries of ``adapter.target_modules`` that match none of a model's modules; PEFT ignores them.
+
+    Args:
+        targets: a list of whole names, or of their endings.
+        names: names of the model's modules.
+    """
+    known = tuple(names)
+    return [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in known)]
 
 
 def read_settings(folder: Path) -> AdapterSettings:

@@ -7,7 +7,7 @@ field, so every field has one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
@@ -21,7 +21,7 @@ from finray.config.evaluation import EarlyStoppingConfig as EarlyStoppingConfig
 from finray.config.evaluation import EvaluationConfig as EvaluationConfig
 from finray.config.export import ExportConfig as ExportConfig
 from finray.config.extensions import named
-from finray.config.redact import is_secret_name, redact_text
+from finray.config.redact import MASK, is_secret_name, redact_text
 from finray.config.replicas import legal_name
 from finray.config.section import NO_TEXT as NO_TEXT
 from finray.config.section import PositiveInt, Ratio
@@ -79,6 +79,23 @@ class RunConfig(Section):
         return value
 
 
+def _secrets(value: Any, name: str = "") -> Iterator[str]:
+    """Names of what is a secret in the arguments of a template, by name or by form."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets(item, str(key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _secrets(item, name)
+    elif isinstance(value, str) and value not in ("", MASK):
+        named = is_secret_name(name)
+        if name.lower().endswith("_token"):
+            # A template's tokens, such as `<|im_end|>` as its `eos_token`, are no credentials.
+            named = re.fullmatch(r"[\w.=+/-]{16,}", value) is not None
+        if named or redact_text(value, environ={}) != value:
+            yield name
+
+
 class ModelConfig(Section):
     """Which model is trained."""
 
@@ -126,6 +143,11 @@ class ModelConfig(Section):
         ours = sorted(set(value) & {"messages", "tools", "documents", "add_generation_prompt"})
         if ours:
             raise ValueError(f"{', '.join(ours)} cannot be set: finray sets it")
+        if secret := sorted(set(_secrets(value))):
+            raise ValueError(
+                f"{', '.join(secret)} looks like a secret, and every checkpoint holds these arguments in plain text; "
+                "leave it out of the template"
+            )
         return value
 
 
@@ -148,7 +170,7 @@ class AdapterConfig(Section):
     target_modules: str | list[str] = Field(
         "all-linear",
         description="Layers that get an adapter: `all-linear`, a regular expression, or a list of module name "
-        "suffixes.",
+        "suffixes; `q_proj,v_proj` is a list too.",
     )
     modules_to_save: list[str] = Field(
         default_factory=list,
@@ -164,6 +186,14 @@ class AdapterConfig(Section):
         ge=1.0,
         description="LoRA+: learning rate of the B matrices as a multiple of `train.learning_rate`.",
     )
+
+    @field_validator("target_modules")
+    @classmethod
+    def _comma_list(cls, value: str | list[str]) -> str | list[str]:
+        # As other systems' flags have it; as a regular expression it would match no name.
+        if isinstance(value, str) and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", value.strip()):
+            return re.split(r"\s*,\s*", value.strip())
+        return value
 
 
 class ParallelConfig(Section):

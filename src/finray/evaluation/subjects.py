@@ -24,7 +24,7 @@ from finray.evaluation.engines.base import Engine
 from finray.evaluation.rows import Rows, of_file, of_run, splits_of, stream_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
-from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
+from finray.pretrained.tokenizers import check_exists, load_tokenizer, loading_options, not_loaded
 
 
 class Progress(Protocol):
@@ -277,7 +277,9 @@ def _context(model: ModelConfig) -> int:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
+        config = AutoConfig.from_pretrained(**loading_options(model)).get_text_config()
+    except FinrayError:
+        raise
     except Exception as error:
         # Third-party files can fail in any way.
         raise not_loaded("model's configuration", model, error) from None

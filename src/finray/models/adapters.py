@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finray import compat
-from finray.config.adapter_files import WEIGHTS
+from finray.config.adapter_files import WEIGHTS, matching_none
 from finray.config.schema import AdapterConfig
 from finray.config.tasks import CAUSAL_LM
 from finray.errors import FinrayError, ModelError, unmatched
@@ -21,6 +21,9 @@ from finray.models.classifier import modules_to_save
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL, SavedLayout
 from finray.pretrained.weights import stored_weights
 from finray.sharding import load_local, rows_of, shape_of
+
+# Tensors that PEFT holds once for all layers, and lists under each.
+_SHARED = ("vblora_vector_bank", "tinylora_v", "unilora_theta_d")
 
 
 def add_lora(
@@ -48,13 +51,14 @@ def add_lora(
         ModelError: the target modules or ``modules_to_save`` match nothing (the message lists the available ones), or
             ``adapter.start_from`` does not fit.
     """
-    # PEFT ignores names that match nothing, as long as one matches.
+    # PEFT ignores names that match nothing.
     there = [name for name, _ in model.named_modules()]
+    targets = adapter.target_modules
+    # A saved adapter may name layers of other models too; its tensors are compared when they are loaded.
+    if isinstance(targets, list) and adapter.start_from is None and (missing := matching_none(targets, there)):
+        raise unmatched(missing, linear_names(model), where="adapter.target_modules")
     if missing := [one for one in adapter.modules_to_save if not any(name.endswith(one) for name in there)]:
         raise unmatched(missing, linear_names(model), where="adapter.modules_to_save")
-    targets = adapter.target_modules if isinstance(adapter.target_modules, list) and not adapter.start_from else []
-    if missing := [one for one in targets if not any(f".{name}".endswith(f".{one}") for name in there)]:
-        raise unmatched(missing, linear_names(model), where="adapter.target_modules")
     try:
         # PEFT's random values are replaced below.
         with compat.without_bitsandbytes(), torch.random.fork_rng(devices=[]):
@@ -174,12 +178,13 @@ def load_adapter(model: Any, folder: Path) -> Any:
             # Names the damaged file.
             stored_weights(folder, Path(WEIGHTS).stem)
         with compat.without_bitsandbytes(), warnings.catch_warnings():
-            # What is missing keeps its first value, with which the adapter does nothing, and PEFT only warns. It knows
-            # the names that older versions of it have written.
-            warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
             from peft import PeftModel
 
-            return PeftModel.from_pretrained(model, str(folder)).eval()
+            # It is an error below.
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")
+            loaded = PeftModel.from_pretrained(model, str(folder))
+            _require_all_tensors(loaded, folder)
+            return loaded.eval()
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
@@ -189,3 +194,31 @@ def load_adapter(model: Any, folder: Path) -> Any:
             where=str(folder),
             repair="copy its files again, or give the base model it was trained on with --base",
         ) from None
+
+
+def _require_all_tensors(model: Any, folder: Path) -> None:
+    """Refuse an adapter of which tensors are missing or left over: PEFT loads the others, and the rest is the base."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    if model.peft_config[NAME].is_prompt_learning:
+        return
+    # PEFT maps the names that other versions of it wrote, and says what is left only where weights are set.
+    result = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+    # Saved modules and new tokens that are missing are errors of PEFT's.
+    prefix = getattr(model.base_model, "prefix", None)
+    missing = [
+        name
+        for name in result.missing_keys
+        if prefix and f".{prefix}" in name and not any(f".{one}" in name for one in _SHARED)
+    ]
+    # With save_embedding_layers, PEFT writes a table that is saved anyway under a second name.
+    odd = [name for name in result.unexpected_keys if ".modules_to_save." not in name]
+    for what, names in (("lacks", missing), ("has, beyond what the model takes,", odd)):
+        if names:
+            shown = ", ".join(name.replace(f".{NAME}", "") for name in names[:3])
+            more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+            raise ModelError(
+                f"the adapter {what} {shown}{more}",
+                where=str(folder / WEIGHTS),
+                repair="copy its files again, or give the base model it was trained on with --base",
+            )

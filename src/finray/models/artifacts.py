@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from finray.config.adapter_files import SETTINGS, WEIGHTS, read_notes, read_settings
+from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, read_notes, read_settings
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
@@ -70,9 +71,17 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
         base: overrides the base model that an adapter names.
 
     Raises:
-        ModelError: there are no weights.
+        ModelError: there are no weights, or what lies beside them is damaged.
     """
     notes = read_notes(folder)
+    try:
+        ModelConfig(name=str(folder), task=task_of(notes), new_tokens=notes.get("new_tokens", []))
+    except ValidationError as error:
+        raise ModelError(
+            f"the task or the new tokens are none of finray's: {error.errors()[0]['msg']}",
+            where=str(folder / NOTES),
+            repair="take the file from where the adapter or model was made, or install the package of its task",
+        ) from None
     if (folder / SETTINGS).exists():
         settings = read_settings(folder)
         name, revision = settings.base_model_name_or_path, settings.revision

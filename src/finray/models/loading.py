@@ -18,11 +18,11 @@ from finray.models import adapters, attention, classifier, fused_lora, vocabular
 from finray.models.quantised import quantise_layers
 from finray.pretrained.tokenizers import (
     check_exists,
+    loading_options,
     new_ids,
     new_tokens,
     not_loaded,
     silence_transformers,
-    source_options,
 )
 from finray.pretrained.weights import folder_of, stored_weights
 
@@ -63,7 +63,7 @@ def load_model(
         if on_meta:
             from transformers import AutoConfig
 
-            config = AutoConfig.from_pretrained(**source_options(model), **classifier.head_options(labels))
+            config = AutoConfig.from_pretrained(**loading_options(model), **classifier.head_options(labels))
             # The model gets plain layers, even if the files hold quantised ones.
             if getattr(config, "quantization_config", None) is not None:
                 del config.quantization_config
@@ -118,7 +118,7 @@ def is_quantised(model: ModelConfig) -> bool:
     """Whether a model's files hold quantised weights, according to its configuration."""
     from transformers import AutoConfig
 
-    return getattr(AutoConfig.from_pretrained(**source_options(model)), "quantization_config", None) is not None
+    return getattr(AutoConfig.from_pretrained(**loading_options(model)), "quantization_config", None) is not None
 
 
 def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
@@ -136,7 +136,7 @@ def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
 def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[Any, list[str]]:
     """The model as loaded by Transformers, and the names of head weights that its files lack."""
     loaded, report = auto_class.from_pretrained(
-        **source_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
+        **loading_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
     )
     return loaded, _require_all_weights(loaded, report, model)
 

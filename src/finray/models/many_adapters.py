@@ -55,7 +55,7 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
         stored = stored_weights(folder, Path(WEIGHTS).stem)
         with compat.without_bitsandbytes():
             from peft import LoraConfig, inject_adapter_in_model
-            from peft.tuners.lora.layer import Linear
+            from peft.tuners.lora.layer import Linear, LoraLayer
             from safetensors.torch import load_file
 
             config = LoraConfig.from_pretrained(str(folder))
@@ -69,13 +69,12 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
         raise _refused(
             folder, f"it cannot be read, or does not fit the model {base.name}: {first_line(error)}"
         ) from None
-    body, parts = skeleton.base_model_prefix + ".", dict[str, LoraPart]()
+    body, parts, lacking = skeleton.base_model_prefix + ".", dict[str, LoraPart](), list[str]()
     for name, module in skeleton.named_modules():
-        if type(module) is not Linear:
-            continue
         keys = [f"{_PREFIX}{name}.lora_{one}.weight" for one in "AB"]
-        if missing := [key for key in keys if key not in tensors]:
-            raise _refused(folder, f"it lacks {missing[0]}", repair="copy its files again")
+        if type(module) is not Linear or not all(key in tensors for key in keys):
+            lacking += [name] if isinstance(module, LoraLayer) else []
+            continue
         down, up = (tensors.pop(key) for key in keys)
         wanted = module.lora_A["default"].weight.shape, module.lora_B["default"].weight.shape
         if (down.shape, up.shape) != wanted:
@@ -86,6 +85,9 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             parts[name] = LoraPart(down, up, float(module.scaling["default"]))
         else:
             tensors[name] = down
+    # With tensors of other names, PEFT's own loading decides.
+    if lacking and not tensors:
+        raise _refused(folder, f"its file lacks the tensors of {lacking[0]}", repair="copy its files again")
     if tensors or not parts:
         odd = min(tensors, default=SETTINGS).removeprefix(_PREFIX)
         raise _refused(

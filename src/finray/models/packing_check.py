@@ -19,7 +19,7 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.models import attention
 from finray.models.packed import JoinedRows, PackedModel
-from finray.pretrained.tokenizers import check_exists, not_loaded, silence_transformers, source_options
+from finray.pretrained.tokenizers import check_exists, loading_options, not_loaded, silence_transformers
 
 # Row lengths of the test: longer than the window of the small model, and different.
 _LENGTHS = (9, 17, 5)
@@ -67,7 +67,7 @@ def check_packing(model: ModelConfig) -> Packing:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
+        config = AutoConfig.from_pretrained(**loading_options(model)).get_text_config()
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise not_loaded("model's configuration", model, error) from None
     spec = task_spec(model.task)

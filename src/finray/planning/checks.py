@@ -14,6 +14,7 @@ from pathlib import Path
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import check_output
 from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from finray.config.adapter_files import matching_none
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
@@ -318,6 +319,5 @@ def check_targets(config: Config, names: list[str]) -> None:
                 else f"it must match a whole name, such as {example}",
             )
         return
-    missing = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
-    if missing:
+    if missing := matching_none(targets, names):
         raise unmatched(missing, endings, where="adapter.target_modules")

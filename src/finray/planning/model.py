@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import is_offline_mode
 
+from finray.config.adapter_files import matching_none
 from finray.config.resolved import LabelSet, Packing
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
@@ -99,8 +100,12 @@ def plan_model(
         unmatched = error
     try:
         # Where some entries of a list match, the others are a problem, but the plan of the model continues.
+        adapter, targets = config.adapter, config.adapter.target_modules
+        if isinstance(targets, list):
+            odd = matching_none(targets, names)
+            adapter = adapter.model_copy(update={"target_modules": [one for one in targets if one not in odd]})
         added = () if tokenizer is None else new_ids(config.model)
-        blueprint = draw_blueprint(model, config.adapter, added, task_spec(config.model.task).peft_type)
+        blueprint = draw_blueprint(model, adapter, added, task_spec(config.model.task).peft_type)
     except FinrayError as error:
         if unmatched is None:
             found.problem(error)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finray.config.schema import ModelConfig
-from finray.errors import DataError, ModelError
+from finray.errors import DataError, FinrayError, ModelError
 from finray.files import FileKind
 from finray.limits import cut, shown
 from finray.pretrained import hub
@@ -40,7 +40,12 @@ _SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "head_dim"), 2**22),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads"), 2**16),
     "vocab_size": 2**26,
+    # Transformers names every label of a number of labels.
+    "num_labels": 2**20,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2**16),
 }
+# Of these there may be none.
+_NONE = ("num_labels", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def check_sizes(content: Mapping[str, Any], where: str) -> None:
@@ -52,14 +57,14 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
     for name, value in content.items():
         if isinstance(value, Mapping):
             check_sizes(value, where)
-        most = _SIZES.get(name)
+        least, most = int(name not in _NONE), _SIZES.get(name)
         # A list has the size of each layer; null is what the model's code says.
         for one in value if isinstance(value, list) else [value]:
             if most is None or one is None:
                 continue
-            if not isinstance(one, int) or isinstance(one, bool) or not 1 <= one <= most:
+            if not isinstance(one, int) or isinstance(one, bool) or not least <= one <= most:
                 raise ModelError(
-                    f"`{name}` is {shown(one)}; it must be a whole number from 1 to {most:,}",
+                    f"`{name}` is {shown(one)}; it must be a whole number from {least} to {most:,}",
                     where=where,
                     repair="download the model's config.json again",
                 )
@@ -136,6 +141,25 @@ def source_options(model: ModelConfig) -> dict[str, Any]:
         "revision": model.revision or "main",
         "trust_remote_code": model.trust_remote_code,
     }
+
+
+def loading_options(model: ModelConfig) -> dict[str, Any]:
+    """As :func:`source_options`, after a look at the sizes in the configuration, of a Hub id or a GGUF file too.
+
+    Raises:
+        ModelError: one is not that of a model (:func:`check_sizes`).
+    """
+    options = source_options(model)
+    silence_transformers()
+    from transformers import PretrainedConfig
+
+    try:
+        content, _ = PretrainedConfig.get_config_dict(**options)
+    except Exception:
+        # Loading says what is wrong with it.
+        return options
+    check_sizes(content, f"model.name={model.name}")
+    return options
 
 
 def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
@@ -235,7 +259,9 @@ def _plain_tokenizer(model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**source_options(model))
+        tokenizer = AutoTokenizer.from_pretrained(**loading_options(model))
+    except FinrayError:
+        raise
     except Exception as error:
         # Its files are anybody's, and what is wrong with them shows as any kind of error.
         raise not_loaded("tokenizer", model, error) from None

@@ -252,18 +252,6 @@ def test_a_config_is_read_back_whatever_short_passwords_and_names_there_are(
         assert saved_config(run) == asked
 
 
-def test_what_is_a_secret_for_certain_is_not_in_the_config_that_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_API_KEY", "0123456789abcdef0123")
-    plain = config(tmp_path).plain()
-    secrets = {"api_key": "short", "title": "use 0123456789abcdef0123", "other": "hf_" + "a" * 30}
-    plain["model"]["chat_template_arguments"] = secrets
-    with open_run(build_config(plain, source="test"), fresh=False, notify=nobody) as run:
-        kept = run.config_file.read_text()
-    assert not [one for one in ("short", "0123456789abcdef0123", "hf_aaa") if one in kept]
-
-
 @pytest.mark.parametrize(
     "error",
     [ConfigError("the workers refuse it"), ClusterError("too few CPUs"), KeyboardInterrupt(), RuntimeError("a bug")],

@@ -11,12 +11,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from finray.config.identity import FREE, differences, flatten, is_free
 from finray.config.load import build_config, load_config, preset_names, read_preset
-from finray.config.redact import is_secret_name, redact, redact_text
+from finray.config.redact import MASK, is_secret_name, redact, redact_text
 from finray.config.reference import full_yaml, json_schema, reference_markdown, starter_yaml
-from finray.config.schema import Config, sections
+from finray.config.schema import AdapterConfig, Config, ModelConfig, sections
 from finray.errors import ConfigError, FinrayError, from_dict
 
 SMALL: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}}
@@ -432,3 +433,36 @@ def test_bf16_weights_are_refused_where_they_could_not_be_rounded(sections: dict
         build_config({**SMALL, **sections, "train": train}, source="test")
     assert said in str(caught.value)
     assert "train.precision" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["q_proj,v_proj", "q_proj, v_proj", " q_proj ,v_proj"])
+def test_target_modules_with_commas_are_a_list(text: str) -> None:
+    assert AdapterConfig(target_modules=text).target_modules == ["q_proj", "v_proj"]
+    config = load_config(None, ["model.name=m", "data.source=d.jsonl", f"adapter.target_modules={text}"])
+    assert config.adapter.target_modules == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize("pattern", ["all-linear", r".*\.(q|v)_proj", r".*\.\d{1,2}\..*", "q_proj"])
+def test_a_regular_expression_is_no_list(pattern: str) -> None:
+    assert AdapterConfig(target_modules=pattern).target_modules == pattern
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"api_key": "abc"},
+        {"tools_of": {"password": "abc"}},
+        {"hf_token": "abcdefghijklmnop1"},
+        {"note": "hf_abcdefghijklmnopqrst"},
+    ],
+)
+def test_a_secret_in_the_arguments_of_a_template_is_refused(arguments: dict[str, Any]) -> None:
+    """They are in every checkpoint, which may be published."""
+    with pytest.raises(ValidationError, match="looks like a secret"):
+        ModelConfig(name="m", chat_template_arguments=arguments)
+
+
+def test_tokens_of_a_template_are_no_secrets() -> None:
+    arguments = {"eos_token": "<|im_end|>", "bos_token": "<s>", "think_token": "<think>", "api_key": MASK}
+    arguments |= {"max_new_tokens": 5, "keywords": ["a"], "pad_token": None}
+    assert ModelConfig(name="m", chat_template_arguments=arguments).chat_template_arguments == arguments

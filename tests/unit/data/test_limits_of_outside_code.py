@@ -172,6 +172,8 @@ def test_a_name_of_a_converter_that_names_nothing_is_one_error(path: str) -> Non
         ({"vocab_size": True}, "`vocab_size` is True"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "`num_hidden_layers` is 1000000000"),
         ({"intermediate_size": [64, 10**10]}, "`intermediate_size` is 10000000000"),
+        ({"num_labels": 10**9}, "`num_labels` is 1000000000; it must be a whole number from 0"),
+        ({"num_local_experts": 10**9}, "`num_local_experts` is 1000000000"),
         ({"hidden_size": 63}, "cannot be loaded"),
         ({"model_type": 5}, "cannot be loaded"),
         ({"hidden_act": "x" * 10**5}, "cannot be loaded"),

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from finray.models import adapters
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import _scratch, export
 from finray.models.loading import build_model, load_model
+from finray.models.many_adapters import read_plain_lora
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.pretrained.tokenizers import check_exists, load_tokenizer
 from tests.support import tiny
@@ -94,6 +96,14 @@ def test_target_modules_that_match_nothing_are_named_with_what_there_is() -> Non
         assert caught.value.where == "adapter.target_modules"
         assert f"`{names[-1]}`" in str(caught.value)
         assert "`q_proj`: " not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["lora", "rslora", "dora", "pissa"])
+def test_one_misspelt_target_among_right_ones_is_an_error_that_names_the_nearest(method: str) -> None:
+    with pytest.raises(ModelError, match=r"this matches no module: `v_prj` \(did you mean `v_proj`\?\)") as caught:
+        lora(target_modules=["q_proj", "v_prj"], method=method)
+    assert caught.value.where == "adapter.target_modules"
+    assert len(trained(lora(target_modules=["layers.0.self_attn.q_proj", "lm_head"]))) == 4
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/dir", "a/b/c", "missing.gguf"])
@@ -281,6 +291,19 @@ ODD = {
     "no kind": ("adapter_config.json", settings_with(peft_type=None)),
     "targets": ("adapter_config.json", settings_with(target_modules=5)),
     **{f"notes {content!r}": ("finray.json", content) for content in (b"", b"[]", b"\xff", b'{"new_tokens": 5}')},
+    **{
+        f"notes {content!r}": ("finray.json", content)
+        for content in (
+            b'{"problem": "single_label", "labels": 5}',
+            b'{"problem": "odd"}',
+            b'{"auto_class": "X"}',
+            b'{"auto_class": "X", "task": "none of these"}',
+            b'{"auto_class": []}',
+            b'{"new_tokens": ["a", "a"]}',
+            b'{"system": 5}',
+            b'{"chat_template_arguments": [1]}',
+        )
+    },
     "weights cut off": (WEIGHTS, b"\x40\0\0\0\0\0\0\0{"),
     "weights empty": (WEIGHTS, b""),
 }
@@ -294,47 +317,6 @@ def test_a_file_of_an_adapter_that_is_none_is_one_message(artifact: Path, name: 
         load_artifact(read_artifact(artifact, base=base), dtype=torch.float32)
     assert str(artifact) in str(caught.value)
     assert caught.value.repair
-
-
-@pytest.mark.parametrize("lacks", ["layers.1.", "lora_B", "lm_head"])
-def test_an_adapter_that_lacks_tensors_does_not_answer_as_its_base(
-    lacks: str, tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """What is missing would keep its first value: B of zeros, or the base's head."""
-    base = load_model(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32)
-    model = adapters.add_lora(base, AdapterConfig(rank=4, modules_to_save=["lm_head"]), seed=1)
-    save_adapter(model, tmp_path)
-    load_artifact(read_artifact(tmp_path, base=str(tiny_model_dir)), dtype=torch.float32)
-    tensors = load_file(tmp_path / WEIGHTS)
-    kept = {name: tensor for name, tensor in tensors.items() if lacks not in name}
-    assert 0 < len(kept) < len(tensors)
-    save_file(kept, tmp_path / WEIGHTS)
-    with pytest.raises(ModelError, match=r"missing adapter keys|does not fit the model: .*lm_head"):
-        load_artifact(read_artifact(tmp_path, base=str(tiny_model_dir)), dtype=torch.float32)
-
-
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": ["q_proj", "v_proj"], "use_dora": True},
-        {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
-        {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
-        {"target_modules": ["q_proj", "lm_head"], "bias": "all"},
-    ],
-)
-def test_what_plain_peft_has_saved_is_loaded(options: dict[str, Any], tmp_path: Path, tiny_model_dir: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    theirs = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **options)).eval()
-    theirs.save_pretrained(str(tmp_path))
-    ours = load_artifact(read_artifact(tmp_path, base=str(tiny_model_dir)), dtype=torch.float32)
-    ids = torch.arange(3, 20)[None]
-    with torch.no_grad():
-        assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
 def test_an_adapter_with_pickled_weights_alone_or_none_is_one_message(artifact: Path) -> None:
@@ -351,3 +333,90 @@ def test_an_adapter_without_a_base_is_one_message(artifact: Path) -> None:
     with pytest.raises(ModelError, match="does not name its base model") as caught:
         read_artifact(artifact)
     assert "--base" in str(caught.value.repair)
+
+
+# --- tensors that are missing or left over: PEFT loads the others ---------------------------------------------------
+
+
+def without_a_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in tensors.items() if ".layers.1." not in name}
+
+
+def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("base_model.model.", "module.base_model.model."): one for name, one in tensors.items()}
+
+
+def with_another_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {name.replace("q_proj", "qkv_proj"): one.clone() for name, one in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (without_a_layer, r"lacks .*layers\.1\..* and \d+ more"),
+        (renamed, "lacks "),
+        (with_another_layer, "beyond what the model takes, .*qkv_proj"),
+    ],
+)
+def test_an_adapter_with_other_tensors_than_the_model_takes_is_no_answer_of_the_base(
+    artifact: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], what: str
+) -> None:
+    save_file(change(load_file(artifact / WEIGHTS)), artifact / WEIGHTS)
+    with pytest.raises(ModelError, match=what) as caught:
+        load_artifact(read_artifact(artifact), dtype=torch.float32)
+    assert str(artifact) in str(caught.value)
+
+
+def test_an_adapter_that_lacks_a_layer_is_not_served_beside_others(artifact: Path) -> None:
+    found = read_artifact(artifact)
+    assert found.base is not None
+    assert len(read_plain_lora(artifact, found.base).parts) == 14
+    save_file(without_a_layer(load_file(artifact / WEIGHTS)), artifact / WEIGHTS)
+    with pytest.raises(ModelError, match=r"lacks the tensors of model\.layers\.1\."):
+        read_plain_lora(artifact, found.base)
+
+
+PEFTS = {
+    "lora": {},
+    "all names": {"target_modules": r".*\.0\..*(q_proj|o_proj)"},
+    "dora": {"use_dora": True},
+    "saved head": {"modules_to_save": ["lm_head"]},
+    "saved norm and table": {"modules_to_save": ["norm", "embed_tokens"]},
+    "target table": {"target_modules": ["embed_tokens", "q_proj"]},
+    "target head": {"target_modules": ["lm_head", "q_proj"]},
+    "new tokens": {"trainable_token_indices": [3, 5]},
+    "layers": {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    "ranks": {"rank_pattern": {"q_proj": 2}},
+    "classifier": {"task_type": "SEQ_CLS"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", PEFTS.values(), ids=PEFTS.keys())
+def test_an_adapter_that_peft_made_is_loaded(options: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def base() -> Any:
+        if "task_type" in options:
+            return tiny.build_classifier("llama", tie_word_embeddings=tied)
+        return tiny.build_model("llama", tie_word_embeddings=tied)
+
+    config = LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": "all-linear", **options})
+    made = get_peft_model(base(), config)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.normal_(std=0.1)
+    made.save_pretrained(str(tmp_path), save_embedding_layers="auto" if "trainable_token_indices" in options else tied)
+    tokens = torch.arange(3, 20)[None]
+    loaded = adapters.load_adapter(base(), tmp_path)
+    torch.testing.assert_close(loaded(input_ids=tokens).logits, made.eval()(input_ids=tokens).logits)
+
+
+def test_an_ia3_adapter_is_loaded(tmp_path: Path) -> None:
+    from peft import IA3Config, get_peft_model
+
+    names = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    get_peft_model(tiny.build_model("llama"), IA3Config(task_type="CAUSAL_LM", **names)).save_pretrained(tmp_path)
+    assert adapters.load_adapter(tiny.build_model("llama"), tmp_path).peft_config

@@ -105,6 +105,31 @@ def test_a_revision_is_that_of_weights_config_and_tokenizer(hub: dict[str, Any],
     assert load_tokenizer(asked).chat_template.startswith(revision or "main")
 
 
+@pytest.mark.parametrize("sizes", [{"num_labels": 10**9}, {"num_hidden_layers": 10**9, "id2label": {"0": "a"}}])
+def test_impossible_sizes_of_a_model_of_the_hub_are_found_before_anything_is_built(
+    hub: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    for file in (tmp_path / "hub").rglob("config.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
+    for load in (load_tokenizer, lambda model: load_model(model, dtype=torch.float32)):
+        with pytest.raises(ModelError, match=f"`{next(iter(sizes))}` is 1000000000; .*") as caught:
+            load(ModelConfig(name="org/tiny"))
+        assert caught.value.where == "model.name=org/tiny"
+
+
+def test_impossible_sizes_of_a_gguf_file_are_found_before_anything_is_built(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    writer.add_block_count(10**9)
+    writer.add_embedding_length(64)
+    writer.add_head_count(4)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    with pytest.raises(ModelError, match="`num_hidden_layers` is 1000000000"):
+        load_model(ModelConfig(name=str(tmp_path / "model.gguf")), dtype=torch.float32, on_meta=True)
+
+
 # --- weights that the files do not have -------------------------------------------------------------------------------
 
 

@@ -16,10 +16,10 @@ import torch
 
 from finray.config.evaluation import ScoringConfig
 from finray.config.schema import ModelConfig
-from finray.errors import ConfigError
+from finray.errors import ConfigError, FinrayError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
-from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
+from finray.pretrained.tokenizers import check_exists, load_tokenizer, loading_options, not_loaded
 
 # The layer that bert-score 0.3.13 compares (`model2layers`), for the most common encoders.
 _LAYERS = {
@@ -108,7 +108,9 @@ class BERTScore(SummedScore):
             model = ModelConfig(name=str(self.settings.encoder))
             tokenizer = load_tokenizer(model)
             try:
-                encoder = AutoModel.from_pretrained(**source_options(model), dtype=torch.float32, use_safetensors=True)
+                encoder = AutoModel.from_pretrained(**loading_options(model), dtype=torch.float32, use_safetensors=True)
+            except FinrayError:
+                raise
             except Exception as error:
                 raise not_loaded("encoder", model, error) from None
             layers = int(encoder.config.num_hidden_layers)
