@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, push, report, train
+    from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, pull, push, report, train
     from finray.config.schema import Config
     from finray.errors import FinrayError
     from finray.reporting.run import TrainResult
@@ -32,6 +32,7 @@ _HOMES = {
     "load_config": "finray.api",
     "plan": "finray.api",
     "prepare": "finray.api",
+    "pull": "finray.api",
     "push": "finray.api",
     "report": "finray.api",
     "train": "finray.api",
@@ -48,6 +49,7 @@ __all__ = [
     "load_config",
     "plan",
     "prepare",
+    "pull",
     "push",
     "report",
     "train",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from finray.publishing.gguf import GgufExported
     from finray.publishing.onnx import OnnxExported
     from finray.publishing.push import Pushed
+    from finray.publishing.restore import Pulled
     from finray.reporting.report import Reported
     from finray.reporting.run import PreparedData, TrainResult
 
@@ -431,6 +432,21 @@ def export(
     from finray.evaluation.artifacts import export_model
 
     return export_model(_directory(run), output, merge=merge, dtype=dtype, base=base, max_shard_size=max_shard_size)
+
+
+def pull(name: str, *, output: str | Path) -> Pulled:
+    """Bring back the last checkpoint that a run has pushed; :func:`train` with the same config continues it.
+
+    Args:
+        name: on the Hub, ``OWNER/NAME``.
+        output: the run directory to create.
+
+    Raises:
+        FinrayError: the directory exists, the Hub refuses, or there is no whole checkpoint of a run.
+    """
+    from finray.publishing.restore import pull as run_pull
+
+    return run_pull(name, output=output)
 
 
 def push(

@@ -20,13 +20,16 @@ import torch
 from huggingface_hub import ModelCard, constants, snapshot_download
 from safetensors.torch import load, load_file, save_file
 
+from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.adapter_files import WEIGHTS
-from finray.errors import FinrayError, HubError, ModelError
+from finray.errors import ConfigError, FinrayError, HubError, ModelError
 from finray.publishing.background import CheckpointPusher
 from finray.publishing.hub import LONGEST_WAIT, TRIES, Hub
 from finray.publishing.push import Pushed, push
+from finray.publishing.restore import pull
 from tests.support import evaluated, runs
 from tests.support import hub as hubs
+from tests.support.runs import Plain, changed
 
 BASE = "acme/tiny-llama"
 
@@ -596,6 +599,61 @@ def test_each_checkpoint_replaces_the_one_before_and_can_be_gone_on_from(
     # And the finished model goes beside it.
     push(trained, to="ada/poems", base=BASE)
     assert {"README.md", WEIGHTS, f"last-checkpoint/{WEIGHTS}"} <= set(hub.repos["ada/poems"].files)
+
+
+def test_a_run_that_is_lost_is_pulled_and_goes_on_to_the_same_bits(
+    tiny_run: Callable[..., Plain], dropout_model: Path, hub: hubs.Hub, tmp_path: Path
+) -> None:
+    """On another machine, from what a session has pushed before its end."""
+    plain = tiny_run({"train.max_steps": 4, "adapter.dropout": 0.2, "checkpoint.every_steps": 2}, model=dropout_model)
+    whole, run = tmp_path / "whole", RunDir.of(runs.config_of(plain))
+    runs.run_alone(plain, whole)
+    runs.run_alone(plain, run.path)
+    shutil.rmtree(run.path / "checkpoint-000004")
+    run.keep_config(runs.config_of(plain))
+    run.keep_resolved(runs.resolved_of(runs.config_of(plain)))
+    one = pusher(hub, Told())
+    one.offer(run.path / "checkpoint-000002")
+    until(lambda: "ada/poems" in hub.repos)
+    one.close(wait_s=120)
+    kept = {name: (run.path / name).read_bytes() for name in ("config.yaml", "resolved.json", "run_id")}
+    with pytest.raises(ConfigError, match="the directory exists"):
+        pull("ada/poems", output=run.path)
+    shutil.rmtree(run.path)
+    done = pull("ada/poems", output=run.path)
+    assert (done.run, done.step, done.url) == (run.path, 2, f"{hub.url}/ada/poems")
+    assert {name: (run.path / name).read_bytes() for name in kept} == kept
+    # `finray train` with the same config takes it for the same run, and any other one for another.
+    with open_run(runs.config_of(plain), fresh=False, notify=lambda text: None):
+        pass
+    with (
+        pytest.raises(ConfigError, match="learning_rate"),
+        open_run(runs.config_of(changed(plain, {"train.learning_rate": 0.5})), fresh=False, notify=lambda text: None),
+    ):
+        pass
+    runs.run_alone(plain, run.path)
+    last = "checkpoint-000004"
+    assert runs.values(run.path, "loss") == runs.values(whole, "loss")[2:]
+    assert (run.path / last / WEIGHTS).read_bytes() == (whole / last / WEIGHTS).read_bytes()
+
+
+def test_what_is_no_whole_checkpoint_of_a_run_is_not_pulled(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, tmp_path: Path
+) -> None:
+    pushed_as(trained, to="ada/model")
+    with pytest.raises(HubError, match="there is no checkpoint of a run"):
+        pull("ada/model", output=tmp_path / "run")
+    with pytest.raises(HubError, match="404"):
+        pull("ada/nothing", output=tmp_path / "run")
+    one = pusher(hub, Told())
+    one.offer(shutil.copytree(trained, tmp_path / "copy") / "checkpoint-000002")
+    until(lambda: "ada/poems" in hub.repos)
+    one.close(wait_s=120)
+    files = hub.repos["ada/poems"].files
+    files["last-checkpoint/config.json"] = files[f"last-checkpoint/{WEIGHTS}"] = b"cut"
+    with pytest.raises(HubError, match="damaged"):
+        pull("ada/poems", output=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_nobody_waits_for_a_hub_that_hangs_and_what_waits_is_superseded(

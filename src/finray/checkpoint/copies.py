@@ -21,6 +21,8 @@ from finray.files import FileKind
 CONFIG_FILE = "config.yaml"
 # The value of every `auto` in the config; a continued run keeps these.
 RESOLVED_FILE = "resolved.json"
+# The run's id for trackers; the same at every start.
+RUN_ID = "run_id"
 SUMMARY_FILE = "summary.json"
 FINAL = "final"
 # Created in a finished run's directory by evaluations and reports.

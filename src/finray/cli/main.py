@@ -382,6 +382,18 @@ def push(
     show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, notify=say))
 
 
+@app.command()
+@show.command
+def pull(
+    name: Annotated[str, typer.Argument(help="Model on the Hub, OWNER/NAME, to which a run pushes its checkpoints.")],
+    output: Annotated[Path, typer.Option(help="Run directory to create, such as runs/my-run.")],
+) -> None:
+    """Bring back the last checkpoint that a run has pushed; the same `finray train` continues it, on any machine."""
+    from finray.publishing.restore import pull as run_pull
+
+    show.result(run_pull(name, output=output))
+
+
 @app.command("import-gguf")
 @show.command
 def import_gguf(

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Protocol
 
 from finray.checkpoint import manifest
+from finray.checkpoint.copies import CONFIG_FILE, RESOLVED_FILE, RUN_ID
 from finray.config.adapter_files import NOTES, SETTINGS
 from finray.errors import FinrayError, HubError
 from finray.publishing.hub import Commit, Target
 
 FOLDER = "last-checkpoint"
+# Within it: the files of the run directory that a run needs to be continued elsewhere.
+RUN = "run"
+_OF_RUN = (CONFIG_FILE, RESOLVED_FILE, RUN_ID)
 _SCRATCH = ".tmp-push-"
 # Only read by DeepSpeed: as large as the training state, which is pushed.
 _LEFT_OUT = ("deepspeed",)
@@ -92,6 +96,10 @@ class CheckpointPusher:
             if one.is_file() and name.parts[0] not in _LEFT_OUT:
                 (scratch / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(one, scratch / name)
+        for one in (checkpoint.parent / own for own in _OF_RUN):
+            if one.is_file():
+                (scratch / RUN).mkdir(exist_ok=True)
+                os.link(one, scratch / RUN / one.name)
         return scratch
 
     def _work(self) -> None:
@@ -127,9 +135,11 @@ def _step(folder: Path) -> int:
 
 
 def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
-    """The files to push of a checkpoint: all, with the base model's public name, and a matching manifest."""
+    """The files to push of a checkpoint: all, with the base model's public name, those of the run, and a matching
+    manifest."""
     content = manifest.read(folder)
-    listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in _LEFT_OUT]
+    listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in (*_LEFT_OUT, RUN)]
+    listed += [manifest.entry(folder, one) for one in sorted((folder / RUN).glob("*"))]
     for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
         if base is None or not (folder / name).is_file():
             continue

@@ -214,6 +214,18 @@ class Hub:
 
         return self._tried(url, commit)
 
+    def download(self, name: str, folder: str) -> Path:
+        """A folder of a repository, in the cache of the Hub.
+
+        Raises:
+            HubError: it cannot be downloaded.
+        """
+
+        def fetch() -> str:
+            return str(self._api.snapshot_download(name, allow_patterns=[f"{folder}/**"]))
+
+        return Path(self._tried(f"{self.endpoint}/{name}", fetch)) / folder
+
     def _tried(self, url: str, call: Callable[[], T]) -> T:
         """The result of a call, with retries if they may help.
 

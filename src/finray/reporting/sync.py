@@ -10,6 +10,7 @@ from typing import Any
 from filelock import Timeout
 from rich.console import Console
 
+from finray.checkpoint.copies import RUN_ID
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.extensions import load_named
 from finray.config.redact import redact, redact_text
@@ -20,7 +21,6 @@ from finray.results import Result
 from finray.tracking.access import require_access
 from finray.tracking.follow import Followed, Sending, Service
 
-RUN_ID = "run_id"
 # Seconds without a batch sent after which a service counts as unreachable.
 PATIENCE_S = 120.0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from finray.checkpoint.copies import RUN_ID
 from finray.config.adapter_files import NOTES
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
@@ -31,8 +32,6 @@ from finray.tracking.system import Sampler, System, find_nvml
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.task import Task
 
-# File with the run's id for trackers; the same at every start.
-RUN_ID = "run_id"
 Notify = Callable[[Record], None]
 Warn = Callable[[str], None]
 
