@@ -150,6 +150,9 @@ def test_the_page_and_the_file_have_the_confusion_matrix(run: Path) -> None:
     content = json.loads((found.folder / "metrics.json").read_text(encoding="utf-8"))
     assert content["classes"] == list(found.classes)
     assert content["confusion"]["tuned"] == [list(line) for line in found.confusion["tuned"]]
+    (rate,) = content["rates"]
+    assert (rate["model"], rate["part"], rate["rows"]) == ("tuned", "labels", found.rows)
+    assert rate["tokens"] > found.rows
 
 
 def test_rows_of_a_file_are_scored_and_those_of_the_training_data_are_named(run: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Statistics use the evaluated model's class ids, whatever the order in another mo
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,7 +21,7 @@ from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.classify import Classification, Classified, classify
 from finray.evaluation.estimates import Judged
-from finray.evaluation.outcome import Estimate, Prediction
+from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.statistics import Interval, interval
 from finray.evaluation.subjects import Case, Progress
@@ -110,7 +111,10 @@ def judge(case: Case) -> Judged:
         known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
         packs = packing_of(subject.artifact.model).safe
         report = _counted(case.progress, f"{subject.name} labels", len(held))
+        began = time.perf_counter()
         found[subject.name] = classify(model, read, truths, packs=packs, labels=known, progress=report)
+        tokens, seconds = sum(len(ids) for ids, _ in read), time.perf_counter() - began
+        case.rates.append(Rate(subject.name, "labels", len(read), tokens, seconds))
         del model
     labels = found[case.tuned.name].labels
     predictions = {name: one.predictions for name, one in found.items()}

@@ -91,6 +91,7 @@ def evaluate(
         tuple(dict.fromkeys(notes)),
         judged.classes,
         judged.confusion,
+        tuple(case.rates),
     )
     write(found)
     if request.output is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,35 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast a part of an evaluation was computed in this call; what was kept from an earlier one does not count.
+
+    Attributes:
+        model: name of the model.
+        part: ``loss``, ``answers``, ``choices`` or ``labels``.
+        rows: that were computed.
+        tokens: that were scored or generated; for ``labels``, those of the texts.
+        seconds: without loading the model.
+    """
+
+    model: str
+    part: str
+    rows: int
+    tokens: int
+    seconds: float
+
+    def json(self) -> dict[str, Any]:
+        """As JSON types."""
+        seconds = max(self.seconds, 1e-6)
+        return {**asdict(self), "rows_per_second": self.rows / seconds, "tokens_per_second": self.tokens / seconds}
+
+    def text(self) -> str:
+        """Rows and tokens per second."""
+        seconds = max(self.seconds, 1e-6)
+        return f"{self.rows / seconds:.1f} rows/s, {self.tokens / seconds:,.0f} tokens/s"
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison(Result):
     """Models on the same rows: baselines first, the evaluated model last.
 
@@ -131,6 +160,7 @@ class Comparison(Result):
         notes: remarks for the reader.
         classes: of a classifier, by id.
         confusion: by model, rows by their class (first index) and the predicted one.
+        rates: of what this call computed, part by part.
     """
 
     models: tuple[Evaluated, ...]
@@ -145,6 +175,7 @@ class Comparison(Result):
     notes: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     confusion: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    rates: tuple[Rate, ...] = ()
 
     @property
     def tuned(self) -> Evaluated:
@@ -174,6 +205,7 @@ class Comparison(Result):
             "without_training_rows": {one.name: one.json() for one in self.held_out} or None,
             **({"classes": list(self.classes), "confusion": self.confusion} if self.confusion else {}),
             "notes": list(self.notes),
+            "rates": [one.json() for one in self.rates],
             "made_by": self.made_by,
         }
 
@@ -208,6 +240,8 @@ class Comparison(Result):
                 for one in self.held_out:
                     scores = ", ".join(f"{name.replace('_', ' ')} {found.text()}" for name, found in one.scores.items())
                     console.print(f"  without them, {one.name}: {scores}", highlight=False, soft_wrap=True)
+        for rate in self.rates:
+            console.print(f"{rate.model} {rate.part}: {rate.text()}", highlight=False, soft_wrap=True)
         for note in self.notes:
             console.print(note, highlight=False, soft_wrap=True)
         for prediction in self.predictions[:samples]:

@@ -21,6 +21,7 @@ from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
 from finray.evaluation.engines.base import Engine
+from finray.evaluation.outcome import Rate
 from finray.evaluation.rows import Rows, of_file, of_run, splits_of, stream_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
@@ -102,6 +103,7 @@ class Case:
         progress: called with the progress of each part.
         spread: creates an engine of several replicas, if requested.
         notes: remarks for the reader, added along the way.
+        rates: how fast each part was computed, added along the way.
     """
 
     request: EvaluationRequest
@@ -113,6 +115,7 @@ class Case:
     progress: Progress
     spread: Callable[..., Engine] | None = None
     notes: list[str] = field(default_factory=list)
+    rates: list[Rate] = field(default_factory=list)
 
     @classmethod
     def of(

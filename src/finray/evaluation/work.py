@@ -13,6 +13,7 @@ import numpy as np
 from finray.errors import DataError
 from finray.evaluation.engines import Continuation, Engine, Sampling
 from finray.evaluation.kept import Kept
+from finray.evaluation.outcome import Rate
 from finray.evaluation.rows import Rows
 from finray.evaluation.scores.base import Answered, FloatArray
 from finray.evaluation.subjects import Case, Subject
@@ -118,13 +119,14 @@ class Work:
                         owner.append(number)
                         continuations.append(Continuation(prompt, ids))
                 engine = self.open()
-                waiting: dict[int, dict[int, float]] = {}
+                waiting: dict[int, dict[int, list[float]]] = {}
                 for found in engine.log_likelihood(continuations, adapter=self.subject.adapter):
                     number = owner[found.row]
                     own = waiting.setdefault(number, {})
-                    own[found.row] = float(sum(found.logprobs))
+                    own[found.row] = list(found.logprobs)
                     if len(own) == len(choices[place[number]]):
-                        keep(number, [own[one] for one in sorted(own)], tokens=len(own))
+                        sums = [float(sum(own[one])) for one in sorted(own)]
+                        keep(number, sums, tokens=sum(map(len, own.values())))
         return [
             (tuple(kept.found[number]), tuple(len(one.encode()) for one in choices[index]), right_choices[index])
             for index, number in enumerate(rows.numbers)
@@ -145,26 +147,25 @@ class Work:
     def _each(self, what: str, kept: Kept, numbers: list[int]) -> Iterator[Any]:
         """The remaining rows in parts, and a function that saves a result and reports the rate."""
         left = [number for number in numbers if number not in kept.found]
-        done, began = len(numbers) - len(left), time.perf_counter()
         told = f"{self.subject.name} {what}"
         if not left:
-            self.case.progress(told, done, total=len(numbers), rate="kept from before")
+            self.case.progress(told, len(numbers), total=len(numbers), rate="kept from before")
             self.made_by += kept.made_by
             yield [], None
             return
-        tokens_done = 0
         engine = self.open()
+        began, computed = time.perf_counter(), Rate(self.subject.name, what, 0, 0, 0.0)
         with kept.adding(made_by={"name": engine.name, "version": engine.version}) as add:
 
             def keep(number: int, value: Any, *, tokens: int) -> None:
-                nonlocal done, tokens_done
+                nonlocal computed
                 add(number, value)
-                done, tokens_done = done + 1, tokens_done + tokens
-                seconds = max(time.perf_counter() - began, 1e-6)
-                fresh = done - (len(numbers) - len(left))
-                rate = f"{fresh / seconds:.1f} rows/s, {tokens_done / seconds:,.0f} tokens/s"
-                self.case.progress(told, done, total=len(numbers), rate=rate)
+                rows, tokens, seconds = computed.rows + 1, computed.tokens + tokens, time.perf_counter() - began
+                computed = Rate(self.subject.name, what, rows, tokens, seconds)
+                done = len(numbers) - len(left) + rows
+                self.case.progress(told, done, total=len(numbers), rate=computed.text())
 
             size = _ROWS * self.case.request.replicas
             yield [left[at : at + size] for at in range(0, len(left), size)], keep
+        self.case.rates.append(computed)
         self.made_by += kept.made_by

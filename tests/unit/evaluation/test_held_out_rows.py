@@ -135,6 +135,30 @@ def test_every_part_tells_how_far_it_is_and_how_fast(run_dir: Path, tmp_path: Pa
     assert all("rows/s" in rate and "tokens/s" in rate for *_, rate in told)
 
 
+def test_rates_are_of_what_this_call_computed(run_dir: Path, tmp_path: Path) -> None:
+    def rates(found: Comparison) -> dict[str, dict[str, Any]]:
+        written = json.loads((found.folder / "metrics.json").read_text())["rates"]
+        assert written == found.plain()["rates"]
+        return {f"{one['model']} {one['part']}": one for one in written}
+
+    first = evaluate(run_dir, output=tmp_path / "new")
+    parts = [f"{model} {what}" for model in ("base", "tuned") for what in ("loss", "answers")]
+    assert list(rates(first)) == parts
+    for one in rates(first).values():
+        assert one["rows"] == 3
+        assert one["tokens"] > 3
+        assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["seconds"])
+        assert one["rows_per_second"] == pytest.approx(one["rows"] / one["seconds"])
+    console = Console(record=True, width=200)
+    first.print(console)
+    text = console.export_text()
+    assert all(f"{part}: " in text for part in parts)
+    (losses, *_) = (tmp_path / "new").glob("losses-*.jsonl")
+    losses.write_bytes(b"".join(losses.read_bytes().splitlines(keepends=True)[:-1]))
+    assert [one["rows"] for one in rates(evaluate(run_dir, output=tmp_path / "new")).values()] == [1]
+    assert rates(evaluate(run_dir, output=tmp_path / "new")) == {}
+
+
 def first_letters(answers: list[str], references: list[str]) -> float:
     return float(sum(answer == reference for answer, reference in zip(answers, references, strict=True)) + 10)
 
