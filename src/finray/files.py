@@ -139,6 +139,25 @@ def require_writable(folder: Path) -> None:
         ) from None
 
 
+def require_writable_file(path: Path) -> None:
+    """See that a file can be made, or written again if it is there, before work is done whose result goes into it.
+
+    Raises:
+        FinrayError: it cannot.
+    """
+    require_writable(path.absolute().parent)
+    # Not a pipe, which would wait for its reader.
+    if path.is_file():
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise FinrayError(
+                f"the file cannot be written: {(error.strerror or str(error)).lower()}",
+                where=str(path),
+                repair="make it writable, or choose another file",
+            ) from None
+
+
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as stream:

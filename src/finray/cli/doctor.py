@@ -16,7 +16,7 @@ import yaml
 from finray.cli import show
 from finray.config.redact import redact, redact_text
 from finray.errors import FinrayError
-from finray.files import require_writable
+from finray.files import require_writable_file
 
 _LINES = 60
 
@@ -38,7 +38,7 @@ def doctor(
     """Look at Python, GPUs, network, storage, clocks, disks and ports. Exit code 2 where something keeps a run from
     working."""
     if report is not None:
-        require_writable(report.absolute().parent)
+        require_writable_file(report)
     settings = None if config is None else show.load(config, overrides)
     where = storage or ("runs" if settings is None else settings.run.output_dir)
     if cluster or address is not None:

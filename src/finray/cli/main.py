@@ -22,7 +22,7 @@ from finray.cli import serve as serving
 from finray.config.load import suggest_owner
 from finray.config.redact import redact_text
 from finray.errors import ConfigError
-from finray.files import require_writable
+from finray.files import require_writable_file
 from finray.limits import arm
 from finray.results import PlainConsole
 from finray.runtime import signals
@@ -176,13 +176,7 @@ def generate(
     if output is not None:
         if output.is_dir():
             raise ConfigError("is a directory", where=f"--output {output}", repair="give a file in it")
-        require_writable(output.parent)
-        if output.exists() and not os.access(output, os.W_OK):
-            raise ConfigError(
-                "the file cannot be written",
-                where=f"--output {output}",
-                repair="fix its permissions, or name another file",
-            )
+        require_writable_file(output)
     offered = () if tools is None else read_tools(tools)
     lines = () if sys.stdin.isatty() else sys.stdin
     if file == Path("-"):

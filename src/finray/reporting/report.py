@@ -23,7 +23,7 @@ from finray.config.paths import is_url
 from finray.config.schema import Config
 from finray.config.section import Section
 from finray.errors import DataError
-from finray.files import require_writable
+from finray.files import require_writable_file
 from finray.limits import cut
 from finray.records import TrainRecord
 from finray.reporting.answers import explorer
@@ -106,10 +106,10 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Repo
     if given is not None and given.is_dir():
         raise DataError("is a directory", where=f"--output {given}", repair="give a file in it")
     if given is not None:
-        require_writable(given.parent)
+        require_writable_file(given)
     found = tuple(read_run(place) for place in runs)
     target = given or (found[0].path if len(found) == 1 else Path()) / "report.html"
-    require_writable(target.parent)
+    require_writable_file(target)
     write(page(found), target)
     place = str(target)
     if given is None and len(found) == 1 and is_url(found[0].place):

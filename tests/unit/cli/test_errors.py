@@ -207,18 +207,3 @@ def test_the_cache_of_a_directory_of_runs_is_the_one_beside_them(tmp_path: Path)
     (tmp_path / ".prepared").mkdir()
     assert f"0 in {tmp_path / '.prepared'}" in runs.finray("cache", "list", str(tmp_path))[1]
     assert f"0 in {tmp_path / '.prepared'}" in runs.finray("cache", "list", str(tmp_path / ".prepared"))[1]
-
-
-def test_a_file_of_answers_that_cannot_be_written_is_refused_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All answers would be computed, and then lost."""
-    from finray.cli.main import generate
-
-    output = tmp_path / "answers.jsonl"
-    output.touch()
-    monkeypatch.setattr("os.access", lambda path, mode: path != output)
-    monkeypatch.setattr("finray.evaluation.generate.generate_text", _raising(AssertionError("too late")))
-    with pytest.raises(FinrayError, match="the file cannot be written") as caught:
-        generate(model="no-model", prompts=["hi"], output=output, as_json=False, quiet=False, verbose=False)
-    assert str(output) in str(caught.value)

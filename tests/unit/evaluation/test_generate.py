@@ -156,3 +156,22 @@ def test_numbers_that_nothing_can_be_sampled_with_name_their_option(
         with pytest.raises(ConfigError, match="cannot be used") as caught:
             Sampling(**{field: value})  # type: ignore[arg-type]
         assert caught.value.where == f"--{field.replace('_', '-')}"
+
+
+def test_a_file_of_answers_that_cannot_be_written_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, opened = tmp_path / "answers.jsonl", Path.open
+    output.write_text("old\n")
+
+    def refusing(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if path == output and mode[0] in "aw":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    code, _, err = runs.finray("generate", tmp_path / "no-model", "hello", "--output", output)
+    assert code != 0
+    assert "the file cannot be written: permission denied" in err
+    assert str(output) in err
+    assert output.read_text() == "old\n"
