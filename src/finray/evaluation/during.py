@@ -74,7 +74,7 @@ class Answers:
         rows = [Answered((said,), right) for said, right in zip(answers, expected, strict=True)]
         found = {}
         for name in self._config.evaluation.metrics:
-            with blaming(name):
+            with blaming(name, TrainingError):
                 score = score_named(name, self._config.evaluation.scoring or ScoringConfig())
                 found[metric_name(name)] = float(score.value(rows))
         return found

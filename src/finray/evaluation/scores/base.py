@@ -143,18 +143,18 @@ class OwnScore(SummedScore):
 
 
 @contextmanager
-def blaming(name: str) -> Iterator[None]:
+def blaming(name: str, kind: type[FinrayError] = ConfigError) -> Iterator[None]:
     """Whatever a metric raises is about that metric: it may be a user's function, which may also end the process.
 
     Raises:
-        ConfigError: it has failed.
+        FinrayError: it has failed; of this kind.
     """
     try:
         yield
     except FinrayError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(
+        raise kind(
             f"the metric `{name}` failed: {type(error).__name__}: {first_line(error)}",
             where="evaluation.metrics",
             repair="fix it, or leave it out; the same command then continues with what is saved",
