@@ -58,6 +58,8 @@ TABLES: dict[str, dict[str, str]] = {
         "bleu": "finray.evaluation.scores.ngrams:BLEU",
         "chrf": "finray.evaluation.scores.ngrams:ChrF",
         "bertscore": "finray.evaluation.scores.bertscore:BERTScore",
+        "bertscore_precision": "finray.evaluation.scores.bertscore:BERTScorePrecision",
+        "bertscore_recall": "finray.evaluation.scores.bertscore:BERTScoreRecall",
         "pass_at_k": "finray.evaluation.scores.code:PassAtK",
     },
 }

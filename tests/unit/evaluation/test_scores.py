@@ -267,7 +267,17 @@ def test_bertscore_is_that_of_bert_score(encoder: Path, layer: int) -> None:
     np.testing.assert_allclose(found, expected.numpy(), atol=2e-6)
     assert found[3].tolist() == found[7].tolist() == found[11].tolist() == [0, 0, 0]
     assert len(set(np.round(found[:, 2], 4))) > 300
-    assert bertscore.value(answered(some)) == pytest.approx(float(expected[:, 2].mean()), abs=1e-6)
+    for column, name in enumerate(("bertscore_precision", "bertscore_recall", "bertscore")):
+        value = score(name, encoder=str(encoder), encoder_layer=layer).value(answered(some))
+        assert value == pytest.approx(float(expected[:, column].mean()), abs=1e-6)
+
+
+def test_precision_recall_and_f1_of_bertscore_are_computed_once(encoder: Path) -> None:
+    some = rows()[:20]
+    score("bertscore", encoder=str(encoder)).value(some)
+    recall: Any = score("bertscore_recall", encoder=str(encoder))
+    recall.precision_recall_f1 = None
+    assert 0 < recall.value(some) < 1
 
 
 def test_bertscore_takes_the_last_layer_of_an_unknown_encoder(encoder: Path) -> None:

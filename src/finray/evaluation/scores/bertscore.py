@@ -9,7 +9,7 @@ rescaling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,10 +37,15 @@ _LAYERS = {
 }
 # Tokens per encoder batch, including padding.
 _TOKENS = 8192
+# What the encoder found for the latest pairs: precision, recall and F1 are three scores of one computation.
+_latest: dict[Any, FloatArray] = {}
 
 
 class BERTScore(SummedScore):
     """Mean F1 of BERTScore with the encoder of ``evaluation.scoring.encoder``."""
+
+    # Of precision, recall and F1.
+    column: ClassVar[int] = 2
 
     def __init__(self, settings: ScoringConfig | None = None) -> None:
         super().__init__(settings)
@@ -54,8 +59,13 @@ class BERTScore(SummedScore):
         self._loaded: tuple[Any, Any, int] | None = None
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray:
-        """F1 of each row (N, 1)."""
-        return self.precision_recall_f1([(row.answer, row.reference) for row in rows])[:, 2:]
+        """The score of each row (N, 1)."""
+        pairs = tuple((row.answer, row.reference) for row in rows)
+        key = self.settings.encoder, self.settings.encoder_layer, pairs
+        if key not in _latest:
+            _latest.clear()
+            _latest[key] = self.precision_recall_f1(pairs)
+        return _latest[key][:, [self.column]]
 
     @torch.no_grad()
     def precision_recall_f1(self, pairs: Sequence[tuple[str, str]]) -> FloatArray:
@@ -123,3 +133,15 @@ class BERTScore(SummedScore):
                 )
             self._loaded = encoder.eval().to(inference_device()), tokenizer, layer
         return self._loaded
+
+
+class BERTScorePrecision(BERTScore):
+    """Mean precision of BERTScore."""
+
+    column = 0
+
+
+class BERTScoreRecall(BERTScore):
+    """Mean recall of BERTScore."""
+
+    column = 1
