@@ -14,6 +14,7 @@ from finray.config.evaluation import ScoringConfig
 from finray.config.schema import Config
 from finray.config.tasks import metric_name
 from finray.data.dataset.prepared import PreparedSplit
+from finray.errors import TrainingError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.rows import prompt_and_answer
