@@ -73,12 +73,17 @@ def mark_new(model: Any, found: StoredWeights | Iterable[str] | None) -> None:
     setattr(model, _NEW, tuple(found or ()))
 
 
+def new_weights(model: Any) -> tuple[str, ...]:
+    """The weights that :func:`mark_new` recorded."""
+    return getattr(model, _NEW, ())
+
+
 def modules_to_save(model: Any) -> list[str]:
     """The modules that are fully trained with an adapter: the head, and a new pooler.
 
     PEFT by itself only names ``classifier`` and ``score``; a random layer before them would be frozen, and not saved.
     """
-    new = {name.rpartition(".pooler.")[0] + ".pooler" for name in getattr(model, _NEW, ()) if ".pooler." in name}
+    new = {name.rpartition(".pooler.")[0] + ".pooler" for name in new_weights(model) if ".pooler." in name}
     return sorted(new) + [
         name
         for name, module in model.named_children()

@@ -69,12 +69,12 @@ def test_every_field_of_the_metrics_is_specified() -> None:
     assert "A note has `kind`" in specified
 
 
-def test_names_of_modules_separated_by_commas_are_told_how_lists_are_written() -> None:
+def test_patterns_of_modules_separated_by_commas_are_told_how_lists_are_written() -> None:
     plain: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d"}}
-    config: Config = build_config({**plain, "adapter": {"target_modules": "q_proj,v_proj"}}, source="x")
+    config: Config = build_config({**plain, "adapter": {"target_modules": r"q_proj,.*\.v_proj"}}, source="x")
     with pytest.raises(ModelError) as caught:
         check_targets(config, ["model.layers.0.q_proj", "model.layers.0.v_proj"])
-    assert "[q_proj, v_proj]" in str(caught.value.repair)
+    assert r"[q_proj, .*\.v_proj]" in str(caught.value.repair)
 
 
 def test_a_name_that_is_no_directory_gets_one_that_is() -> None:

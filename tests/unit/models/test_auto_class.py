@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from finray.config import tasks
 from finray.config.adapter_files import NOTES
 from finray.config.extensions import TABLES
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import TaskSpec
+from finray.errors import ModelError
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import export
 from finray.models.loading import build_model
@@ -131,6 +133,19 @@ def test_a_classifier_trained_in_full_is_an_ordinary_model(model: ModelConfig, t
     expected = made(input_ids=TOKENS).logits
     tolerance = 0.05 * expected.abs().max().item()
     torch.testing.assert_close(plain(input_ids=TOKENS).logits, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("change", [lambda head: None, lambda head: head[:1]], ids=["missing", "another shape"])
+def test_a_trained_classifier_without_its_head_gives_no_answers_of_a_random_one(
+    change: Callable[[torch.Tensor], torch.Tensor | None], model: ModelConfig, tokenizer: Any, tmp_path: Path
+) -> None:
+    save(built(model, method="none"), tmp_path / "run", model, tokenizer)
+    file = tmp_path / "run" / "model.safetensors"
+    tensors = load_file(file)
+    head = change(tensors.pop("score.weight"))
+    save_file(tensors if head is None else tensors | {"score.weight": head}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"score\.weight"):
+        load_artifact(read_artifact(tmp_path / "run"), dtype=torch.float32)
 
 
 def test_quantised_layers_are_those_of_the_body(model: ModelConfig) -> None:
