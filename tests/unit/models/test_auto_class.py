@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from finray.config import tasks
 from finray.config.adapter_files import NOTES
 from finray.config.extensions import TABLES
+from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import TaskSpec
 from finray.errors import ModelError
 from finray.models.artifacts import load_artifact, read_artifact
+from finray.models.classifier import labels_in
 from finray.models.export import export
 from finray.models.loading import build_model
 from finray.models.saved_layout import SavedLayout
@@ -146,6 +149,14 @@ def test_a_trained_classifier_without_its_head_gives_no_answers_of_a_random_one(
     save_file(tensors if head is None else tensors | {"score.weight": head}, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"score\.weight"):
         load_artifact(read_artifact(tmp_path / "run"), dtype=torch.float32)
+
+
+def test_labels_without_a_name_for_an_id_are_one_message() -> None:
+    config = LlamaConfig(id2label={5: "a", 1: "b"}, problem_type="single_label_classification")
+    with pytest.raises(ModelError, match=r"the ids \[1, 5\], and not 0 to 1"):
+        labels_in(config)
+    config = LlamaConfig(id2label={1: "b", 0: "a"}, problem_type="single_label_classification")
+    assert labels_in(config) == LabelSet("single_label", ("a", "b"))
 
 
 def test_quantised_layers_are_those_of_the_body(model: ModelConfig) -> None:
