@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
+
 from finray.config.foreign import SENTENCES
+from finray.errors import ConfigError
+from finray.files import FileKind
 
 # Axolotl's `path` may be a builder of `datasets`, with files beside it.
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")
@@ -18,6 +23,24 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Names of roles that finray knows.
 _ROLES = ("system", "user", "human", "assistant", "gpt", "tool", "observation", "function_call")
 _CONVERTER = "not supported: rename it with your own function, `data.converter`"
+
+_TABLES = FileKind(ConfigError, repair="write a dataset_info.json as LLaMA-Factory reads it, or leave it out")
+
+
+class _Listed(TypedDict, total=False):
+    """What LLaMA-Factory's table says of a dataset, as far as it is read here."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    file_name: str | None
+    hf_hub_url: str | None
+    cloud_file_name: str | None
+    folder: str | None
+    subset: str | None
+    split: str | None
+    formatting: str | None
+    columns: dict[str, str | None] | None
+    tags: dict[str, str | None] | None
 
 
 @dataclass
@@ -52,12 +75,12 @@ class ForeignData:
         if folder == "ONLINE":
             return {"source": name} | ({"split": f"train{part}"} if part else {})
         remote = folder.removeprefix("REMOTE:") if folder.startswith("REMOTE:") else None
-        table: dict[str, Any] = {}
+        table, where = dict[str, Any](), Path()
         tables = [self.dataset_info] if self.dataset_info else []
         tables += [self.path.parent / folder / "dataset_info.json", Path(folder) / "dataset_info.json"]
         for file in tables:
             if file.is_file():
-                table = json.loads(file.read_text(encoding="utf-8"))
+                table, where = _TABLES.json(file, dict[str, Any]), file
                 folder = str(file.parent)
                 break
         if remote is not None:
@@ -71,7 +94,7 @@ class ForeignData:
             )
             source = f"{folder if remote else 'data'}/{name}.json"
             return {"source": source} | ({"split": f"train{part}"} if part else {})
-        about = table[name]
+        about = {**_TABLES.parsed(json.dumps({name: table[name]}).encode(), dict[str, _Listed], where)[name]}
         there = about.get("hf_hub_url") or about.get("cloud_file_name")
         found: dict[str, Any] = {"source": there or f"{folder}/{about.get('file_name', name)}"}
         if about.get("hf_hub_url") and about.get("folder"):
@@ -83,7 +106,7 @@ class ForeignData:
         return found | self._factory_format(name, about)
 
     def _factory_format(self, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-        columns, tags = about.get("columns", {}), about.get("tags", {})
+        columns, tags = about.get("columns") or {}, about.get("tags") or {}
         kind, here = "alpaca", {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
         if self.raw.get("stage") == "pt":
             kind, here, columns = "text", {"prompt": "text"}, columns or {"prompt": "instruction"}

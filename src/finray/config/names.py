@@ -317,9 +317,17 @@ VALUES: dict[str, str] = {
     "completion": "text",
 }
 
+# Values that nothing here is the same as.
+VALUES_NOT_HERE: dict[str, str] = {
+    "reduce_lr_on_plateau": "not supported: such a run depends on its evaluations, and cannot be resumed or extended "
+    "exactly; use `cosine`, or `wsd`, which stays at the peak and falls at the end, with `evaluation.early_stopping`",
+}
+
 
 def value_here(value: object, known: Iterable[str]) -> str:
     """What a value of another system, or one that is misspelt, is here, as a hint; empty where it is like none."""
+    if (why := VALUES_NOT_HERE.get(str(value))) is not None:
+        return f" ({why})"
     names = [*known]
     found = VALUES.get(str(value), "")
     return f" (in finray: `{found}`)" if found in names else did_you_mean(str(value), names)

@@ -16,7 +16,7 @@ from finray.data.sampling.collate import Row, collate_labelled
 from finray.data.sampling.packing import one_length_each, plan_packs
 from finray.errors import DataError
 from finray.models import attention
-from finray.models.classifier import labels_in
+from finray.models.classifier import label_names, labels_in
 from finray.tasks.classifier_scores import ClassifierScores
 from finray.tasks.sequence_classification import SequenceClassification
 
@@ -70,7 +70,7 @@ def classify(
         DataError: a label is not one of the classifier's.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    known = labels or labels_in(inner.config) or LabelSet("single_label", _names(inner.config))
+    known = labels or labels_in(inner.config) or LabelSet("single_label", label_names(inner.config))
     usual = compat.attention_implementation(inner)
     if packs:
         attention.register()
@@ -104,10 +104,6 @@ def classify(
         inner.set_attn_implementation(usual)
     predictions = tuple(found[row] for row in range(len(rows)))
     return Classified(known, predictions, None if encoded is None or not rows else task.scores(sums.tolist()))
-
-
-def _names(config: Any) -> tuple[str, ...]:
-    return tuple(str(config.id2label[number]) for number in range(config.num_labels))
 
 
 def _encoded(task: SequenceClassification, truth: Label, number: int) -> Any:

@@ -213,12 +213,11 @@ def _require_all_tensors(model: Any, folder: Path) -> None:
     ]
     # With save_embedding_layers, PEFT writes a table that is saved anyway under a second name.
     odd = [name for name in result.unexpected_keys if ".modules_to_save." not in name]
-    for what, names in (("lacks", missing), ("has, beyond what the model takes,", odd)):
-        if names:
-            shown = ", ".join(name.replace(f".{NAME}", "") for name in names[:3])
-            more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-            raise ModelError(
-                f"the adapter {what} {shown}{more}",
-                where=str(folder / WEIGHTS),
-                repair="copy its files again, or give the base model it was trained on with --base",
-            )
+    names = [name.replace(f".{NAME}", "") for name in missing or odd]
+    if names:
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+        raise ModelError(
+            f"the adapter lacks tensors: {listed}" if missing else f"the model does not take tensors of it: {listed}",
+            where=str(folder / WEIGHTS),
+            repair="copy its files again, or give the base model it was trained on with --base",
+        )

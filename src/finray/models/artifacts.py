@@ -15,6 +15,7 @@ from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ModelError
+from finray.models import classifier
 from finray.models.adapters import load_adapter
 from finray.models.fused_lora import fuse
 from finray.models.loading import build_model, load_model
@@ -151,6 +152,12 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     require_fit(artifact)
     model = load_model(artifact.model, dtype=dtype, labels=artifact.labels)
     if not artifact.is_adapter:
+        if new := classifier.new_weights(model):
+            raise ModelError(
+                f"weights of the trained head are missing from its files, or have another shape there: {new[0]}",
+                where=str(artifact.folder),
+                repair="copy the files again, all of the `.safetensors` and `config.json`",
+            )
         return model.eval()
     model = load_adapter(model, artifact.folder)
     # In bf16, PEFT's forward pass rounds the base's product before it adds the adapter's: an evaluation had a loss of

@@ -10,6 +10,8 @@ import torch
 
 from finray.config.resolved import LabelSet, Problem
 from finray.config.schema import ModelConfig
+from finray.errors import ModelError
+from finray.limits import shown
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import StoredWeights
 
@@ -41,8 +43,23 @@ def labels_in(config: Any) -> LabelSet | None:
     )
     if problem is None:
         return None
-    names = tuple(config.id2label[number] for number in range(config.num_labels))
-    return LabelSet(problem, () if problem == "regression" else names)
+    return LabelSet(problem, () if problem == "regression" else label_names(config))
+
+
+def label_names(config: Any) -> tuple[str, ...]:
+    """The names of the classes in a configuration, by id.
+
+    Raises:
+        ModelError: an id has no name.
+    """
+    names = config.id2label
+    if sorted(names) != list(range(len(names))):
+        raise ModelError(
+            f"the labels in its `id2label` have the ids {shown(sorted(names))}, and not 0 to {len(names) - 1}",
+            where=f"model.name={config.name_or_path}",
+            repair="correct its config.json, or take it from where the model was made",
+        )
+    return tuple(str(names[number]) for number in range(len(names)))
 
 
 def set_padding(model: Any, config: ModelConfig) -> None:
@@ -73,12 +90,17 @@ def mark_new(model: Any, found: StoredWeights | Iterable[str] | None) -> None:
     setattr(model, _NEW, tuple(found or ()))
 
 
+def new_weights(model: Any) -> tuple[str, ...]:
+    """The weights that :func:`mark_new` recorded."""
+    return getattr(model, _NEW, ())
+
+
 def modules_to_save(model: Any) -> list[str]:
     """The modules that are fully trained with an adapter: the head, and a new pooler.
 
     PEFT by itself only names ``classifier`` and ``score``; a random layer before them would be frozen, and not saved.
     """
-    new = {name.rpartition(".pooler.")[0] + ".pooler" for name in getattr(model, _NEW, ()) if ".pooler." in name}
+    new = {name.rpartition(".pooler.")[0] + ".pooler" for name in new_weights(model) if ".pooler." in name}
     return sorted(new) + [
         name
         for name, module in model.named_children()

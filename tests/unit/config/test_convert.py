@@ -424,6 +424,35 @@ def test_what_a_dataset_of_llama_factory_comes_to(
     assert {name: found.get(name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'["alpaca"]',
+        b'{"mine": null}',
+        b'{"mine": []}',
+        b'{"mine": {"columns": [1]}}',
+        b'{"mine": {"tags": {"role_tag": 5}}}',
+        b'{"mine": {"file_name": 5}}',
+        b'{"mine": ',
+        b"\xff",
+        b"",
+    ],
+)
+def test_a_table_of_datasets_that_is_none_is_one_message(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "dataset_info.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        fields(LLAMA_FACTORY, tmp_path, dataset_info=tmp_path / "dataset_info.json")
+    assert caught.value.where == str(tmp_path / "dataset_info.json")
+    assert "dataset_info.json" in str(caught.value.repair)
+
+
+def test_an_odd_entry_of_another_dataset_does_no_harm(tmp_path: Path) -> None:
+    listed = {"file_name": "a.json", "columns": None, "tags": None, "ranking": True}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": listed, "theirs": listed, "other": None}))
+    found = fields(LLAMA_FACTORY, tmp_path, dataset_info=tmp_path / "dataset_info.json")["data.mix"][0]
+    assert found["format"] == "alpaca"
+
+
 def test_where_the_datasets_of_llama_factory_are(tmp_path: Path) -> None:
     changed = yaml.safe_load(LLAMA_FACTORY) | {"dataset": "org/rows", "max_samples": None, "dataset_dir": "ONLINE"}
     assert fields(yaml.safe_dump(changed), tmp_path)["data.source"] == "org/rows"

@@ -75,6 +75,13 @@ def problems(**written: object) -> dict[str, str]:
     return dict(problem.split(": ", 1) for problem in caught.value.problems)
 
 
+def test_a_schedule_that_follows_evaluations_is_told_why_there_is_none() -> None:
+    said = problems(train={"schedule": "reduce_lr_on_plateau"})["train.schedule"]
+    assert "cannot be resumed or extended exactly" in said
+    assert "`wsd`" in said
+    assert "did you mean" not in said
+
+
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL], ids=["LLaMA-Factory", "Axolotl"])
 def test_every_key_of_another_systems_file_is_told_what_it_is_here(text: str) -> None:
     file = yaml.safe_load(text)

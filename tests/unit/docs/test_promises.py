@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import RunDir
 from finray.config.load import build_config, preset_names, read_preset
+from finray.config.schema import Config
 from finray.data.dataset import plan
-from finray.errors import ConfigError
-from finray.planning.checks import check_extras
+from finray.errors import ConfigError, ModelError
+from finray.planning.checks import check_extras, check_targets
 from finray.planning.placement import worker_environment
 from finray.records import EvalRecord, RunSummary, TrainRecord
 from finray.results import PlainConsole
@@ -65,6 +67,14 @@ def test_every_field_of_the_metrics_is_specified() -> None:
     for name in (*TrainRecord.__dataclass_fields__, *evaluated, *system, "time"):
         assert f"`{name}`" in specified, name
     assert "A note has `kind`" in specified
+
+
+def test_patterns_of_modules_separated_by_commas_are_told_how_lists_are_written() -> None:
+    plain: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d"}}
+    config: Config = build_config({**plain, "adapter": {"target_modules": r"q_proj,.*\.v_proj"}}, source="x")
+    with pytest.raises(ModelError) as caught:
+        check_targets(config, ["model.layers.0.q_proj", "model.layers.0.v_proj"])
+    assert r"[q_proj, .*\.v_proj]" in str(caught.value.repair)
 
 
 def test_a_name_that_is_no_directory_gets_one_that_is() -> None:

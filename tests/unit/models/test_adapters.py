@@ -355,7 +355,7 @@ def with_another_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     [
         (without_a_layer, r"lacks .*layers\.1\..* and \d+ more"),
         (renamed, "lacks "),
-        (with_another_layer, "beyond what the model takes, .*qkv_proj"),
+        (with_another_layer, "does not take tensors of it: .*qkv_proj"),
     ],
 )
 def test_an_adapter_with_other_tensors_than_the_model_takes_is_no_answer_of_the_base(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from finray.config import tasks
 from finray.config.adapter_files import NOTES
 from finray.config.extensions import TABLES
+from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import TaskSpec
+from finray.errors import ModelError
 from finray.models.artifacts import load_artifact, read_artifact
+from finray.models.classifier import labels_in
 from finray.models.export import export
 from finray.models.loading import build_model
 from finray.models.saved_layout import SavedLayout
@@ -131,6 +136,27 @@ def test_a_classifier_trained_in_full_is_an_ordinary_model(model: ModelConfig, t
     expected = made(input_ids=TOKENS).logits
     tolerance = 0.05 * expected.abs().max().item()
     torch.testing.assert_close(plain(input_ids=TOKENS).logits, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("change", [lambda head: None, lambda head: head[:1]], ids=["missing", "another shape"])
+def test_a_trained_classifier_without_its_head_gives_no_answers_of_a_random_one(
+    change: Callable[[torch.Tensor], torch.Tensor | None], model: ModelConfig, tokenizer: Any, tmp_path: Path
+) -> None:
+    save(built(model, method="none"), tmp_path / "run", model, tokenizer)
+    file = tmp_path / "run" / "model.safetensors"
+    tensors = load_file(file)
+    head = change(tensors.pop("score.weight"))
+    save_file(tensors if head is None else tensors | {"score.weight": head}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"score\.weight"):
+        load_artifact(read_artifact(tmp_path / "run"), dtype=torch.float32)
+
+
+def test_labels_without_a_name_for_an_id_are_one_message() -> None:
+    config = LlamaConfig(id2label={5: "a", 1: "b"}, problem_type="single_label_classification")
+    with pytest.raises(ModelError, match=r"the ids \[1, 5\], and not 0 to 1"):
+        labels_in(config)
+    config = LlamaConfig(id2label={1: "b", 0: "a"}, problem_type="single_label_classification")
+    assert labels_in(config) == LabelSet("single_label", ("a", "b"))
 
 
 def test_quantised_layers_are_those_of_the_body(model: ModelConfig) -> None:
