@@ -6,6 +6,7 @@ import re
 from io import StringIO
 from typing import Any
 
+import rich.table
 from rich.console import Console
 from rich.text import Text
 
@@ -24,6 +25,14 @@ class PlainConsole(Console):
         """Text for the screen, from a string."""
         text = text.replace("\r\n", "\n")
         return super().render_str(_CONTROL.sub(lambda found: f"<U+{ord(found[0]):04X}>", text), **options)
+
+
+class Table(rich.table.Table):
+    """A table in which what is too long for its column continues below: a number that is cut off is another number."""
+
+    def add_column(self, *header: Any, **options: Any) -> None:
+        """As Rich's."""
+        super().add_column(*header, **{"overflow": "fold", **options})
 
 
 class Result:

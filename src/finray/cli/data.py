@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from finray.cli import show
 from finray.config.load import DEFAULT_FILE, is_preset, load_config
 from finray.config.paths import PREPARED, prepared_dir
 from finray.errors import DataError
+from finray.results import Table
 
 cache = typer.Typer(help="List, verify and remove prepared datasets.", no_args_is_help=True)
 

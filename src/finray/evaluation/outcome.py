@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 
 from finray.errors import FinrayError, ModelError
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired, p_text
-from finray.results import Result
+from finray.results import Result, Table
 
 # A larger confusion matrix is only written to the file.
 _MOST_CLASSES = 12
@@ -219,7 +219,7 @@ class Comparison(Result):
             console.print(self._table())
         if (matrix := self.confusion.get(self.tuned.name)) and len(self.classes) <= _MOST_CLASSES:
             console.print("rows by class (down) and prediction (across)")
-            table = Table("", *(Column(name, justify="right") for name in self.classes))
+            table = Table("", *(Column(name, justify="right", overflow="fold") for name in self.classes))
             for name, counts in zip(self.classes, matrix, strict=True):
                 table.add_row(name, *(f"{count:,}" for count in counts))
             console.print(table)

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import rich.table
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from finray.inspection.checks import findings, verdict
 from finray.inspection.tokens import segments, shortened
 from finray.limits import cut
+from finray.results import Table
 from finray.tracking.console import several
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def _classes(found: Inspection) -> Table:
     return table
 
 
-def _bars(lengths: Histogram, *, bar: str) -> Table:
+def _bars(lengths: Histogram, *, bar: str) -> rich.table.Table:
     joined = -(-len(lengths.counts) // _BARS)
     counts = [sum(lengths.counts[at : at + joined]) for at in range(0, len(lengths.counts), joined)]
     table = Table.grid(padding=(0, 1))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
-from rich.table import Table
 
 from finray.config.redact import redact_text
 from finray.errors import FinrayError
 from finray.planning.flops import UTILISATION, rounded
+from finray.results import Table
 from finray.tracking.console import duration, several
 
 if TYPE_CHECKING:

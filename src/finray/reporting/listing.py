@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import CONFIG_FILE
@@ -19,7 +18,7 @@ from finray.config.paths import is_url
 from finray.records import Record, RunHeader, TrainRecord
 from finray.reporting.recorded import RecordedRun, eval_of, is_held, note_of, read_run, runs_in, train_of
 from finray.reporting.report import config_differences, labels
-from finray.results import Result
+from finray.results import Result, Table
 from finray.tracking.console import RunView, duration
 from finray.tracking.jsonl import FILE as RECORDS
 from finray.tracking.jsonl import parsed
@@ -47,7 +46,7 @@ class Listed(Result):
             console.print(f"no runs in {self.folder}; {start}", highlight=False, soft_wrap=True, markup=False)
             return
         table = Table()
-        table.add_column("run", overflow="fold")
+        table.add_column("run")
         for name in ("state", "step", "loss", "best", "size", "changed"):
             table.add_column(name, justify="left" if name == "state" else "right")
         for run in self.runs:
@@ -94,14 +93,14 @@ class RunsCompared(Result):
         differ = config_differences(self.runs)
         table = Table(title="config" if differ else "the configs are the same", title_justify="left")
         for name in ("field", *names):
-            table.add_column(name, overflow="fold")
+            table.add_column(name)
         for path, cells in differ:
             table.add_row(path, *(text for text, _ in cells))
         console.print(table)
         table = Table(title="results", title_justify="left")
         table.add_column("")
         for name in (*names, "difference"):
-            table.add_column(name, justify="right", overflow="fold")
+            table.add_column(name, justify="right")
         table.add_row("state", *(run.state for run in self.runs), "")
         for name, (first, second) in self.results.items():
             apart = "" if first is None or second is None else f"{second - first:+.4g}"

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.tasks import SPECS
 from finray.records import RunSummary
-from finray.results import Result
+from finray.results import Result, Table
 from finray.tracking.console import duration
 from finray.tracking.jsonl import metrics_table
 

@@ -24,13 +24,12 @@ from typing import Any, TypeVar
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from finray.config.paths import with_absolute_paths
 from finray.config.redact import NAMED_BY_DATA, is_secret_name, redact_text
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
-from finray.results import Result
+from finray.results import Result, Table
 
 # Files of a job, in the directory that Ray unpacks for it.
 CONFIG, SECRETS = "config.yaml", "secrets.json"
@@ -90,7 +89,7 @@ class Jobs(Result):
             return
         table = Table(box=None, pad_edge=False)
         for name in ("job", "status", "started (UTC)", "run"):
-            table.add_column(name, overflow="fold")
+            table.add_column(name)
         for job in self.jobs:
             table.add_row(job.id, job.status, job.started or "", job.run)
         console.print(table)

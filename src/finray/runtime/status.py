@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from finray.config.schema import ClusterConfig
-from finray.results import Result
+from finray.results import Result, Table
 from finray.runtime import nodes
 from finray.runtime.cluster import address_of, connected
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
 
+from finray import results
 from finray.cli import show
 from finray.errors import FinrayError
 from finray.tracking.console import ConsoleTracker
@@ -207,3 +208,14 @@ def test_the_cache_of_a_directory_of_runs_is_the_one_beside_them(tmp_path: Path)
     (tmp_path / ".prepared").mkdir()
     assert f"0 in {tmp_path / '.prepared'}" in runs.finray("cache", "list", str(tmp_path))[1]
     assert f"0 in {tmp_path / '.prepared'}" in runs.finray("cache", "list", str(tmp_path / ".prepared"))[1]
+
+
+def test_a_number_that_is_too_wide_for_its_column_continues_below() -> None:
+    """One that was cut off would be another number."""
+    table = results.Table("tokens", "source")
+    table.add_row("490,123,456", "a/long/path/to/rows.jsonl")
+    out = StringIO()
+    Console(file=out, width=24).print(table)
+    cells = [line.split("│")[1:3] for line in out.getvalue().splitlines() if line.startswith("│")]
+    assert "".join(left.strip() for left, _ in cells) == "490,123,456"
+    assert "".join(right.strip() for _, right in cells) == "a/long/path/to/rows.jsonl"
