@@ -11,10 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from finray.config.adapter_files import read_notes, read_settings
+from finray.config.paths import is_url
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.packing import plan_packs
+from finray.data.sources.resolve import TABLES, TEXTS
+from finray.data.storage import file_suffix
 from finray.errors import DataError, FinrayError, ModelError
 
 # A step as large as this, unless an epoch would then have fewer steps than that; and as many epochs, within limits, as
@@ -139,13 +142,24 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
             "model.name",
             f"{base}, unless this is a copy of it",
         )
-    split = re.match(r"[^\[]*", data.train_split)
-    if data.source is not None and Path(data.source).is_file() and split is not None and split[0] != "train":
-        yield (
-            f"a single file has no splits: all of it is taken for `{split[0]}`",
-            "data.train_split",
-            "leave it out, or write a slice of train, such as train[:10%]",
-        )
+    named = [("data.train_split", data.source, data.train_split), ("data.test_split", data.source, data.test_split)]
+    named += [("data.eval_split", data.eval_source or data.source, data.eval_split)]
+    named += [(f"data.mix.{number}.split", one.source, one.split) for number, one in enumerate(data.mix)]
+    for where, source, split in named:
+        wanted = re.match(r"[^\[]*", split or "train")
+        if source is not None and _is_of_files(str(source)) and wanted is not None and wanted[0] != "train":
+            yield (
+                f"a file has no splits: all of {Path(str(source)).name} is taken for `{wanted[0]}`",
+                where,
+                "leave it out, or write a slice of train, such as train[:10%]",
+            )
+
+
+def _is_of_files(source: str) -> bool:
+    """Whether a source is a file, a pattern, or the URL of a file: neither a directory nor a dataset of the Hub."""
+    if is_url(source) or set(source) & set("*?["):
+        return file_suffix(source) in (*TABLES, *TEXTS)
+    return Path(source).expanduser().is_file()
 
 
 def _other_base(config: Config) -> str | None:

@@ -34,6 +34,13 @@ def said(steps: int = 4, **sections: Any) -> list[str]:
         ("train.profile", {"train": {"profile": {"steps": [3, 5]}}}),
         ("evaluation.max_rows", {"evaluation": {"max_rows": 10}}),
         ("data.train_split", {"data": {"source": __file__, "train_split": "validation"}}),
+        ("data.train_split", {"data": {"source": "rows-*.jsonl", "train_split": "validation"}}),
+        ("data.train_split", {"data": {"source": "s3://bucket/rows.parquet", "train_split": "validation[:5]"}}),
+        ("data.eval_split", {"data": {"eval_source": __file__, "eval_split": "validation"}}),
+        (
+            "data.mix.1.split",
+            {"data": {"source": None, "mix": [{"source": "d"}, {"source": __file__, "split": "dev"}]}},
+        ),
     ],
 )
 def test_what_is_hardly_meant_is_said(where: str, sections: dict[str, Any]) -> None:
@@ -46,6 +53,8 @@ def test_nothing_is_said_of_what_is_usual() -> None:
         "evaluation": {"every_steps": 4, "max_rows": 10},
         "data": {"eval_ratio": 0.1, "source": __file__, "train_split": "train[:10%]"},
     }
+    for elsewhere in ("s3://bucket/rows", "org/name", str(Path(__file__).parent)):
+        assert said(data={"source": elsewhere, "train_split": "validation"}) == []
     assert said(**usual) == []
     for train in ({"learning_rate": 5e-5}, {"learning_rate": 1e-4}, {"optimizer": "muon"}, {"optimizer": "adafactor"}):
         assert said(adapter={"method": "none"}, train=train) == []
