@@ -246,6 +246,24 @@ def _notes(config: Config, machines: Machines) -> list[str]:
             found.append(f"data.source {source} is a file: it must be at this path on every machine")
     if config.model.name.startswith((".", "/")) and not config.model.name.startswith(machines.shared):
         found.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
+    scoring = config.evaluation.scoring
+    files = {
+        "parallel.deepspeed_config": config.parallel.deepspeed_config,
+        "model.chat_template": config.model.chat_template,
+        "adapter.start_from": config.adapter.start_from,
+        "evaluation.scoring.encoder": scoring.encoder if scoring and _is_file(scoring.encoder or "") else None,
+    }
+    for field, path in files.items():
+        if path and "://" not in path and not path.startswith(machines.shared):
+            found.append(f"{field} {path} is not part of the job: it must be at this path on every machine")
+    code = [("model.task", config.model.task), ("data.converter", config.data.converter or "")]
+    code += [("evaluation.metrics", one) for one in config.evaluation.metrics]
+    code += [("tracking.trackers", one) for one in config.tracking.trackers]
+    found += [
+        f"{field} {name} is your own code: its module must be installed on every machine, or be in PYTHONPATH there"
+        for field, name in code
+        if ":" in name
+    ]
     for name in config.cluster.env:
         if is_secret_name(name):
             found.append(f"cluster.env.{name} is a secret: name it with --secret")

@@ -324,6 +324,25 @@ def test_files_of_this_machine_are_named() -> None:
     assert all("on every machine" in note for note in spec.notes)
 
 
+def test_what_a_job_needs_besides_its_config_is_named() -> None:
+    """Its file holds the config alone."""
+    fields = {
+        "parallel": {"strategy": "deepspeed", "deepspeed_config": "zero.json"},
+        "model": {"name": "org/m", "chat_template": "chat.jinja"},
+        "adapter": {"start_from": "runs/before/final"},
+        "data": {"source": "org/d", "converter": "mine:rows", "eval_ratio": 0.1},
+        "evaluation": {"metrics": ["mine:score", "exact_match"], "generate_rows": 2},
+        "run": {"name": "r"},
+    }
+    notes = make_spec(build_config(fields, source="x"), Machines()).notes
+    wanted = ("parallel.deepspeed_config zero.json", "model.chat_template chat.jinja", "adapter.start_from runs/before")
+    for start in (*wanted, "data.converter mine:rows is your own code", "evaluation.metrics mine:score is your own"):
+        assert [note for note in notes if note.startswith(start)], (start, notes)
+    assert len(notes) == 5
+    shared = {**fields, "parallel": {"strategy": "deepspeed", "deepspeed_config": "/shared/zero.json"}}
+    assert len(make_spec(build_config(shared, source="x"), Machines()).notes) == 4
+
+
 def test_a_secret_in_the_config_is_in_no_job_and_the_message_names_the_option(tmp_path: Path) -> None:
     words = ("jobspec", "smollm2-lora", "--to", "slurm", "-o", tmp_path / "job.sbatch")
     code, out, err = finray(*words, "data.source=https://me:s3cretpass@host/a.jsonl")
