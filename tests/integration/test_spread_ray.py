@@ -148,6 +148,7 @@ def test_the_command_spreads_rows_and_goes_on_with_what_is_kept(
     after = kept.read_bytes().splitlines(keepends=True)
     assert after[:4] == lines[:4]
     assert sorted(after[5:]) == sorted(lines[4:])
-    assert json.loads(after[4]) == {
-        "made_by": {"name": "transformers", "version": metrics["made_by"]["engine"][0]["version"]}
+    assert json.loads(after[4])["made_by"] == {
+        "name": "transformers",
+        "version": metrics["made_by"]["engine"][0]["version"],
     }

@@ -66,7 +66,9 @@ def test_evaluate_gives_the_document_of_its_command(result: TrainResult) -> None
     own = finray.evaluate(result, max_rows=2, quiet=True)
     again = finray.evaluate(str(result.run_dir), max_rows=2, quiet=True)
     assert own.notes == ("using finray's own engine, because vLLM is not installed (pip install vllm)",)
-    assert again.plain() == {**own.plain(), "notes": []}, "nothing is computed again, so there is nothing to be told"
+    nothing = {"notes": [], "rates": []}
+    assert again.plain() == {**own.plain(), **nothing}, "nothing is computed again, so there is nothing to be told"
+    assert {one["model"] for one in own.plain()["rates"]} == {"base", "tuned"}
     code, out, _ = runs.finray("evaluate", result.run_dir, "--max-rows", 2, "--json")
     assert code == 0
     document = json.loads(out)

@@ -21,7 +21,7 @@ from finray.runtime.jobs import CONFIG, DEFAULT_ADDRESS, SECRETS, Server, addres
     ("changes", "name"),
     [
         ({"data.source": "https://me:hf_abcdefghijklmnopqrstuv@host/x"}, "HF_TOKEN"),
-        ({"model.chat_template_arguments": {"api_key": "anything"}}, "API_KEY"),
+        ({"model.chat_template_arguments": {"access_token": "anything"}}, "ACCESS_TOKEN"),
         ({"data.system": "use AKIAABCDEFGHIJKLMNOP"}, "AWS_ACCESS_KEY_ID"),
     ],
 )
