@@ -15,6 +15,8 @@ from finray.evaluation.classify import Classification
 from finray.evaluation.statistics import interval
 from finray.tasks.classifier_scores import ScoreSums
 
+pytestmark = pytest.mark.long
+
 NAMES = ("a", "b", "c")
 ROWS = 150
 

@@ -234,6 +234,8 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from finray.models.export import _scratch
+
+pytestmark = pytest.mark.long
 with _scratch(Path(sys.argv[1])) as scratch:
     (scratch / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
