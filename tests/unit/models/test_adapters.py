@@ -28,6 +28,8 @@ from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.pretrained.tokenizers import check_exists, load_tokenizer
 from tests.support import tiny
 
+pytestmark = pytest.mark.long
+
 
 def lora(seed: int = 1, **fields: Any) -> Any:
     return adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=seed)
@@ -234,8 +236,6 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from finray.models.export import _scratch
-
-pytestmark = pytest.mark.long
 with _scratch(Path(sys.argv[1])) as scratch:
     (scratch / "model.safetensors").write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)
