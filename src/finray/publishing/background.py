@@ -21,7 +21,7 @@ from finray.publishing.hub import Commit, Target
 FOLDER = "last-checkpoint"
 # Within it: the files of the run directory that a run needs to be continued elsewhere.
 RUN = "run"
-_OF_RUN = (CONFIG_FILE, RESOLVED_FILE, RUN_ID)
+OF_RUN = (CONFIG_FILE, RESOLVED_FILE, RUN_ID)
 _SCRATCH = ".tmp-push-"
 # Only read by DeepSpeed: as large as the training state, which is pushed.
 _LEFT_OUT = ("deepspeed",)
@@ -96,7 +96,7 @@ class CheckpointPusher:
             if one.is_file() and name.parts[0] not in _LEFT_OUT:
                 (scratch / name).parent.mkdir(parents=True, exist_ok=True)
                 os.link(one, scratch / name)
-        for one in (checkpoint.parent / own for own in _OF_RUN):
+        for one in (checkpoint.parent / own for own in OF_RUN):
             if one.is_file():
                 (scratch / RUN).mkdir(exist_ok=True)
                 os.link(one, scratch / RUN / one.name)

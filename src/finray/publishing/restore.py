@@ -16,7 +16,7 @@ from finray.checkpoint.copies import CONFIG_FILE
 from finray.checkpoint.store import directory_name
 from finray.errors import CheckpointError, ConfigError, HubError
 from finray.files import require_writable
-from finray.publishing.background import FOLDER, RUN
+from finray.publishing.background import FOLDER, OF_RUN, RUN
 from finray.publishing.hub import Hub
 from finray.results import Result
 
@@ -85,7 +85,8 @@ def pull(name: str, *, output: str | Path, login: Callable[[], Hub] = Hub.login)
     shutil.rmtree(scratch, ignore_errors=True)
     # The cache of the Hub holds links.
     shutil.copytree(folder, scratch / directory_name(content["step"]), symlinks=False)
-    for file in (folder / RUN).iterdir():
-        shutil.copyfile(file, scratch / file.name)
+    for file in (folder / RUN / one for one in OF_RUN):
+        if file.is_file():
+            shutil.copyfile(file, scratch / file.name)
     os.replace(scratch, run)
     return Pulled(run, content["step"], url)

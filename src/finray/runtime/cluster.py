@@ -43,6 +43,7 @@ LOCAL_RAY = {
     "RAY_preload_python_modules": "finray.runtime.preload",
 }
 
+# Those of them that leave a dashboard without content.
 _FOR_NO_DASHBOARD = ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_task_events_report_interval_ms")
 
 

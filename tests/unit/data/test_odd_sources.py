@@ -96,6 +96,12 @@ def test_a_link_to_a_directory_is_followed_and_not_in_a_circle(put: Write, tmp_p
     (tmp_path / "elsewhere" / "back").symlink_to(folder)
     found = resolve(str(folder), split="train")
     assert list(found.files) == [str(folder / "a.jsonl"), str(folder / "more" / "b.jsonl")]
+    # Rows of a folder that is in the source by itself are not read a second time.
+    (folder / "x").mkdir()
+    (folder / "x" / "c.jsonl").write_text(json.dumps(ROW))
+    (folder / "again").symlink_to(folder / "x")
+    assert [Path(file).name for file in resolve(str(folder), split="train").files] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert str(folder / "x" / "c.jsonl") in resolve(str(folder), split="train").files
 
 
 @pytest.mark.parametrize("split", ["train[:200%]", "train[101%:]", "train[-200%:]"])

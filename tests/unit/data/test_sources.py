@@ -19,7 +19,7 @@ from finray.data.sources.memory import write_rows
 from finray.data.sources.pieces import plan_parts, read, read_piece
 from finray.data.sources.readers import Reading
 from finray.data.sources.resolve import Source, resolve
-from finray.data.storage import Folder
+from finray.data.storage import Digests, Folder
 from finray.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]
@@ -155,30 +155,38 @@ def test_another_subset_revision_or_directory_has_other_rows(saved: str) -> None
         assert not hub.share_rows(first, replace(second, **change))
     # The name and what else was asked for is part of what the prepared rows are called.
     everything = [first, second, *(replace(first, **change) for change in ({"subset": "a"}, {"revision": "b"}))]
-    assert len({hub.digest(source) for source in everything}) == 4
+    assert len({hub.digest(source, Digests(None)) for source in everything}) == 4
 
 
 def test_a_data_set_that_was_saved_again_is_read_again(saved: str, tmp_path: Path) -> None:
     source = resolve(saved, split="test")
-    before = hub.digest(source)
+    before = hub.digest(source, Digests(None))
     assert texts(saved, split="test") == ["x", "y"]
     shutil.rmtree(saved)
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["z"]})}).save_to_disk(saved)
     assert texts(saved, split="test") == ["z"]
-    assert hub.digest(source) != before
+    assert hub.digest(source, Digests(None)) != before
 
 
 def test_an_edited_data_set_with_the_time_it_had_is_another_one(saved: str) -> None:
     source = resolve(saved, split="test")
-    before = hub.digest(source)
+    before = hub.digest(source, Digests(None))
     (file,) = (Path(saved) / "test").glob("*.arrow")
     found = file.stat()
     content = file.read_bytes()
     file.write_bytes(content.replace(b"xy", b"xz"))
     assert file.stat().st_size == found.st_size
     os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
-    assert hub.digest(source) != before
+    assert hub.digest(source, Digests(None)) != before
     assert texts(saved, split="test") == ["x", "z"]
+
+
+def test_a_copy_of_a_saved_data_set_is_the_same_one(saved: str, tmp_path: Path) -> None:
+    """Whatever the times and permissions of its files are: a copy need not be prepared again."""
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    (copy / "test" / "state.json").chmod(0o600)
+    both = [hub.digest(resolve(str(one), split="test"), Digests(None)) for one in (saved, copy)]
+    assert both[0] == both[1]
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 300, 600])

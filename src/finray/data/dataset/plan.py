@@ -200,7 +200,7 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
             files = [[source.short(file), digests.of(file)] for file in source.files]
             content = _sha256(files)
         else:
-            content = hub.digest(source)
+            content = hub.digest(source, digests)
         cut = None if source.slice is None else asdict(source.slice)
         described.append({"name": stream.name, "content": content, "slice": cut, **stream.choice.shaped_by()})
     return {

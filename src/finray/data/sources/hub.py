@@ -12,6 +12,7 @@ from typing import Any
 
 from finray import compat
 from finray.data.sources.resolve import Source, is_saved
+from finray.data.storage import Digests
 from finray.errors import DataError
 from finray.files import first_line
 from finray.pretrained import hub
@@ -26,21 +27,16 @@ def load(source: Source) -> Any:
     return _load(source, _state(source))
 
 
-def _state(source: Source) -> str:
-    """A digest of names, sizes and times of the files in a local directory; empty for a dataset on the Hub.
-
-    With the time of the last change of the file's entry, which a program cannot set: an edited file may have the time
-    that it had before.
-    """
+def _files(source: Source) -> list[Path]:
+    """The files of a local directory; none for a dataset on the Hub."""
     path = Path(source.name).expanduser()
-    if not path.is_dir():
-        return ""
-    files = sorted(item for item in path.rglob("*") if item.is_file())
-    known = [
-        [str(file.relative_to(path)), found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
-        for file in files
-        for found in [file.stat()]
-    ]
+    return sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else []
+
+
+def _state(source: Source) -> str:
+    """Changes with the files of a local directory, within a process: by sizes, times and inodes."""
+    found = [(str(file), file.stat()) for file in _files(source)]
+    known = [[name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino] for name, one in found]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
 
 
@@ -100,12 +96,18 @@ def rows(source: Source, start: int, stop: int | None) -> Iterator[dict[str, Any
             yield dict(zip(columns, values, strict=True))
 
 
-def digest(source: Source) -> str:
-    """A digest that identifies the rows: the fingerprint of ``datasets``, their number, and local files."""
-    dataset, state = load(source), _state(source)
+def digest(source: Source, digests: Digests) -> str:
+    """A digest that identifies the rows: the fingerprint of ``datasets``, their number, and the content of local files.
+
+    Args:
+        source: a dataset.
+        digests: of files.
+    """
+    dataset, folder = load(source), Path(source.name).expanduser()
+    contents = [[str(file.relative_to(folder)), digests.of(file)] for file in _files(source)]
     identity = [source.subset, source.revision, source.split, source.data_dir]
     return hashlib.sha256(
-        json.dumps([*identity, compat.dataset_fingerprint(dataset), len(dataset), state]).encode()
+        json.dumps([*identity, compat.dataset_fingerprint(dataset), len(dataset), contents]).encode()
     ).hexdigest()
 
 

@@ -151,7 +151,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     if path.is_dir():
         if subset is not None or is_datasets_directory(path):
             return Source(name, subset=subset, split=split)
-        files = [one.removeprefix("./") for one in _below(str(path), frozenset())]
+        files = [one.removeprefix("./") for one in _below(str(path), set())]
         _require_targets(file for file in files if file_suffix(file) in ("", *TABLES, *TEXTS))
         files = [file for file in files if Path(file).is_file()]
         return _of_files(name, sorted(files, key=lambda file: file.split("/")), split, is_directory=True)
@@ -167,16 +167,18 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     return Source(name, subset=subset, revision=revision, split=split)
 
 
-def _below(folder: str, parents: frozenset[str]) -> Iterator[str]:
-    """Files in a folder and its subfolders, without hidden ones; links are followed, but not in a circle."""
-    if (here := os.path.realpath(folder)) in parents:
+def _below(folder: str, seen: set[str]) -> Iterator[str]:
+    """Files in a folder and its subfolders, without hidden ones; links are followed, and no folder is read twice."""
+    if (here := os.path.realpath(folder)) in seen:
         return
+    seen.add(here)
     with storage_errors(folder), os.scandir(folder) as entries:
-        for entry in entries:
+        # A folder itself before links to it; and an order that does not depend on the disk's.
+        for entry in sorted(entries, key=lambda one: (one.is_symlink(), one.name)):
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                yield from _below(entry.path, parents | {here})
+                yield from _below(entry.path, seen)
             else:
                 yield entry.path
 
