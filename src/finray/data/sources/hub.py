@@ -34,10 +34,11 @@ def _files(source: Source) -> list[Path]:
 
 
 def _state(source: Source) -> str:
-    """Changes with the files of a local directory, within a process: by sizes, times and inodes."""
+    """Changes with the files of a local directory, within a process: by sizes, times and inodes. Empty without any, as
+    for a dataset on the Hub."""
     found = [(str(file), file.stat()) for file in _files(source)]
     known = [[name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino] for name, one in found]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24] if known else ""
 
 
 @lru_cache(maxsize=8)
