@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from contextlib import suppress
 from types import FrameType
 
 # As in finray.runtime.signals, which takes too long to import first.
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
+_EXIT_CODES = tuple(128 + one for one in _MESSAGES)
 
 
 def main() -> None:
@@ -16,7 +19,16 @@ def main() -> None:
         signal.signal(one, _end)
     from finray.cli.main import main as run
 
-    run()
+    try:
+        run()
+    except SystemExit as stop:
+        if stop.code in _EXIT_CODES:
+            # Everything is closed. A Ray whose start was interrupted would now and then crash in its destructors.
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(int(stop.code))
+        raise
 
 
 def _end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
