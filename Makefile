@@ -80,7 +80,7 @@ browser:
 	@.ci/browser
 
 # For the hand: no process groups, no whole trainings, no Ray, and none of the files that take longest.
-unit: $(VENV)/.dev
+unit: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m 'not long' tests/unit $(ARGS)
 
 # Several processes share the cores here: threads that wait for each other must not keep one busy.
