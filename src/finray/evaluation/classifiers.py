@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from finray.evaluation.classify import Classification, Classified, classify
 from finray.evaluation.estimates import Judged
 from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
-from finray.evaluation.statistics import Interval, interval
+from finray.evaluation.statistics import Interval, auroc_interval, interval, spearman_interval
 from finray.evaluation.subjects import Case, Progress
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
@@ -34,7 +35,6 @@ from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums, f1_scores
 _MOST_NUMBERS = 2**24
 # Name of the baseline that ignores the text.
 COMMONEST = "commonest"
-_OF_ORDER = Interval(None, None, "none: it depends on the order of all rows")
 
 
 class Mean(SummedScore):
@@ -117,18 +117,23 @@ def judge(case: Case) -> Judged:
         case.rates.append(Rate(subject.name, "labels", len(read), tokens, seconds))
         del model
     labels = found[case.tuned.name].labels
-    predictions = {name: one.predictions for name, one in found.items()}
+    predictions = {name: _in_order(one, labels.names) for name, one in found.items()}
     if request.baselines is None and rows.train is not None:
         predictions = {COMMONEST: (Classification(commonest(rows.train, labels)),) * len(held), **predictions}
     sums = ScoreSums(labels.problem, labels.names)
     totals, statistics, others = _statistics(sums, truths, predictions)
-    if len(totals) == 1 and labels.problem != "regression":
-        case.notes.append(f"{len(sums.names)} classes are too many: intervals are computed for accuracy only")
+    if "f1_macro" not in totals and labels.problem != "regression":
+        case.notes.append(f"{len(sums.names)} classes are too many: F1, precision and recall have no intervals")
     metrics = {name: one.scores.metrics for name, one in found.items() if one.scores is not None}
 
     def estimate(model: str, name: str, value: float) -> Estimate:
+        if name == "spearman":
+            return Estimate(value, spearman_interval(value, len(held)))
+        if name == "roc_auc":
+            truth_NC, scores_NC = _by_class(labels, truths, predictions[model])
+            return Estimate(value, auroc_interval(truth_NC, scores_NC))
         if name not in others[model]:
-            return Estimate(value, _OF_ORDER)
+            return Estimate(value, Interval(None, None, "none: there are too many classes and rows"))
         score, statistics_NK = others[model][name]
         return Estimate(value, interval(statistics_NK, score.total, seed=request.seed), score.is_share)
 
@@ -191,6 +196,7 @@ def _statistics(
             x, centred = x - x.mean(), y - y.mean()
             columns = (x, centred, x * x, centred * centred, x * centred)
             others[name]["pearson"] = Pearson(), np.stack(columns, axis=1)
+            others[name]["eval_loss"] = Mean(is_share=False), found[name]["mean_squared_error"]
         return {"mean_squared_error": Mean(is_share=False, lower_is_better=True)}, found, others
     place = {name: number for number, name in enumerate(sums.names)}
     truth_NC, classes, rows = _marked(truths, place), len(place), len(truths)
@@ -200,6 +206,7 @@ def _statistics(
     totals: dict[str, Score] = {"accuracy": Mean(is_share=True)}
     if has_counts:
         totals |= {name: FromCounts(name) if is_single else FromCases(name) for name in compared}
+    totals["eval_loss"] = Mean(is_share=False, lower_is_better=True)
     for name, predicted in predictions.items():
         try:
             predicted_NC = _marked([one.label for one in predicted], place)
@@ -210,6 +217,8 @@ def _statistics(
                 repair="compare with a classifier that has the same labels",
             ) from None
         found[name]["accuracy"] = (predicted_NC == truth_NC).all(1).astype(np.float64)[:, None]
+        if predicted[0].probabilities:
+            found[name]["eval_loss"] = _losses(truth_NC, np.array([one.probabilities for one in predicted]), is_single)
         if not has_counts:
             continue
         hits_NC = truth_NC & predicted_NC
@@ -226,6 +235,38 @@ def _statistics(
                 share = hits_NC[there[:, at], at].astype(np.float64)[:, None]
                 others[name][f"{kind}_{label}"] = Mean(is_share=True), share
     return totals, found, others
+
+
+def _in_order(found: Classified, names: Sequence[str]) -> tuple[Classification, ...]:
+    """Predictions with probabilities in the order of ``names``, whatever the order of the classifier's own ids."""
+    own = {name: number for number, name in enumerate(found.labels.names)}
+    if found.labels.problem == "regression" or tuple(own) == tuple(names):
+        return found.predictions
+    return tuple(
+        replace(one, probabilities=tuple(one.probabilities[own[name]] if name in own else 0.0 for name in names))
+        for one in found.predictions
+    )
+
+
+def _by_class(
+    labels: LabelSet, truths: Sequence[Label], predicted: Sequence[Classification]
+) -> tuple[npt.NDArray[np.bool_], FloatArray]:
+    """Which classes rows have, and their probabilities (N, C); where a row has one of two, only of the second."""
+    truth_NC = _marked(truths, {name: number for number, name in enumerate(labels.names)})
+    scores_NC = np.array([one.probabilities for one in predicted])
+    one_is_enough = labels.problem == "single_label" and len(labels.names) == 2
+    return (truth_NC[:, 1:], scores_NC[:, 1:]) if one_is_enough else (truth_NC, scores_NC)
+
+
+def _losses(truth_NC: npt.NDArray[np.bool_], probabilities_NC: FloatArray, is_single: bool) -> FloatArray:
+    """(N, 1): each row's loss in nats, without class weights: cross-entropy, or its mean over classes of yes or no."""
+    if is_single:
+        shares: FloatArray = probabilities_NC[truth_NC].clip(1e-300)[:, None]
+    else:
+        # A probability is 1 here from a logit of 37 on.
+        shares = np.where(truth_NC, probabilities_NC, 1 - probabilities_NC).clip(1e-16)
+    losses: FloatArray = -np.log(shares).mean(1, keepdims=True)
+    return losses
 
 
 def _marked(labels: Sequence[Label], place: Mapping[str, int]) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+import numpy.typing as npt
+from scipy import special, stats
 
 from finray.evaluation.scores.base import FloatArray
 
@@ -119,6 +120,44 @@ def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray
         size = min(held, _RESAMPLES - start)
         chosen = generator.integers(0, rows, size=(size, rows))
         yield from np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
+
+
+def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> Interval:
+    """The 95 % interval of the area under the ROC curve, or of the mean over classes, each against the rest.
+
+    From the placements of rows (DeLong, DeLong and Clarke-Pearson 1988), with ranks as in Sun and Xu (2014); on the
+    scale of the logit, which keeps the ends between 0 and 1. A row counts in all classes, so its parts are added first.
+
+    Args:
+        truth_NC: which classes a row has. A class with less than two rows, or all but one, is left out.
+        scores_NC: of each class; higher for rows that have it.
+    """
+    parts_N, areas = np.zeros(len(truth_NC)), list[float]()
+    for truth, scores in zip(truth_NC.T, scores_NC.T, strict=True):
+        there, others = int(truth.sum()), int((~truth).sum())
+        if min(there, others) < 2:
+            continue
+        ranks = stats.rankdata(scores)
+        above = (ranks[truth] - stats.rankdata(scores[truth])) / others
+        below = 1 - (ranks[~truth] - stats.rankdata(scores[~truth])) / there
+        areas.append(float(above.mean()))
+        parts_N[truth] += (above - above.mean()) / math.sqrt(there * (there - 1))
+        parts_N[~truth] += (below - below.mean()) / math.sqrt(others * (others - 1))
+    area = float(np.mean(areas)) if areas else 1.0
+    error = float(np.linalg.norm(parts_N)) / max(1, len(areas))
+    if not error or not 0 < area < 1:
+        return Interval(None, None, "none: too few rows, or the scores separate the classes")
+    reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * error / (area * (1 - area))
+    low, high = special.expit(special.logit(area) + np.array([-reach, reach])).tolist()
+    return Interval(low, high, "DeLong")
+
+
+def spearman_interval(value: float, rows: int) -> Interval:
+    """The 95 % interval of a rank correlation, by Fisher's transformation (Bonett and Wright 2000)."""
+    if rows < 4 or abs(value) >= 1:
+        return Interval(None, None, "none: too few rows, or the order is the same")
+    reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * math.sqrt((1 + value**2 / 2) / (rows - 3))
+    return Interval(math.tanh(math.atanh(value) - reach), math.tanh(math.atanh(value) + reach), "Bonett-Wright")
 
 
 def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0) -> Paired:

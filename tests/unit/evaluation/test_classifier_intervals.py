@@ -1,4 +1,4 @@
-"""Which scores of a classifier have an interval, and that it is that of a plain bootstrap over rows."""
+"""Intervals of a classifier's scores: against a plain bootstrap over rows, DeLong's definition, and simulations."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import pearsonr
+import torch
+from scipy.stats import norm, pearsonr, spearmanr
 from sklearn import metrics as sk
+from torch.nn import functional
 
-from finray.evaluation.classifiers import _statistics
-from finray.evaluation.classify import Classification
-from finray.evaluation.statistics import interval
+from finray.config.resolved import LabelSet
+from finray.evaluation.classifiers import _in_order, _statistics
+from finray.evaluation.classify import Classification, Classified
+from finray.evaluation.statistics import auroc_interval, interval, spearman_interval
 from finray.tasks.classifier_scores import ScoreSums
 
 pytestmark = pytest.mark.long
@@ -54,7 +57,7 @@ def test_precision_and_recall_of_each_class() -> None:
     truth, said = draw(1)
     sums = ScoreSums("single_label", NAMES)
     totals, _, others = _statistics(sums, truth, {"m": [Classification(one) for one in said]})
-    assert set(totals) == {"accuracy", "f1_macro", "f1_weighted", "matthews_corrcoef"}
+    assert set(totals) == {"accuracy", "f1_macro", "f1_weighted", "matthews_corrcoef", "eval_loss"}
     assert set(others["m"]) == {f"{kind}_{name}" for kind in ("precision", "recall") for name in NAMES}
     truths, says = np.array(truth), np.array(said)
     for kind, of in (("precision", sk.precision_score), ("recall", sk.recall_score)):
@@ -79,7 +82,7 @@ def test_f1_of_several_labels_is_compared() -> None:
     totals, found, others = _statistics(
         ScoreSums("multi_label", NAMES), [named(row) for row in truth], {"m": predicted}
     )
-    assert set(totals) == {"accuracy", "f1_macro", "f1_weighted"}
+    assert set(totals) == {"accuracy", "f1_macro", "f1_weighted", "eval_loss"}
     assert "recall_c" in others["m"]
     for name, average in (("f1_macro", "macro"), ("f1_weighted", "weighted")):
 
@@ -98,3 +101,89 @@ def test_pearsons_correlation_of_numbers_far_from_zero() -> None:
     _, _, others = _statistics(ScoreSums("regression", ()), truth.tolist(), {"m": predicted})
     score, statistics = others["m"]["pearson"]
     check(statistics, score.total, lambda rows: float(pearsonr(truth[rows], said[rows])[0]), ROWS, near=0.04)
+
+
+def one_hot(truth: Any, classes: int) -> Any:
+    return np.eye(classes, dtype=bool)[truth]
+
+
+@pytest.mark.parametrize(("rows", "ties"), [(40, False), (300, True)])
+def test_the_interval_of_auroc_is_delongs(rows: int, ties: bool) -> None:
+    """Against the definition, pair by pair."""
+    random = np.random.default_rng(rows)
+    truth = random.random(rows) < 0.3
+    scores = random.normal(size=rows) + 1.3 * truth
+    scores = scores.round() if ties else scores
+    won = (scores[truth][:, None] > scores[~truth]) + 0.5 * (scores[truth][:, None] == scores[~truth])
+    area = won.mean()
+    assert area == pytest.approx(sk.roc_auc_score(truth, scores))
+    m, n = won.shape
+    error = np.sqrt(won.mean(1).var(ddof=1) / m + won.mean(0).var(ddof=1) / n)
+    odds = area / (1 - area) * np.exp(np.array([-1.959964, 1.959964]) * error / (area * (1 - area)))
+    found = auroc_interval(truth[:, None], scores[:, None])
+    assert (found.low, found.high) == pytest.approx(tuple(odds / (1 + odds)), rel=1e-6)
+
+
+def test_the_interval_of_a_mean_auroc_is_near_a_bootstrap() -> None:
+    """Rows count in all classes: intervals that ignore this are too narrow or too wide."""
+    random = np.random.default_rng(5)
+    truth = random.choice(3, 240, p=[0.5, 0.3, 0.2])
+    logits = random.normal(size=(240, 3)) + 1.2 * one_hot(truth, 3)
+    scores = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+
+    def right(rows: Any) -> float:
+        return float(sk.roc_auc_score(truth[rows], scores[rows], multi_class="ovr"))
+
+    low, high = plain_bootstrap(right, 240)
+    found = auroc_interval(one_hot(truth, 3), scores)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+
+
+@pytest.mark.parametrize("rows", [30, 200])
+def test_intervals_of_ranks_hold_the_truth_in_95_of_100_samples(rows: int) -> None:
+    random, held = np.random.default_rng(11), np.zeros(2)
+    area, correlation = norm.cdf(1 / np.sqrt(2)), 6 / np.pi * np.arcsin(0.6 / 2)
+    for _ in range(1000):
+        truth = np.arange(rows) % 2 == 0
+        span = auroc_interval(truth[:, None], (random.normal(size=rows) + truth)[:, None])
+        held[0] += (span.low or 0) <= area <= (span.high or 0)
+        one, other = random.multivariate_normal((0, 0), ((1, 0.6), (0.6, 1)), rows).T
+        span = spearman_interval(float(spearmanr(one, other)[0]), rows)
+        held[1] += (span.low or 0) <= correlation <= (span.high or 0)
+    assert (held >= 930).all(), held
+    assert (held <= 970).all(), held
+
+
+def test_ranks_without_a_spread_have_no_interval() -> None:
+    truth = np.array([True, True, False, False])
+    assert auroc_interval(truth[:, None], np.array([[4.0], [3], [2], [1]])).low is None
+    assert auroc_interval(truth[:, None], np.array([[4.0], [2], [3], [1]])).low is not None
+    assert auroc_interval(truth[1:, None], np.array([[2.0], [3], [1]])).low is None
+    assert spearman_interval(1.0, 50).low is None
+    assert spearman_interval(0.5, 3).low is None
+
+
+@pytest.mark.parametrize("problem", ["single_label", "multi_label"])
+def test_the_loss_of_rows_is_that_of_their_probabilities(problem: Any) -> None:
+    random = np.random.default_rng(8)
+    logits = torch.tensor(random.normal(size=(20, 3)) * 3)
+    truth = one_hot(random.integers(0, 3, 20), 3)
+    if problem == "multi_label":
+        truth = random.random((20, 3)) < 0.4
+        expected = functional.binary_cross_entropy_with_logits(logits, torch.tensor(truth).double())
+        probabilities = logits.sigmoid()
+    else:
+        expected = functional.cross_entropy(logits, torch.tensor(truth.argmax(1)))
+        probabilities = logits.softmax(-1)
+    named = [tuple(np.array(NAMES)[row].tolist()) for row in truth]
+    truths = named if problem == "multi_label" else [one[0] for one in named]
+    # Another classifier, with other ids, and one class more.
+    order = ("c", "x", "a", "b")
+    shuffled = torch.stack([probabilities[:, 2], probabilities[:, 0] * 0, *probabilities.T[:2]], dim=1)
+    label: Any = () if problem == "multi_label" else "a"
+    said = Classified(
+        LabelSet(problem, order), tuple(Classification(label, tuple(one)) for one in shuffled.tolist()), None
+    )
+    totals, found, _ = _statistics(ScoreSums(problem, NAMES), truths, {"m": _in_order(said, NAMES)})
+    assert totals["eval_loss"].lower_is_better
+    assert found["m"]["eval_loss"].mean() == pytest.approx(float(expected), rel=1e-9)
