@@ -32,7 +32,7 @@ from finray.reporting.plots import Mark, Plot, Series, curves, thinned
 from finray.reporting.recorded import RecordedRun, read_run
 from finray.reporting.scored import Evaluation, Scored
 from finray.results import Result
-from finray.tracking.console import duration
+from finray.tracking.console import duration, several
 
 # Points of all curves of a plot in total; minimum and maximum per curve.
 _POINTS, _FEWEST, _MOST = 16_000, 600, 16_000
@@ -181,7 +181,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
         found += [
             ("Trained", f"{start.trainable / 1e6:,.2f} M of {start.parameters / 1e6:,.1f} M parameters"),
             ("Rows", f"{start.rows:,}" + (f", {start.held_out:,} more held out" if start.held_out else "")),
-            ("Batch", f"{start.global_batch_size:,} {'packs' if start.packing else 'rows'} per step"),
+            ("Batch", f"{several(start.global_batch_size, 'pack' if start.packing else 'row')} per step"),
             ("Workers", f"{start.world_size} × {start.device}, {start.precision}"),
         ]
     return [(name, value) for name, value in found if value]
