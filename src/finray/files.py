@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,6 +158,18 @@ def require_writable_file(path: Path) -> None:
                 where=str(path),
                 repair="make it writable, or choose another file",
             ) from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically: readers see either the old or the new content."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """As :func:`replace_text`."""
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
 
 
 def digest_of(path: Path) -> str:

@@ -5,7 +5,6 @@ A command calls :func:`local_copy` once for a path, and then reads files as for 
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +15,7 @@ from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
 from finray.checkpoint.store import ATTEMPT_FILE, directory_name
 from finray.config.paths import copy_path, is_url
 from finray.errors import CheckpointError
-from finray.files import FileKind
+from finray.files import FileKind, replace_bytes
 
 CONFIG_FILE = "config.yaml"
 # The value of every `auto` in the config; a continued run keeps these.
@@ -109,9 +108,7 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
         if known == content or (known is not None and name.endswith(".jsonl") and known.startswith(content)):
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_bytes(content)
-        os.replace(scratch, path)
+        replace_bytes(path, content)
 
 
 def pull_folder(run_dir: Path, objects: Objects, name: str) -> bool:

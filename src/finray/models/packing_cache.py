@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +17,11 @@ from typing import Any
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS, task_spec
+from finray.errors import ModelError
+from finray.files import FileKind, replace_text
 from finray.pretrained.tokenizers import source_options
 
+_FILES = FileKind(ModelError)
 # The code that the result depends on.
 _CODE = ("models/packing_check.py", "models/packed.py", "models/pooled.py", "models/attention.py", "compat.py")
 
@@ -82,24 +86,16 @@ def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
 
 def _read(key: str, folder: Path) -> Packing | None:
     try:
-        found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        positions = found["positions"]
-        positions = None if positions is None else int(positions)
-        return Packing(bool(found["safe"]), str(found["family"]), str(found["reason"]), positions)
-    except (OSError, ValueError, KeyError, TypeError):
+        return _FILES.json(folder / f"{key}.json", Packing)
+    except ModelError:
         return None
 
 
 def _write(key: str, folder: Path, packing: Packing) -> None:
-    if not packing.lasting:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / f".{key}.{os.getpid()}"
-        scratch.write_text(json.dumps(asdict(packing)), encoding="utf-8")
-        os.replace(scratch, folder / f"{key}.json")
-    except OSError:
-        return
+    if packing.lasting:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / f"{key}.json", json.dumps(asdict(packing)))
 
 
 def _packing_key(model: ModelConfig) -> str | None:

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finray.checkpoint.store import replace_text
 from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.paths import run_path, run_url
@@ -28,6 +27,7 @@ from finray.config.redact import redact_text
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
+from finray.files import replace_text
 from finray.publishing.hub import Target
 from finray.records import Beat, Note, Record, RunSummary
 from finray.runtime import failures
