@@ -181,19 +181,13 @@ class RemoteStore(CheckpointStore):
                 # Without a manifest it was never completed; only the index says that it was.
                 if (match := _NAME.match(folder)) and self._objects.read(f"{folder}/{manifest.NAME}") is not None:
                     found[int(match.group(1))] = folder
-            self._known = {**found, **self._indexed()}
+            if (content := self._objects.read(INDEX)) is not None:
+                # Without a readable index the listing is used: otherwise the run would be lost.
+                with suppress(CheckpointError):
+                    index = _INDEX.unsealed(content, _Index, self._objects.at(INDEX))
+                    found |= {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
+            self._known = found
         return self._known
-
-    def _indexed(self) -> dict[int, str]:
-        content = self._objects.read(INDEX)
-        if content is None:
-            return {}
-        try:
-            index = _INDEX.unsealed(content, _Index, self._objects.at(INDEX))
-        except CheckpointError:
-            # Fall back to the listing: otherwise the run would be lost.
-            return {}
-        return {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
 
     def learn(self, places: dict[int, str]) -> None:
         """Take over rank 0's result, because two listings may differ."""

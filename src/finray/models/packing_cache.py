@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from finray.config.paths import cache_dir
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS, task_spec
@@ -36,7 +36,7 @@ def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
     Raises:
         ModelError: the model's configuration cannot be loaded.
     """
-    folder = folder or _packing_folder()
+    folder = folder or cache_dir("packing")
     known = cached_packing(model, folder)
     if known is not None:
         return known
@@ -57,7 +57,7 @@ def packing_of_config(config: Any, *, auto_class: str = CAUSAL_LM.auto_class, fo
     """
     from finray.models.packing_check import check_packing_of
 
-    folder = folder or _packing_folder()
+    folder = folder or cache_dir("packing")
     # Not where it was loaded from, and how.
     plain = {name: one for name, one in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     text = json.dumps(plain, sort_keys=True, default=str)
@@ -68,14 +68,10 @@ def packing_of_config(config: Any, *, auto_class: str = CAUSAL_LM.auto_class, fo
     return found
 
 
-def _packing_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / "packing"
-
-
 def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | None:
     """The result of an earlier check of this model's configuration; None if there was none."""
     key = _packing_key(model)
-    return None if key is None else _read(key, folder or _packing_folder())
+    return None if key is None else _read(key, folder or cache_dir("packing"))
 
 
 def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:

@@ -98,8 +98,7 @@ def push(
     Raises:
         FinrayError: the Hub does not allow the push (checked before anything is merged or sent), or does not answer.
     """
-    folder = Path(path).expanduser()
-    artifact = find_artifact(folder)
+    artifact = find_artifact(path)
     config = _config_of(artifact.folder)
     export = None if config is None else config.export
     merged = bool(export and export.merged) if merged is None else merged

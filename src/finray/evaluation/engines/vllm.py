@@ -31,6 +31,7 @@ from finray.evaluation.engines.base import (
     mute,
 )
 from finray.evaluation.engines.sampling import Sampling, end_tokens
+from finray.files import first_line
 from finray.models.artifacts import require_fit
 from finray.models.export import export
 from finray.pretrained.tokenizers import source_options
@@ -135,9 +136,10 @@ class VLLMEngine:
         except Exception as error:
             # vLLM can fail on a model in any way.
             self._cleanup.close()
-            detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise ModelError(
-                f"vLLM cannot load the model: {detail}", where=model, repair="use `--engine transformers`"
+                f"vLLM cannot load the model: {first_line(error)[:300]}",
+                where=model,
+                repair="use `--engine transformers`",
             ) from None
         self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         generation = GenerationConfig.from_model_config(config)
@@ -230,8 +232,7 @@ class VLLMEngine:
             self._llm.llm_engine.add_lora(request := self._request(folder))
         except Exception as error:
             # As for a model: it can fail in any way.
-            detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-            raise ModelError(f"vLLM cannot load the adapter: {detail}", where=str(folder)) from None
+            raise ModelError(f"vLLM cannot load the adapter: {first_line(error)[:300]}", where=str(folder)) from None
         return request
 
     def _request(self, folder: Path) -> Any:
