@@ -114,8 +114,10 @@ class Asking:
             ModelError: the model is a classifier, which gives no answers.
         """
         notes, task = artifact.notes, artifact.model.task
-        found = [] if not (artifact.folder / "config.json").is_file() else _architectures(artifact.folder)
-        if (task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class) or any("Classif" in one for one in found):
+        file, named = artifact.folder / "config.json", list[str]()
+        if file.is_file():
+            named = [str(one) for one in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]
+        if (task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class) or any("Classif" in one for one in named):
             raise ModelError(
                 "the model is a classifier; it does not write answers",
                 where=str(artifact.folder),
@@ -141,11 +143,6 @@ class Asking:
         """
         kept: dict[str, Any] = {"system": self.system, "arguments": self.arguments, "tool_format": self.tool_format}
         return prompt_ids(self.tokenizer, prompt, raw=self.raw, **kept)
-
-
-def _architectures(folder: Path) -> list[str]:
-    content = _CONFIGS.json(folder / "config.json", dict[str, Any])
-    return [str(one) for one in content.get("architectures") or ()]
 
 
 class TextStream:

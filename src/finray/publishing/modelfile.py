@@ -138,7 +138,7 @@ def frame_of(render: Any) -> Frame | str:
         return "what follows a system message differs"
     between = rest[: rest.index(user)]
     # The start of a user message is the common suffix of everything before user messages.
-    begin = _common_end([head, back, between])
+    begin = _common_begin([one[::-1] for one in (head, back, between)])[::-1]
     after = head[: len(head) - len(begin)]
     opening = _common_begin([before, after]) if after else ""
     # The end of a user message is the common prefix before an answer.
@@ -177,7 +177,3 @@ def _common_begin(texts: Sequence[str]) -> str:
     short = min(texts, key=len)
     size = next((at for at in range(len(short)) if any(one[at] != short[at] for one in texts)), len(short))
     return short[:size]
-
-
-def _common_end(texts: Sequence[str]) -> str:
-    return _common_begin([one[::-1] for one in texts])[::-1]

@@ -99,7 +99,9 @@ def push(
         FinrayError: the Hub does not allow the push (checked before anything is merged or sent), or does not answer.
     """
     artifact = find_artifact(path)
-    config = _config_of(artifact.folder)
+    run = RunDir(artifact.folder.parent)
+    is_of_a_run = run.config_file.is_file() and (artifact.folder / manifest.NAME).is_file()
+    config = saved_config(run) if is_of_a_run else None
     export = None if config is None else config.export
     merged = bool(export and export.merged) if merged is None else merged
     public = bool(export and export.public) if public is None else public
@@ -114,7 +116,7 @@ def push(
     target = hub.check(name, public=public)
     if public and target.is_private:
         notify(f"{target.repo} is private on the Hub and stays private; make it public in its settings there")
-    facts = _facts(artifact, config, target, merged=merged, base=known, hub=hub)
+    facts = _facts(artifact, run, config, target, merged=merged, base=known, hub=hub)
     whole, files = None, model_files(artifact.folder)
     if merged:
         local = base if base is not None and Path(base).expanduser().is_dir() else None
@@ -165,20 +167,12 @@ def renamed(artifact: Artifact, base: str) -> dict[str, Path | bytes]:
     return changed
 
 
-def _config_of(weights: Path) -> Config | None:
-    """The config of the run that weights belong to; None if there is none."""
-    run = RunDir(weights.parent)
-    is_of_a_run = run.config_file.is_file() and (weights / manifest.NAME).is_file()
-    return saved_config(run) if is_of_a_run else None
-
-
 def _facts(
-    artifact: Artifact, config: Config | None, target: Target, *, merged: bool, base: str | None, hub: Hub
+    artifact: Artifact, run: RunDir, config: Config | None, target: Target, *, merged: bool, base: str | None, hub: Hub
 ) -> Facts:
     folder = artifact.folder
     known: dict[str, Any] = {}
     if config is not None:
-        run = RunDir(folder.parent)
         content, done, resolved = manifest.read(folder), run.finished(), run.resolved()
         known = {
             "config": config,

@@ -69,7 +69,7 @@ class Plot:
                 {
                     "label": one.label,
                     "x": list(one.x),
-                    "y": [_finite(y) for y in one.y],
+                    "y": [y if y is not None and math.isfinite(y) else None for y in one.y],
                     **({} if one.colour is None else {"colour": one.colour}),
                 }
                 for one in self.series
@@ -156,7 +156,3 @@ def thinned(series: Series, most: int) -> Series:
         kept |= {min(known)[1], max(known)[1]} if known else {first}
     places = sorted(kept)
     return replace(series, x=[series.x[at] for at in places], y=[series.y[at] for at in places])
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

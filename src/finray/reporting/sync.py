@@ -14,7 +14,6 @@ from finray.checkpoint.copies import RUN_ID
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.extensions import load_named
 from finray.config.redact import redact, redact_text
-from finray.config.schema import Config
 from finray.errors import ConfigError, FinrayError, TrainingError
 from finray.files import FileKind
 from finray.results import Result
@@ -58,7 +57,8 @@ def sync_run(run_dir: Path, to: str | None = None, *, patience_s: float = PATIEN
     if not run.config_file.is_file() or not (run.path / RUN_ID).is_file():
         raise ConfigError("the directory holds no run that has started training", where=str(run_dir))
     config = saved_config(run)
-    wanted = {name: load_named("finray.trackers", name, where="--to") for name in _names(config, to)}
+    names = [to] if to is not None else config.tracking.trackers
+    wanted = {name: load_named("finray.trackers", name, where="--to") for name in names}
     services = {name: one for name, one in wanted.items() if isinstance(one, type) and issubclass(one, Service)}
     if to is not None and not services:
         raise ConfigError(f"unknown tracker `{to}`", where="--to", repair="use mlflow or wandb")
@@ -79,10 +79,6 @@ def sync_run(run_dir: Path, to: str | None = None, *, patience_s: float = PATIEN
     followed = Followed(run_id, run.path, redact(config.plain()))
     complete = run.finished() is not None
     return [_sync(Sending(name, one(), followed), complete, patience_s) for name, one in services.items()]
-
-
-def _names(config: Config, to: str | None) -> list[str]:
-    return [to] if to is not None else config.tracking.trackers
 
 
 def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:

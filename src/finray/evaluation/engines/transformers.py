@@ -201,7 +201,10 @@ class TransformersEngine:
             working += coming
             if len(rows) == 1:
                 self._kept = slots, [*rows[0].prompt, *rows[0].output_ids], adapter
-            for row, token in zip(working, self._choose(logits_BV, working, sampling), strict=True):
+            self.penalise(logits_BV, working)
+            steps = [len(row.output_ids) for row in working]
+            tokens_B = sampling.choose(logits_BV, [row.number for row in working], steps)
+            for row, token in zip(working, tokens_B.tolist(), strict=True):
                 if (answer := take(row, token, self.tokenizer, on_token)) is not None:
                     yield answer
             close_gaps(slots, working)
@@ -221,7 +224,12 @@ class TransformersEngine:
         pieces = [(row.output_ids[-1:], place) for row, place in zip(working, places, strict=True)]
         pieces += [(row.prompt[known:], known) for row in coming]
         prefills = [Prefill(len(working) + nth, known, len(row.prompt) - known) for nth, row in enumerate(coming)]
-        return self._last_logits(Laid.of(pieces, Step(slots, places, prefills, device), device))
+        laid = Laid.of(pieces, Step(slots, places, prefills, device), device)
+        assert self._packed is not None
+        last_B = laid.cu_seqlens[1:].long() - 1
+        if self._packed.has_plain_head(laid):
+            return self._packed.head().logits(self._packed.hidden_TH(laid).index_select(0, last_B))
+        return self._packed.logits_KV(laid, last_B)
 
     def _slots_for(self, rows: list[Row], adapter: bool) -> tuple[Slots, int]:
         """Slots, and the number of prompt tokens in them already: for single prompts, the prefix common with the last
@@ -235,21 +243,6 @@ class TransformersEngine:
         # The model must read at least one token to return logits.
         pairs = zip(tokens, rows[0].prompt[:-1], strict=False)
         return slots, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    def _last_logits(self, laid: Laid) -> torch.Tensor:
-        """Logits (B, V) after the last token of each piece."""
-        assert self._packed is not None
-        last_B = laid.cu_seqlens[1:].long() - 1
-        if self._packed.has_plain_head(laid):
-            return self._packed.head().logits(self._packed.hidden_TH(laid).index_select(0, last_B))
-        return self._packed.logits_KV(laid, last_B)
-
-    def _choose(self, logits_BV: torch.Tensor, rows: list[Row], sampling: Sampling) -> list[int]:
-        """The next token of each row."""
-        self.penalise(logits_BV, rows)
-        numbers, steps = [row.number for row in rows], [len(row.output_ids) for row in rows]
-        tokens: list[int] = sampling.choose(logits_BV, numbers, steps).tolist()
-        return tokens
 
     def penalise(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
         """Apply each row's repetition penalty to its logits, as Transformers' RepetitionPenaltyLogitsProcessor."""

@@ -11,12 +11,12 @@ on any device.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from finray.data.sampling.order import derive_key
 from finray.parallel.base import StatefulOptimizer, StateReader
 from finray.sharding import local_rows
 
@@ -84,15 +84,11 @@ class RoundedAdamW(StatefulOptimizer, torch.optim.Optimizer):
         flat = [local_rows(part)[0].view(-1) for part in parts]
         # Index of the first element in the whole parameter.
         first = row * (own.numel() // len(own)) if own.ndim else 0
-        key = self._key(parameter)
+        key = derive_key(self._seed, self._updates, self._names[parameter])
         for start in range(0, own.numel(), CHUNK[own.device.type]):
             weight, gradient, *moments = (one[start : start + CHUNK[own.device.type]] for one in flat)
             random = random_bits(key, first + start, len(weight), own.device)
             _update_some(weight, gradient, moments, random, group, state["step"], good)
-
-    def _key(self, parameter: torch.nn.Parameter) -> int:
-        text = f"{self._seed}/{self._updates}/{self._names[parameter]}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _update_some(
