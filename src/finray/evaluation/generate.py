@@ -11,7 +11,7 @@ from typing import Any, overload
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
-from finray.config.tasks import CAUSAL_LM, SPECS
+from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
@@ -117,7 +117,7 @@ class Asking:
         file, named = artifact.folder / "config.json", list[str]()
         if file.is_file():
             named = [str(one) for one in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]
-        if (task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class) or any("Classif" in one for one in named):
+        if (task in SPECS and SPECS[task].adds_head) or any("Classif" in one for one in named):
             raise ModelError(
                 "the model is a classifier; it does not write answers",
                 where=str(artifact.folder),

@@ -16,6 +16,7 @@ import torch
 from finray.models import attention, pooled
 from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
+from finray.models.saved_layout import without_adapter
 
 # Tokens for comparing our head with the model's own: few, to save memory.
 _HEAD_CHECK_TOKENS = 64
@@ -68,7 +69,7 @@ class PackedModel:
 
     def __init__(self, model: Any, *, precision: str, attention_name: str | None, device: torch.device) -> None:
         self.model = model
-        self.inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.inner: Any = without_adapter(model)
         self.precision = precision
         self._body = getattr(self.inner, self.inner.base_model_prefix)
         # First position: RoBERTa's is after the padding index.

@@ -99,7 +99,7 @@ class Exchange:
                 param, found = "prompt", []
                 for one in request.prompts():
                     protocol.require_text(one, param)
-                    found.append(self._plain_ids(one) if isinstance(one, str) else list(one))
+                    found.append(list(asking.tokenizer(one)["input_ids"] if isinstance(one, str) else one))
         except FinrayError as error:
             raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
         words = len(asking.tokenizer)
@@ -112,10 +112,6 @@ class Exchange:
             message = f"the prompt has {longest:,} tokens; prompt and answer together may have {limit:,}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return found
-
-    def _plain_ids(self, text: str) -> list[int]:
-        """Token ids of a text, without the chat template."""
-        return [int(one) for one in self.served.asking.tokenizer(text)["input_ids"]]
 
     def _job(self, number: int, prompt: list[int]) -> Job:
         limit = self._models.max_length

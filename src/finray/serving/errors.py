@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from finray.errors import FinrayError, explained
@@ -41,6 +42,12 @@ class ApiError(Exception):
         """HTTP headers of the response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return {**headers, "WWW-Authenticate": "Bearer"} if self.status == 401 else headers
+
+
+def no_model(name: str, known: Iterable[str], *, param: str | None = None) -> ApiError:
+    """The error of a name that is not that of a served model."""
+    message = f"the model `{name[:80]}` does not exist; there are: {', '.join(known)}"
+    return ApiError(404, message, param=param, code="model_not_found")
 
 
 def message_of(error: FinrayError) -> str:

@@ -38,6 +38,7 @@ from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
 from finray.models.packed import PackedModel
 from finray.models.packing_cache import packing_of_config
 from finray.models.reordered import reorder
+from finray.models.saved_layout import without_adapter
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
 # Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
@@ -135,7 +136,7 @@ class TransformersEngine:
     def _hold(self, model: Any, tokenizer: Any, batch_size: int, notify: Callable[[str], None]) -> None:
         self.model, self.tokenizer, self._batch_size = model, tokenizer, batch_size
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        self._inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._inner = without_adapter(model)
         config, generation = self._inner.config.get_text_config(), self._inner.generation_config
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._ends = end_tokens(tokenizer, generation)
