@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from finray.checkpoint import manifest
 from finray.checkpoint.manifest import Content, Entry
 from finray.checkpoint.objects import Objects
-from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name, fsync
+from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name
 from finray.errors import CheckpointError, StorageError
 from finray.files import FileKind, replace_text, sealed
 
@@ -57,7 +57,6 @@ class RemoteStore(CheckpointStore):
         attempt: id of this group of ranks, the same on all; None for readers.
         first: whether this is the rank that commits.
         share: see :class:`CheckpointStore`; among the ranks that see the same ``run_dir``.
-        sync: makes a written file durable; replaced in tests.
     """
 
     def __init__(
@@ -68,9 +67,8 @@ class RemoteStore(CheckpointStore):
         attempt: str | None = None,
         first: bool = True,
         share: tuple[int, int] | None = None,
-        sync: Callable[[Path], None] = fsync,
     ) -> None:
-        super().__init__(run_dir, fence=self.check, sync=sync)
+        super().__init__(run_dir, fence=self.check)
         self.where = objects.url
         self._objects = objects
         self._attempt = attempt or uuid.uuid4().hex

@@ -126,17 +126,16 @@ def export_model(
     return export(artifact, Path(output).expanduser(), merge=merge, dtype=dtype, max_shard_size=max_shard_size)
 
 
-def load_trained(path: str | Path, *, base: str | None = None) -> tuple[Any, Any]:
+def load_trained(path: str | Path) -> tuple[Any, Any]:
     """Load a trained model for inference, on the GPU if there is one, and its tokenizer; an adapter is not merged.
 
     Args:
         path: a run, checkpoint or model directory.
-        base: overrides the base model of an adapter.
 
     Raises:
         FinrayError: the model cannot be loaded.
     """
-    artifact = find_artifact(path, base=base)
+    artifact = find_artifact(path)
     device = inference_device()
     model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)
     return model, load_tokenizer(ModelConfig(name=str(artifact.folder)))

@@ -21,7 +21,7 @@ from finray.evaluation.prompts import Prompt, prompt_ids
 from finray.files import FileKind
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.results import Result
+from finray.results import Result, print_labelled
 
 _CONFIGS = FileKind(ModelError, repair="download the model again")
 
@@ -70,10 +70,7 @@ class Answers(Result, Sequence[str]):
             for text in self.texts:
                 console.print(text, highlight=False, soft_wrap=True)
         for base, tuned in zip(self.base, self.texts, strict=False):
-            console.rule(style="dim")
-            for label, text in (("base", base), ("tuned", tuned)):
-                console.print(f"{label:>9} ", style="bold", end="", highlight=False)
-                console.print(text.strip(), highlight=False, soft_wrap=True)
+            print_labelled(console, [("base", base), ("tuned", tuned)])
 
     def write(self, path: Path) -> None:
         """Write the rows as JSON lines.

@@ -88,7 +88,13 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
 def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
     rows = len(statistics_NK)
     whole = statistics_NK.sum(0)
-    resampled = np.sort([total(sums, rows) for sums in _resampled_sums(statistics_NK, seed)])
+    generator, held, values = np.random.default_rng([seed, 1]), max(1, _HELD // rows), list[float]()
+    for start in range(0, _RESAMPLES, held):
+        # Sums over N rows drawn with replacement.
+        chosen = generator.integers(0, rows, size=(min(held, _RESAMPLES - start), rows))
+        sums = np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
+        values += [total(one, rows) for one in sums]
+    resampled = np.sort(values)
     observed = total(whole, rows)
     if resampled[0] == resampled[-1]:
         return Interval(None, None, "none: all rows have the same score")
@@ -108,17 +114,6 @@ def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
         ends.append(float(np.quantile(resampled, level)))
     reach = quantile * error
     return Interval(min(ends[0], observed - reach), max(ends[1], observed + reach), "bootstrap (BCa)")
-
-
-def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray]:
-    """Sums over N rows drawn with replacement, ``_RESAMPLES`` times."""
-    rows = len(statistics_NK)
-    generator = np.random.default_rng([seed, 1])
-    held = max(1, _HELD // rows)
-    for start in range(0, _RESAMPLES, held):
-        size = min(held, _RESAMPLES - start)
-        chosen = generator.integers(0, rows, size=(size, rows))
-        yield from np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
 
 
 def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0) -> Paired:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import ModelError, require_package
 from finray.limits import cut
 from finray.models.adapters import load_adapter
 from finray.models.artifacts import Artifact, load_artifact, load_as_trained
@@ -187,10 +187,7 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
     """
     if output.exists():
         raise ModelError("the output already exists", where=str(output), repair="choose a new directory")
-    if find_spec("gguf") is None:
-        raise ModelError(
-            "reading a GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
-        )
+    require_package("reading a GGUF file", "gguf", extra="gguf")
     model = ModelConfig(name=str(file))
     with _scratch(output) as scratch:
         loaded = load_model(model, dtype=torch.float32 if dtype == "fp16" else DTYPES[dtype])

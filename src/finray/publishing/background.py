@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -14,7 +13,7 @@ from typing import Protocol
 
 from finray.checkpoint import manifest
 from finray.checkpoint.copies import CONFIG_FILE, RESOLVED_FILE, RUN_ID
-from finray.config.adapter_files import NOTES, SETTINGS
+from finray.config.adapter_files import with_base
 from finray.errors import FinrayError, HubError
 from finray.publishing.hub import Commit, Target
 
@@ -140,15 +139,11 @@ def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
     content = manifest.read(folder)
     listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in (*_LEFT_OUT, RUN)]
     listed += [manifest.entry(folder, one) for one in sorted((folder / RUN).glob("*"))]
-    for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
-        if base is None or not (folder / name).is_file():
-            continue
-        settings = json.loads((folder / name).read_text(encoding="utf-8"))
-        if settings.get(key) != base:
-            # A hard link: the checkpoint keeps the file.
-            (folder / name).unlink()
-            (folder / name).write_text(json.dumps({**settings, key: base}, indent=2) + "\n", encoding="utf-8")
-            listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
+    for name, text in ({} if base is None else with_base(folder, base)).items():
+        # A hard link: the checkpoint keeps the file.
+        (folder / name).unlink()
+        (folder / name).write_text(text, encoding="utf-8")
+        listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
     if listed != content["files"]:
         (folder / manifest.NAME).unlink()
         manifest.write(folder, listed, step=content["step"], metrics=content["metrics"])

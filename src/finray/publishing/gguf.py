@@ -16,7 +16,7 @@ from rich.console import Console
 
 from finray import compat
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import ModelError, require_package
 from finray.evaluation.artifacts import export_model, find_artifact
 from finray.files import require_writable
 from finray.models.export import probe_logits, relative_difference, require_new
@@ -118,10 +118,7 @@ def export_gguf(
         raise ModelError(f"unknown type `{kind}`", where="--gguf", repair=f"use {' or '.join(KINDS)}")
     require_new(output)
     command = find_converter(converter)
-    if find_spec("gguf") is None:
-        raise ModelError(
-            "checking the GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
-        )
+    require_package("checking the GGUF file", "gguf", extra="gguf")
     artifact = find_artifact(path, base=base)
     output.parent.mkdir(parents=True, exist_ok=True)
     require_writable(output.parent)

@@ -7,7 +7,6 @@ import logging
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import ModelError, require_package
 from finray.evaluation.artifacts import export_model, find_artifact
 from finray.files import first_line, require_writable
 from finray.models.export import relative_difference, require_new
@@ -72,12 +71,8 @@ def export_onnx(path: str | Path, output: Path, *, base: str | None = None) -> O
             differ from the model's.
     """
     require_new(output)
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ModelError(
-            f"exporting to ONNX needs the package {missing[0]}, which is not installed",
-            where="--onnx",
-            repair="pip install 'finray[onnx]'",
-        )
+    for name in PACKAGES:
+        require_package("exporting to ONNX", name, extra="onnx", where="--onnx")
     artifact = find_artifact(path, base=base)
     if artifact.labels is None:
         raise ModelError(

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import RunDir, saved_config
-from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
+from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, with_base
 from finray.config.export import hub_id
 from finray.config.schema import Config
 from finray.errors import HubError
@@ -123,7 +123,7 @@ def push(
         whole = _merged(artifact, dtype=dtype, base=local, notify=notify)
         files = model_files(whole)
     elif artifact.base is not None and known is not None:
-        files |= renamed(artifact, known)
+        files |= {name: text.encode() for name, text in with_base(artifact.folder, known).items()}
     files.setdefault(MARK, (json.dumps(artifact.notes, indent=2) + "\n").encode())
     if "README.md" not in files or config is not None:
         files["README.md"] = card(facts).encode()
@@ -154,17 +154,6 @@ def model_files(folder: Path) -> dict[str, Path | bytes]:
     """The files of a model directory to push, by name."""
     found = {one for pattern in PUSHED for one in folder.glob(pattern) if one.is_file()}
     return {one.relative_to(folder).as_posix(): one for one in sorted(found)}
-
-
-def renamed(artifact: Artifact, base: str) -> dict[str, Path | bytes]:
-    """The files of an adapter that name its base, with the base's name on the Hub."""
-    changed: dict[str, Path | bytes] = {}
-    for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
-        if (file := artifact.folder / name).is_file():
-            content = json.loads(file.read_text(encoding="utf-8"))
-            if content.get(key) != base:
-                changed[name] = (json.dumps({**content, key: base}, indent=2) + "\n").encode()
-    return changed
 
 
 def _facts(

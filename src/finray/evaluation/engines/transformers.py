@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from finray import compat
-from finray.errors import ModelError
 from finray.evaluation.engines.base import (
     Answer,
     Continuation,
@@ -27,6 +26,7 @@ from finray.evaluation.engines.base import (
     Loading,
     Numbers,
     OnToken,
+    check_adapter,
     check_continuations,
     check_prompts,
     mute,
@@ -369,11 +369,7 @@ class TransformersEngine:
 
     def _with(self, adapter: bool) -> AbstractContextManager[Any]:
         """Context manager of a forward pass with or without the adapter."""
-        if not adapter and self._is_merged:
-            raise ModelError(
-                "the adapter is merged into the weights, so the base model cannot answer",
-                repair="use --engine transformers without --merge, which keeps them apart",
-            )
+        check_adapter(adapter, is_merged=self._is_merged)
         if adapter or self.model is self._inner:
             return nullcontext()
         without: AbstractContextManager[Any] = self.model.disable_adapter()

@@ -26,6 +26,7 @@ from finray.evaluation.engines.base import (
     Loading,
     Numbers,
     OnToken,
+    check_adapter,
     check_continuations,
     check_prompts,
     mute,
@@ -266,11 +267,7 @@ class VLLMEngine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]], *, adapter: bool
     ) -> Iterator[tuple[int, Any]]:
         """Indices of prompts with vLLM's outputs so far, as they arrive."""
-        if not adapter and self._is_merged:
-            raise ModelError(
-                "the adapter is merged into the weights, so the base model cannot answer",
-                repair="use --engine transformers without --merge, which keeps them apart",
-            )
+        check_adapter(adapter, is_merged=self._is_merged)
         engine, places = self._llm.llm_engine, dict[str, int]()
         request = self._adapter if adapter else None
         try:
