@@ -39,7 +39,7 @@ class AdapterSettings:
     bias: str = "none"
 
 
-class _Notes(TypedDict, total=False):
+class Notes(TypedDict, total=False):
     """What finray wrote down beside weights; docs/formats.md has the meaning of each field."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
@@ -89,10 +89,10 @@ def with_base(folder: Path, base: str) -> dict[str, str]:
     return changed
 
 
-def read_notes(folder: Path) -> dict[str, Any]:
+def read_notes(folder: Path) -> Notes:
     """finray's notes; empty where it wrote none.
 
     Raises:
         ModelError: the file cannot be read, or is something else.
     """
-    return {**_FILES.json(folder / NOTES, _Notes)} if (folder / NOTES).exists() else {}
+    return _FILES.json(folder / NOTES, Notes) if (folder / NOTES).exists() else {}

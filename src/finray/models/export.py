@@ -150,7 +150,8 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
             del trained
             packed = load_as_trained(artifact, bits=BITS[trained_on])
             rounding = relative_difference(_logits(packed, probe), _logits(again, probe))
-        exported: dict[str, Any] = {name: notes[name] for name in _KEPT if name in notes}
+        known: dict[str, Any] = {**notes}
+        exported = {name: known[name] for name in _KEPT if name in known}
         exported |= {"merged_onto": base.name, "revision": base.revision}
         exported |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
         _write_json(scratch / NOTES, exported)

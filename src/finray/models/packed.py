@@ -81,27 +81,7 @@ class PackedModel:
         self._device = device
         self._attention = attention_name
         self._reads_some = attention_name == attention.NAME and pooled.read_only_some(self._body)
-        counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-        self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
         self._has_plain_head: bool | None = None
-
-    @property
-    def is_on_meta(self) -> bool:
-        """Whether parameters have no values yet."""
-        return any(parameter.is_meta for parameter in self.model.parameters())
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """The trainable parameters by name, in a fixed order."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-
-    def initialised_parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that were initialised here: trained ones, and those of a frozen adapter."""
-        named = self.model.named_parameters()
-        return [parameter for name, parameter in named if parameter.requires_grad or ".lora_" in name]
-
-    def parameter_counts(self) -> tuple[int, int]:
-        """(trainable, all) parameters."""
-        return self._counts
 
     def autocast(self) -> torch.autocast:
         """Autocast context of a forward pass in ``precision``."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finray.config.adapter_files import Notes
+
 Messages = Sequence[Mapping[str, str]]
 _MARK = "finray-marks-this"
 
@@ -69,7 +71,7 @@ def _go(text: str) -> str:
     return f'{{{{- "{quoted}" }}}}' if text else ""
 
 
-def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, bos: str = "") -> tuple[str, str | None]:
+def modelfile(tokenizer: Any, file: str, notes: Notes, *, bos: str = "") -> tuple[str, str | None]:
     """The text of a ``Modelfile``, and why it has no template; None if it has one, or the model has none.
 
     Args:

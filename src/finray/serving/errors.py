@@ -50,14 +50,9 @@ def no_model(name: str, known: Iterable[str], *, param: str | None = None) -> Ap
     return ApiError(404, message, param=param, code="model_not_found")
 
 
-def message_of(error: FinrayError) -> str:
-    """One line for a finray error, without locations that mean nothing to a client."""
-    return error.message + (f"; {error.repair}" if error.repair else "")
-
-
 def of_request(error: FinrayError, param: str | None = None) -> ApiError:
-    """The error for a request that cannot be fulfilled."""
-    return ApiError(400, message_of(error), param=param)
+    """The error for a request that cannot be fulfilled, without locations that mean nothing to a client."""
+    return ApiError(400, error.message + (f"; {error.repair}" if error.repair else ""), param=param)
 
 
 def of_server(error: BaseException) -> str:
