@@ -7,7 +7,7 @@ permutation test serve means and corpus scores alike. All draws follow from a se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,23 +155,19 @@ def _permutation(first_NK: FloatArray, second_NK: FloatArray, total: Total, obse
     extreme = drawn = 0
     # Ignore rounding errors of sums.
     least = abs(observed) * (1 - 1e-9) - 1e-12
-    for signs in _signs(rows, seed):
+    signs_N: Iterable[FloatArray] = (
+        np.array([1.0 if number >> row & 1 else -1.0 for row in range(rows)]) for number in range(2**rows)
+    )
+    if rows > _ALL_SWAPS:
+        generator, held = np.random.default_rng([seed, 2]), max(1, _HELD // rows)
+        sizes = (min(held, _SWAPS - start) for start in range(0, _SWAPS, held))
+        signs_N = (one for size in sizes for one in generator.choice([-1.0, 1.0], size=(size, rows)))
+    for signs in signs_N:
         apart_K = signs @ moved_NK
         extreme += abs(total((whole_K + apart_K) / 2, rows) - total((whole_K - apart_K) / 2, rows)) >= least
         drawn += 1
     # The enumeration of all swaps includes the observed one; to a sample, it is added (Phipson and Smyth 2010).
     return extreme / drawn if rows <= _ALL_SWAPS else (extreme + 1) / (drawn + 1)
-
-
-def _signs(rows: int, seed: int) -> Iterator[FloatArray]:
-    if rows <= _ALL_SWAPS:
-        for number in range(2**rows):
-            yield np.array([1.0 if number >> row & 1 else -1.0 for row in range(rows)])
-        return
-    generator = np.random.default_rng([seed, 2])
-    held = max(1, _HELD // rows)
-    for start in range(0, _SWAPS, held):
-        yield from generator.choice([-1.0, 1.0], size=(min(held, _SWAPS - start), rows))
 
 
 def adjusted(p: list[float]) -> list[float]:

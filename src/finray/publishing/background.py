@@ -63,13 +63,24 @@ class CheckpointPusher:
 
     def offer(self, checkpoint: Path) -> None:
         """Queue a checkpoint, replacing one that waits; its files may be deleted afterwards."""
+        scratch = checkpoint.with_name(f"{_SCRATCH}{checkpoint.name}")
         try:
-            linked = self._linked(checkpoint)
+            # Hard links to its files, because retention may delete it.
+            shutil.rmtree(scratch, ignore_errors=True)
+            for one in sorted(checkpoint.rglob("*")):
+                name = one.relative_to(checkpoint)
+                if one.is_file() and name.parts[0] not in _LEFT_OUT:
+                    (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.link(one, scratch / name)
+            for one in (checkpoint.parent / own for own in OF_RUN):
+                if one.is_file():
+                    (scratch / RUN).mkdir(exist_ok=True)
+                    os.link(one, scratch / RUN / one.name)
         except OSError as error:
             self._warn(f"{checkpoint.name} is not pushed: {error.strerror or error}", _step(checkpoint))
             return
         with self._changed:
-            superseded, self._next = self._next, linked
+            superseded, self._next = self._next, scratch
             self._changed.notify()
         if superseded is not None:
             shutil.rmtree(superseded, ignore_errors=True)
@@ -85,21 +96,6 @@ class CheckpointPusher:
         with suppress(OSError):
             for rest in [self._next] if self._next is not None else []:
                 shutil.rmtree(rest)
-
-    def _linked(self, checkpoint: Path) -> Path:
-        """Hard links to the files of a checkpoint, because retention may delete it."""
-        scratch = checkpoint.with_name(f"{_SCRATCH}{checkpoint.name}")
-        shutil.rmtree(scratch, ignore_errors=True)
-        for one in sorted(checkpoint.rglob("*")):
-            name = one.relative_to(checkpoint)
-            if one.is_file() and name.parts[0] not in _LEFT_OUT:
-                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-                os.link(one, scratch / name)
-        for one in (checkpoint.parent / own for own in OF_RUN):
-            if one.is_file():
-                (scratch / RUN).mkdir(exist_ok=True)
-                os.link(one, scratch / RUN / one.name)
-        return scratch
 
     def _work(self) -> None:
         hub: Uploads | None = None

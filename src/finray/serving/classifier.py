@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from finray.config.schema import ModelConfig
 from finray.evaluation.artifacts import inference_device, inference_dtype
-from finray.evaluation.classify import Classification, classify
+from finray.evaluation.classify import classify
 from finray.models.artifacts import load_artifact
 from finray.models.loading import DTYPES
 from finray.models.packing_cache import packing_of
@@ -80,7 +80,11 @@ class Classifier:
         finally:
             with self._counting:
                 self._waiting -= 1
-        data = [_choice(number, one, result.labels.names) for number, one in enumerate(result.predictions)]
+        data = []
+        for number, one in enumerate(result.predictions):
+            label = list(one.label) if isinstance(one.label, tuple) else one.label
+            shares = dict(zip(result.labels.names, one.probabilities, strict=False)) if one.probabilities else None
+            data.append({"index": number, "label": label, "probabilities": shares})
         tokens = sum(len(ids) for ids, _ in rows)
         return {"object": "list", "model": self.name, "data": data, "usage": protocol.usage(tokens, 0)}
 
@@ -103,9 +107,3 @@ class Classifier:
             types = encoded.get("token_type_ids") or [0] * len(ids)
             rows.append((np.asarray(ids), np.asarray(types)))
         return rows
-
-
-def _choice(number: int, result: Classification, names: Sequence[str]) -> dict[str, Any]:
-    label = list(result.label) if isinstance(result.label, tuple) else result.label
-    probabilities = dict(zip(names, result.probabilities, strict=False)) if result.probabilities else None
-    return {"index": number, "label": label, "probabilities": probabilities}
