@@ -243,7 +243,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
             if one is not None
         ),
         size=tried(lambda: size_of(path), 0),
-        changed=tried(lambda: max(one.stat().st_mtime for one in marks if one.exists()), 0.0),
+        changed=tried(lambda: max([one.stat().st_mtime for one in marks if one.exists()], default=0.0), 0.0),
         problems=tuple(problems),
     )
 
