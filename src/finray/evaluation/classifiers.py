@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from finray.evaluation.estimates import Judged
 from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.statistics import Interval, interval
-from finray.evaluation.subjects import Case
+from finray.evaluation.subjects import Case, Progress
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
@@ -111,7 +110,7 @@ def judge(case: Case) -> Judged:
         model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
         known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
         packs = packing_of(subject.artifact.model).safe
-        report = partial(case.progress, f"{subject.name} labels", total=len(held))
+        report = _counted(case.progress, f"{subject.name} labels", len(held))
         began = time.perf_counter()
         found[subject.name] = classify(model, read, truths, packs=packs, labels=known, progress=report)
         tokens, seconds = sum(len(ids) for ids, _ in read), time.perf_counter() - began
@@ -241,6 +240,10 @@ def _marked(labels: Sequence[Label], place: Mapping[str, int]) -> npt.NDArray[np
 def _number(label: Label) -> float:
     assert not isinstance(label, tuple)
     return float(label)
+
+
+def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+    return lambda done: progress(what, done, total=total)
 
 
 def _shown(label: Label) -> str:

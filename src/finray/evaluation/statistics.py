@@ -7,7 +7,7 @@ permutation test serve means and corpus scores alike. All draws follow from a se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,13 +88,7 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
 def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
     rows = len(statistics_NK)
     whole = statistics_NK.sum(0)
-    generator, held, values = np.random.default_rng([seed, 1]), max(1, _HELD // rows), list[float]()
-    for start in range(0, _RESAMPLES, held):
-        # Sums over N rows drawn with replacement.
-        chosen = generator.integers(0, rows, size=(min(held, _RESAMPLES - start), rows))
-        sums = np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
-        values += [total(one, rows) for one in sums]
-    resampled = np.sort(values)
+    resampled = np.sort([total(sums, rows) for sums in _resampled_sums(statistics_NK, seed)])
     observed = total(whole, rows)
     if resampled[0] == resampled[-1]:
         return Interval(None, None, "none: all rows have the same score")
@@ -114,6 +108,17 @@ def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
         ends.append(float(np.quantile(resampled, level)))
     reach = quantile * error
     return Interval(min(ends[0], observed - reach), max(ends[1], observed + reach), "bootstrap (BCa)")
+
+
+def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray]:
+    """Sums over N rows drawn with replacement, ``_RESAMPLES`` times."""
+    rows = len(statistics_NK)
+    generator = np.random.default_rng([seed, 1])
+    held = max(1, _HELD // rows)
+    for start in range(0, _RESAMPLES, held):
+        size = min(held, _RESAMPLES - start)
+        chosen = generator.integers(0, rows, size=(size, rows))
+        yield from np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
 
 
 def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0) -> Paired:
@@ -155,19 +160,23 @@ def _permutation(first_NK: FloatArray, second_NK: FloatArray, total: Total, obse
     extreme = drawn = 0
     # Ignore rounding errors of sums.
     least = abs(observed) * (1 - 1e-9) - 1e-12
-    signs_N: Iterable[FloatArray] = (
-        np.array([1.0 if number >> row & 1 else -1.0 for row in range(rows)]) for number in range(2**rows)
-    )
-    if rows > _ALL_SWAPS:
-        generator, held = np.random.default_rng([seed, 2]), max(1, _HELD // rows)
-        sizes = (min(held, _SWAPS - start) for start in range(0, _SWAPS, held))
-        signs_N = (one for size in sizes for one in generator.choice([-1.0, 1.0], size=(size, rows)))
-    for signs in signs_N:
+    for signs in _signs(rows, seed):
         apart_K = signs @ moved_NK
         extreme += abs(total((whole_K + apart_K) / 2, rows) - total((whole_K - apart_K) / 2, rows)) >= least
         drawn += 1
     # The enumeration of all swaps includes the observed one; to a sample, it is added (Phipson and Smyth 2010).
     return extreme / drawn if rows <= _ALL_SWAPS else (extreme + 1) / (drawn + 1)
+
+
+def _signs(rows: int, seed: int) -> Iterator[FloatArray]:
+    if rows <= _ALL_SWAPS:
+        for number in range(2**rows):
+            yield np.array([1.0 if number >> row & 1 else -1.0 for row in range(rows)])
+        return
+    generator = np.random.default_rng([seed, 2])
+    held = max(1, _HELD // rows)
+    for start in range(0, _SWAPS, held):
+        yield from generator.choice([-1.0, 1.0], size=(min(held, _SWAPS - start), rows))
 
 
 def adjusted(p: list[float]) -> list[float]:
