@@ -67,11 +67,8 @@ class FileKind:
     def read(self, path: Path) -> bytes:
         """The content of a regular file."""
         with self.reading(path):
-            known = path.stat()
-            if not stat.S_ISREG(known.st_mode):
-                raise self.refused("is not a file", path)
-            if known.st_size > self.limit:
-                raise self.refused(f"has {known.st_size:,} bytes; at most {self.limit:,} are read", path)
+            if (size := self._size(path)) > self.limit:
+                raise self.refused(f"has {size:,} bytes; at most {self.limit:,} are read", path)
             with path.open("rb") as stream:
                 return stream.read()
 
@@ -100,13 +97,17 @@ class FileKind:
     def verify(self, path: Path, *, size: int, sha256: str | None) -> None:
         """See that a file has the bytes that were written; without a digest, as many."""
         with self.reading(path):
-            known = path.stat()
-            if not stat.S_ISREG(known.st_mode):
-                raise self.refused("is not a file", path)
-            if known.st_size != size:
-                raise self.refused(f"has {known.st_size} bytes instead of {size}", path)
+            if (found := self._size(path)) != size:
+                raise self.refused(f"has {found} bytes instead of {size}", path)
             if sha256 is not None and digest_of(path) != sha256:
                 raise self.refused("has changed since it was written", path)
+
+    def _size(self, path: Path) -> int:
+        """Bytes of a regular file."""
+        known = path.stat()
+        if not stat.S_ISREG(known.st_mode):
+            raise self.refused("is not a file", path)
+        return known.st_size
 
     def inside(self, folder: Path, name: str, *, where: Path | str) -> Path:
         """The path of something that a file names, which must lie in its own directory."""

@@ -6,7 +6,7 @@ A command calls :func:`local_copy` once for a path, and then reads files as for 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from finray.checkpoint import manifest
@@ -33,13 +33,7 @@ _FILES = FileKind(CheckpointError)
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
 
 
-def local_copy(
-    run: str | Path,
-    *,
-    weights: bool = True,
-    local_dir: str | None = None,
-    warn: Callable[[str], None] = lambda message: None,
-) -> str | Path:
+def local_copy(run: str | Path, *, weights: bool = True, local_dir: str | None = None) -> str | Path:
     """A local path for a run, its ``final/`` or a checkpoint behind a URL; any other path is returned unchanged.
 
     Args:
@@ -47,7 +41,6 @@ def local_copy(
         weights: download the model: ``final/``, else the newest valid checkpoint. Without, only what a report shows:
             config, metrics, summary, evaluations.
         local_dir: as ``run.local_dir`` of the config.
-        warn: called for damaged checkpoints that are skipped.
 
     Raises:
         CheckpointError: there is no such run, or it is damaged.
@@ -80,7 +73,7 @@ def local_copy(
     if inner and not has_final:
         raise CheckpointError("the run has no final/ yet", where=url, repair="name the run only")
     if not has_final:
-        store.latest(warn)
+        store.latest()
     else:
         for step in reversed(store.steps()):
             try:
