@@ -10,6 +10,7 @@ import difflib
 import errno
 import traceback
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -173,6 +174,26 @@ def explained(error: BaseException) -> FinrayError | None:
             repair="its input files may be damaged or of the wrong type; FINRAY_VERBOSE=1 shows where it failed",
         )
     return None
+
+
+def require_package(what: str, package: str, *, extra: str, where: str | None = None) -> None:
+    """Check that a package is installed.
+
+    Args:
+        what: needs it.
+        package: its name, and that of its module.
+        extra: of finray's, which installs it.
+        where: what asks for it.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if find_spec(package) is None:
+        raise ModelError(
+            f"{what} needs the package {package}, which is not installed",
+            where=where,
+            repair=f"pip install 'finray[{extra}]'",
+        )
 
 
 def unmatched(names: Iterable[str], known: Iterable[str], *, where: str) -> ModelError:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,11 +67,8 @@ class FileKind:
     def read(self, path: Path) -> bytes:
         """The content of a regular file."""
         with self.reading(path):
-            known = path.stat()
-            if not stat.S_ISREG(known.st_mode):
-                raise self.refused("is not a file", path)
-            if known.st_size > self.limit:
-                raise self.refused(f"has {known.st_size:,} bytes; at most {self.limit:,} are read", path)
+            if (size := self._size(path)) > self.limit:
+                raise self.refused(f"has {size:,} bytes; at most {self.limit:,} are read", path)
             with path.open("rb") as stream:
                 return stream.read()
 
@@ -98,13 +97,17 @@ class FileKind:
     def verify(self, path: Path, *, size: int, sha256: str | None) -> None:
         """See that a file has the bytes that were written; without a digest, as many."""
         with self.reading(path):
-            known = path.stat()
-            if not stat.S_ISREG(known.st_mode):
-                raise self.refused("is not a file", path)
-            if known.st_size != size:
-                raise self.refused(f"has {known.st_size} bytes instead of {size}", path)
+            if (found := self._size(path)) != size:
+                raise self.refused(f"has {found} bytes instead of {size}", path)
             if sha256 is not None and digest_of(path) != sha256:
                 raise self.refused("has changed since it was written", path)
+
+    def _size(self, path: Path) -> int:
+        """Bytes of a regular file."""
+        known = path.stat()
+        if not stat.S_ISREG(known.st_mode):
+            raise self.refused("is not a file", path)
+        return known.st_size
 
     def inside(self, folder: Path, name: str, *, where: Path | str) -> Path:
         """The path of something that a file names, which must lie in its own directory."""
@@ -156,6 +159,18 @@ def require_writable_file(path: Path) -> None:
                 where=str(path),
                 repair="make it writable, or choose another file",
             ) from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically: readers see either the old or the new content."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """As :func:`replace_text`."""
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    scratch.write_bytes(content)
+    os.replace(scratch, path)
 
 
 def digest_of(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from io import StringIO
 from typing import Any
 
@@ -33,6 +34,14 @@ class Table(rich.table.Table):
     def add_column(self, *header: Any, **options: Any) -> None:
         """As Rich's."""
         super().add_column(*header, **{"overflow": "fold", **options})
+
+
+def print_labelled(console: Console, texts: Iterable[tuple[str, str]]) -> None:
+    """Texts below each other, each after its label."""
+    console.rule(style="dim")
+    for label, text in texts:
+        console.print(f"{label:>9} ", style="bold", end="", highlight=False)
+        console.print(text.strip(), highlight=False, soft_wrap=True)
 
 
 class Result:

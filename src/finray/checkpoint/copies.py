@@ -5,9 +5,8 @@ A command calls :func:`local_copy` once for a path, and then reads files as for 
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from finray.checkpoint import manifest
@@ -16,7 +15,7 @@ from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
 from finray.checkpoint.store import ATTEMPT_FILE, directory_name
 from finray.config.paths import copy_path, is_url
 from finray.errors import CheckpointError
-from finray.files import FileKind
+from finray.files import FileKind, replace_bytes
 
 CONFIG_FILE = "config.yaml"
 # The value of every `auto` in the config; a continued run keeps these.
@@ -34,13 +33,7 @@ _FILES = FileKind(CheckpointError)
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
 
 
-def local_copy(
-    run: str | Path,
-    *,
-    weights: bool = True,
-    local_dir: str | None = None,
-    warn: Callable[[str], None] = lambda message: None,
-) -> str | Path:
+def local_copy(run: str | Path, *, weights: bool = True, local_dir: str | None = None) -> str | Path:
     """A local path for a run, its ``final/`` or a checkpoint behind a URL; any other path is returned unchanged.
 
     Args:
@@ -48,7 +41,6 @@ def local_copy(
         weights: download the model: ``final/``, else the newest valid checkpoint. Without, only what a report shows:
             config, metrics, summary, evaluations.
         local_dir: as ``run.local_dir`` of the config.
-        warn: called for damaged checkpoints that are skipped.
 
     Raises:
         CheckpointError: there is no such run, or it is damaged.
@@ -81,7 +73,7 @@ def local_copy(
     if inner and not has_final:
         raise CheckpointError("the run has no final/ yet", where=url, repair="name the run only")
     if not has_final:
-        store.latest(warn)
+        store.latest()
     else:
         for step in reversed(store.steps()):
             try:
@@ -109,9 +101,7 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
         if known == content or (known is not None and name.endswith(".jsonl") and known.startswith(content)):
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_bytes(content)
-        os.replace(scratch, path)
+        replace_bytes(path, content)
 
 
 def pull_folder(run_dir: Path, objects: Objects, name: str) -> bool:

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,8 +132,11 @@ class Objects:
             info = self._fs.info(self._inside(name))
             if int(info["size"] or 0) != size:
                 raise _Other(f"{int(info['size'] or 0)} of {size} bytes arrived")
-            if not self._has_digest(info, path, part) and self._digest(name) != digest_of(path):
-                raise _Other("the bytes that arrived are not the bytes that were sent")
+            if not _has_digest(info, path, part):
+                with self._fs.open(self._inside(name), "rb") as stream:
+                    arrived = hashlib.file_digest(stream, "sha256").hexdigest()
+                if arrived != digest_of(path):
+                    raise _Other("the bytes that arrived are not the bytes that were sent")
 
         try:
             self._retried(name, put)
@@ -255,24 +258,6 @@ class Objects:
             "the same command then continues from the last checkpoint",
         ) from None
 
-    def _has_digest(self, info: dict[str, Any], path: Path, part: int) -> bool:
-        """Whether the storage's digest matches the file."""
-        md5, etag = info.get("md5Hash"), str(info.get("ETag") or "").strip('"')
-        if md5:
-            return bool(base64.b64decode(md5) == _md5(path))
-        if "-" in etag:
-            count, parts = 0, hashlib.md5(usedforsecurity=False)
-            with path.open("rb") as stream:
-                while content := stream.read(part):
-                    parts.update(hashlib.md5(content, usedforsecurity=False).digest())
-                    count += 1
-            return etag == f"{parts.hexdigest()}-{count}"
-        return etag == _md5(path).hex()
-
-    def _digest(self, name: str) -> str:
-        with self._fs.open(self._inside(name), "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-
 
 class _Other(Exception):
     """The bytes do not match; they may on another attempt."""
@@ -289,13 +274,15 @@ def _pauses(tries: int) -> Iterator[float | None]:
     yield None
 
 
-def _md5(path: Path) -> bytes:
+def _has_digest(info: dict[str, Any], path: Path, part: int) -> bool:
+    """Whether the digest that the storage keeps, of parts of this size, matches the file."""
+    md5, etag = info.get("md5Hash"), str(info.get("ETag") or "").strip('"')
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).digest()
-
-
-def upload_folder(folder: Path, objects: Objects, name: str, *, last: Collection[str] = ()) -> None:
-    """Upload all files of a directory below ``name``; those named ``last`` after the others."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in sorted(files, key=lambda one: one.name in last):
-        objects.upload(path, f"{name}/{path.relative_to(folder).as_posix()}")
+        if not md5 and "-" in etag:
+            count, parts = 0, hashlib.md5(usedforsecurity=False)
+            while content := stream.read(part):
+                parts.update(hashlib.md5(content, usedforsecurity=False).digest())
+                count += 1
+            return etag == f"{parts.hexdigest()}-{count}"
+        own = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False))
+    return bool(base64.b64decode(md5) == own.digest()) if md5 else etag == own.hexdigest()

@@ -15,7 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from typing_extensions import TypedDict
@@ -23,9 +23,9 @@ from typing_extensions import TypedDict
 from finray.checkpoint import manifest
 from finray.checkpoint.manifest import Content, Entry
 from finray.checkpoint.objects import Objects
-from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name, fsync, replace_text, to_delete
+from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name
 from finray.errors import CheckpointError, StorageError
-from finray.files import FileKind, sealed
+from finray.files import FileKind, replace_text, sealed
 
 INDEX = "checkpoints.json"
 # Other files of a run directory that are kept behind the URL: a start, a report or a tracker reads them.
@@ -57,7 +57,6 @@ class RemoteStore(CheckpointStore):
         attempt: id of this group of ranks, the same on all; None for readers.
         first: whether this is the rank that commits.
         share: see :class:`CheckpointStore`; among the ranks that see the same ``run_dir``.
-        sync: makes a written file durable; replaced in tests.
     """
 
     def __init__(
@@ -68,9 +67,8 @@ class RemoteStore(CheckpointStore):
         attempt: str | None = None,
         first: bool = True,
         share: tuple[int, int] | None = None,
-        sync: Callable[[Path], None] = fsync,
     ) -> None:
-        super().__init__(run_dir, fence=self.check, sync=sync)
+        super().__init__(run_dir, fence=self.check)
         self.where = objects.url
         self._objects = objects
         self._attempt = attempt or uuid.uuid4().hex
@@ -181,19 +179,13 @@ class RemoteStore(CheckpointStore):
                 # Without a manifest it was never completed; only the index says that it was.
                 if (match := _NAME.match(folder)) and self._objects.read(f"{folder}/{manifest.NAME}") is not None:
                     found[int(match.group(1))] = folder
-            self._known = {**found, **self._indexed()}
+            if (content := self._objects.read(INDEX)) is not None:
+                # Without a readable index the listing is used: otherwise the run would be lost.
+                with suppress(CheckpointError):
+                    index = _INDEX.unsealed(content, _Index, self._objects.at(INDEX))
+                    found |= {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
+            self._known = found
         return self._known
-
-    def _indexed(self) -> dict[int, str]:
-        content = self._objects.read(INDEX)
-        if content is None:
-            return {}
-        try:
-            index = _INDEX.unsealed(content, _Index, self._objects.at(INDEX))
-        except CheckpointError:
-            # Fall back to the listing: otherwise the run would be lost.
-            return {}
-        return {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
 
     def learn(self, places: dict[int, str]) -> None:
         """Take over rank 0's result, because two listings may differ."""
@@ -229,7 +221,13 @@ class RemoteStore(CheckpointStore):
             try:
                 manifest.verify_files(self.path_of(step), [one])
             except CheckpointError:
-                self._fetch(f"{folder}/{one['path']}", self.path_of(step) / one["path"], one)
+                path = self.path_of(step) / one["path"]
+                try:
+                    self._objects.download(f"{folder}/{one['path']}", path, size=one["bytes"], sha256=one["sha256"])
+                except OSError as error:
+                    raise StorageError(
+                        f"cannot be fetched: {error.strerror or error}", where=str(path), repair="free some disk space"
+                    ) from None
 
     def verify(self, step: int) -> Content:
         """Download a whole checkpoint, and remove any other file from its directory."""
@@ -245,14 +243,6 @@ class RemoteStore(CheckpointStore):
         """
         self.require(step, [one for one in self.content(step)["files"] if one["path"] == name])
         return super().bring(step, name)
-
-    def _fetch(self, name: str, path: Path, one: Entry) -> None:
-        try:
-            self._objects.download(name, path, size=one["bytes"], sha256=one["sha256"])
-        except OSError as error:
-            raise StorageError(
-                f"cannot be fetched: {error.strerror or error}", where=str(path), repair="free some disk space"
-            ) from None
 
     # --- changing ---------------------------------------------------------------------------------------------------
 
@@ -288,35 +278,19 @@ class RemoteStore(CheckpointStore):
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def prune(self, *, keep_last: int, best: tuple[str, str] | None, others: Collection[int] = ()) -> list[int]:
-        """As for a local store; local copies of deleted checkpoints are removed, too."""
-        kept = None if best is None else self.best(*best)
-        doomed = [one for one in to_delete(self.steps(), keep_last=keep_last, best=kept) if one not in others]
-        self._delete(doomed)
-        return doomed
-
-    def drop_after(self, step: int) -> None:
-        """Delete the checkpoints after a step, when the run continues from that step."""
-        self._delete([later for later in self.steps() if later > step])
-
-    def _delete(self, steps: Collection[int]) -> None:
-        """Names first: a kill half-way leaves nothing that looks like a checkpoint."""
+    def delete(self, steps: Collection[int]) -> None:
+        """Names first: a kill half-way leaves nothing that looks like a checkpoint. Local copies are removed, too."""
         places = self.places()
+        doomed = {step: [manifest.NAME] for step in steps}
+        for step, names in doomed.items():
+            with suppress(CheckpointError):
+                names += [one["path"] for one in self.content(step)["files"]]
         if steps:
-            doomed = {step: (places[step], self._listed(step)) for step in steps}
             with _uploading(max(steps), self._objects.url):
                 self._name({step: folder for step, folder in places.items() if step not in steps})
-                for folder, names in doomed.values():
-                    self._objects.remove(*(f"{folder}/{name}" for name in (manifest.NAME, *names)))
-        for step in super().steps():
-            if step not in self.places():
-                shutil.rmtree(self.path_of(step), ignore_errors=True)
-
-    def _listed(self, step: int) -> list[str]:
-        try:
-            return [one["path"] for one in self.content(step)["files"]]
-        except CheckpointError:
-            return []
+                for step, names in doomed.items():
+                    self._objects.remove(*(f"{places[step]}/{name}" for name in names))
+        super().delete([step for step in super().steps() if step not in self.places()])
 
 
 @contextmanager

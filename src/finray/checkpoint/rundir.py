@@ -21,7 +21,7 @@ from finray.checkpoint import copies, manifest
 from finray.checkpoint.copies import CONFIG_FILE, FINAL, RESOLVED_FILE, SUMMARY_FILE
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
-from finray.checkpoint.store import CheckpointStore, replace_text
+from finray.checkpoint.store import CheckpointStore
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import run_path, run_url
@@ -29,7 +29,7 @@ from finray.config.redact import redact_saved
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError, FinrayError
-from finray.files import FileKind
+from finray.files import FileKind, replace_text
 from finray.records import RunSummary
 
 __all__ = ["CONFIG_FILE", "FINAL", "RESOLVED_FILE", "Earlier", "Finished", "RunDir", "open_run", "saved_config"]

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from finray.checkpoint import manifest
 from finray.checkpoint.manifest import Content, Entry
 from finray.errors import CheckpointError
+from finray.files import replace_text
 
 _NAME = re.compile(r"^checkpoint-(\d{6,})$")
 ATTEMPT_FILE = "attempt"
@@ -59,13 +60,6 @@ class Fence:
         """
         if self._path.read_text(encoding="utf-8") != self._token:
             raise CheckpointError("another process has taken over this run", where=str(self._path.parent))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: readers see either the old or the new content."""
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
 
 
 def fsync(path: Path) -> None:
@@ -319,15 +313,17 @@ class CheckpointStore:
         """Apply retention and return the deleted steps. Kept are the newest, the best if given, and ``others``."""
         kept = None if best is None else self.best(*best)
         doomed = [one for one in to_delete(self.steps(), keep_last=keep_last, best=kept) if one not in others]
-        for step in doomed:
-            shutil.rmtree(self.path_of(step), ignore_errors=True)
+        self.delete(doomed)
         return doomed
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints after a step, when the run continues from that step."""
-        for later in self.steps():
-            if later > step:
-                shutil.rmtree(self.path_of(later), ignore_errors=True)
+        self.delete([later for later in self.steps() if later > step])
+
+    def delete(self, steps: Collection[int]) -> None:
+        """Delete the checkpoints of these steps."""
+        for step in steps:
+            shutil.rmtree(self.path_of(step), ignore_errors=True)
 
 
 def to_delete(steps: list[int], *, keep_last: int, best: int | None) -> list[int]:

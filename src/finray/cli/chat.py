@@ -28,12 +28,12 @@ def chat(
     model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
     system: Annotated[str | None, typer.Option(help="System message, instead of the one used in training.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")] = 0,
+    temperature: show.Temperature = 0.0,
+    top_p: show.TopP = 1.0,
+    top_k: show.TopK = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers or vllm.")] = "transformers",
-    base: Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")] = None,
+    base: show.BaseModel = None,
 ) -> None:
     """Talk with a trained model in the terminal; /help lists the words for it."""
     from finray.config.schema import ModelConfig
@@ -53,8 +53,7 @@ def chat(
     require_template(asking)
     running = make_engine(engine, artifact, batch_size=1, notify=show.note)
     conversation = Conversation(running, asking, sampling, system=system)
-    if not show.mode().quiet:
-        show.note(f"{model}{f' on {artifact.model.name}' if artifact.is_adapter else ''} answers; /help, /quit")
+    show.remark(f"{model}{f' on {artifact.model.name}' if artifact.is_adapter else ''} answers; /help, /quit")
     while (line := _read()) is not None:
         word, _, rest = line.strip().partition(" ")
         if word == "/quit":

@@ -14,6 +14,7 @@ import typer
 import yaml
 
 from finray.cli import show
+from finray.config.paths import cache_dir
 from finray.config.redact import redact, redact_text
 from finray.errors import FinrayError
 from finray.files import require_writable_file
@@ -49,8 +50,7 @@ def doctor(
         from finray.runtime.status import cluster_here
 
         named = address or (None if settings is None else settings.cluster.address)
-        quiet = show.mode().quiet
-        found = look.cluster(where, cluster_here(named), notify=(lambda text: None) if quiet else show.note)
+        found = look.cluster(where, cluster_here(named), notify=show.remark)
     else:
         found = look.machine(where)
     show.result(found)
@@ -71,8 +71,7 @@ def _report(found: dict[str, Any], config: dict[str, Any] | None) -> str:
     ]
     if config is not None:
         parts.append("## Config\n```yaml\n" + yaml.safe_dump(redact(config), sort_keys=False) + "```")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    logs = sorted((cache / "finray" / "defects").glob("finray-*.txt"), key=lambda file: file.stat().st_mtime)[-2:]
+    logs = sorted(cache_dir("defects").glob("finray-*.txt"), key=lambda file: file.stat().st_mtime)[-2:]
     logs += (Path(tempfile.gettempdir()) / f"finray-cluster-{os.getuid()}").glob("*.log")
     if config is not None:
         run = Path(config["run"]["output_dir"]).expanduser() / config["run"]["name"]

@@ -45,11 +45,10 @@ def submit(
     server = Server(address)
     job = server.submit(settings, names, command=shlex.join(["finray", *sys.argv[1:]]))
     for name in SECRETS:
-        if os.environ.get(name) and name not in names and not show.mode().quiet:
-            show.note(f"{name} is set here but not passed to the job; --env {name} passes it")
+        if os.environ.get(name) and name not in names:
+            show.remark(f"{name} is set here but not passed to the job; --env {name} passes it")
     where = "" if address is None else f" --address {address}"
-    if not show.mode().quiet:
-        show.note(f"job {job.id}, run {job.run}; finray jobs stop {job.id}{where} ends it with a checkpoint")
+    show.remark(f"job {job.id}, run {job.run}; finray jobs stop {job.id}{where} ends it with a checkpoint")
     if detach:
         show.lines(asdict(job), job.id)
         return

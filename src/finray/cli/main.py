@@ -87,14 +87,6 @@ def _storable(dtype: str) -> str:
 
 
 Dtype = Annotated[str, typer.Option(callback=_storable, help="Dtype of the written weights: fp32, bf16 or fp16.")]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Above 1, tokens that are in the prompt or answer already become less likely (default: that of the "
-        "model's generation config)."
-    ),
-]
-BaseModel = Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -149,14 +141,14 @@ def generate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSONL to this file instead of printing.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")] = 0,
+    temperature: show.Temperature = 0.0,
+    top_p: show.TopP = 1.0,
+    top_k: show.TopK = 0,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling; every prompt has its own random numbers.")
     ] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")] = None,
-    repetition_penalty: RepetitionPenalty = None,
+    stop: show.Stop = None,
+    repetition_penalty: show.RepetitionPenalty = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts answered at the same time.")] = 32,
     engine: Annotated[
         str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto (vllm where it is installed).")
@@ -166,7 +158,7 @@ def generate(
         bool, typer.Option("--compare", help="Also show the answers of the adapter's base model.")
     ] = False,
     raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
-    base: BaseModel = None,
+    base: show.BaseModel = None,
 ) -> None:
     """Answer prompts with a trained model."""
     from finray.evaluation.engines.sampling import Sampling
@@ -195,7 +187,7 @@ def generate(
         engine=engine,
         merge=merge,
         compare=compare,
-        notify=(lambda line: None) if show.mode().quiet else show.note,
+        notify=show.remark,
         write=show.write if streams else None,
     )
     if streams:
@@ -236,12 +228,12 @@ def evaluate(
     ] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate a seeded sample of this many rows.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")] = 0,
+    temperature: show.Temperature = 0.0,
+    top_p: show.TopP = 1.0,
+    top_k: show.TopK = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")] = None,
-    repetition_penalty: RepetitionPenalty = None,
+    stop: show.Stop = None,
+    repetition_penalty: show.RepetitionPenalty = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Number of rows processed at the same time.")] = None,
     engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto.")] = "auto",
     replicas: Annotated[
@@ -255,7 +247,7 @@ def evaluate(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of answers shown side by side.")] = 3,
     output: Annotated[Path | None, typer.Option(help="Directory to write to (default: beside the weights).")] = None,
-    base: BaseModel = None,
+    base: show.BaseModel = None,
 ) -> None:
     """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
     if split not in (None, "train", "eval", "test"):
@@ -301,7 +293,7 @@ def export(
         bool, typer.Option("--merge/--adapter", help="Merge the adapter into the model, or write the adapter alone.")
     ] = True,
     dtype: Dtype = "bf16",
-    base: BaseModel = None,
+    base: show.BaseModel = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="Maximum size of a file of weights, such as 5GB.", show_default=False)
     ] = None,
@@ -372,8 +364,7 @@ def push(
     """Push a finished model to the Hugging Face Hub, with a model card. The same command finishes a killed push."""
     from finray.publishing.push import push as run_push
 
-    say = (lambda text: None) if show.mode().quiet else show.note
-    show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, notify=say))
+    show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, notify=show.remark))
 
 
 @app.command()

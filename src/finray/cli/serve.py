@@ -16,6 +16,16 @@ def _dtype(name: str | None) -> str | None:
     return name
 
 
+def _named(adapter: str) -> tuple[str, str]:
+    """Name and path of an adapter."""
+    name, equals, path = adapter.partition("=")
+    if not (equals and name and path):
+        raise ConfigError(
+            f"`{adapter}` is not of the form NAME=PATH", where="--adapter", repair="--adapter french=runs/french"
+        )
+    return name, path
+
+
 def serve(
     model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
     adapters: Annotated[
@@ -64,19 +74,11 @@ def serve(
     from finray.runtime.serve import serve as run_server
     from finray.serving.models import Settings
 
-    pairs = []
-    for one in adapters or ():
-        given, equals, path = one.partition("=")
-        if not (equals and given and path):
-            raise ConfigError(
-                f"`{one}` is not of the form NAME=PATH", where="--adapter", repair="--adapter french=runs/french"
-            )
-        pairs.append((given, path))
     may_change = api_key_env is not None or host in LOOPBACK
     settings = Settings(
         model,
         name=name,
-        adapters=tuple(pairs),
+        adapters=tuple(_named(one) for one in adapters or ()),
         base=base,
         slots=slots,
         max_queue=max_queue,
@@ -87,14 +89,11 @@ def serve(
         key_env=api_key_env,
         may_change=may_change,
     )
-    quiet = show.mode().quiet
-    if not may_change and not quiet:
-        show.note("anyone who reaches this address can use the model; --api-key-env NAME requires a key")
+    if not may_change:
+        show.remark("anyone who reaches this address can use the model; --api-key-env NAME requires a key")
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     def ready(names: list[str]) -> None:
         show.lines({"url": url, "models": names}, f"serving {', '.join(names)} at {url}; Ctrl-C stops")
 
-    run_server(
-        settings, host=host, port=port, grace=grace, notify=(lambda line: None) if quiet else show.note, ready=ready
-    )
+    run_server(settings, host=host, port=port, grace=grace, notify=show.remark, ready=ready)

@@ -42,6 +42,18 @@ ConfigName = Annotated[
     ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0)]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Above 1, tokens that are in the prompt or answer already become less likely (default: that of the "
+        "model's generation config)."
+    ),
+]
+BaseModel = Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")]
 
 
 @dataclass(slots=True)
@@ -162,3 +174,9 @@ def note(text: str) -> None:
     """A line to standard error, so that standard output has the answers alone."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+def remark(text: str) -> None:
+    """A note that ``--quiet`` leaves out."""
+    if not mode().quiet:
+        note(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class AdapterSettings:
     bias: str = "none"
 
 
-class _Notes(TypedDict, total=False):
+class Notes(TypedDict, total=False):
     """What finray wrote down beside weights; docs/formats.md has the meaning of each field."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
@@ -77,10 +78,21 @@ def read_settings(folder: Path) -> AdapterSettings:
     return _FILES.json(folder / SETTINGS, AdapterSettings)
 
 
-def read_notes(folder: Path) -> dict[str, Any]:
+def with_base(folder: Path, base: str) -> dict[str, str]:
+    """The texts of the files of an adapter that name its base model, with this name; of those that name another."""
+    changed: dict[str, str] = {}
+    for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
+        if (file := folder / name).is_file():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if content.get(key) != base:
+                changed[name] = json.dumps({**content, key: base}, indent=2) + "\n"
+    return changed
+
+
+def read_notes(folder: Path) -> Notes:
     """finray's notes; empty where it wrote none.
 
     Raises:
         ModelError: the file cannot be read, or is something else.
     """
-    return {**_FILES.json(folder / NOTES, _Notes)} if (folder / NOTES).exists() else {}
+    return _FILES.json(folder / NOTES, Notes) if (folder / NOTES).exists() else {}

@@ -19,7 +19,7 @@ import yaml
 from finray.config import foreign, names
 from finray.config.convert_data import ForeignData
 from finray.config.foreign import AXOLOTL, LLAMA_FACTORY
-from finray.config.load import build_config, parse_yaml, read_yaml
+from finray.config.load import build_config, read_yaml
 from finray.config.replicas import legal_name
 from finray.config.schema import Config, sections
 from finray.errors import ConfigError, did_you_mean
@@ -110,7 +110,9 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     for key, what in foreign.ELSEWHERE.items():
         if raw.get(key) and not raw.get("do_train"):
             raise ConfigError(f"this config is not for training: {what}", where=f"{path}: {key}")
-    lines = _lines(path.read_text(encoding="utf-8-sig"), str(path))
+    tree = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+    assert tree is not None
+    lines = {key.value: key.start_mark.line + 1 for key, _ in tree.value}
     for key in foreign.NUMBERS & set(raw):
         raw[key] = _number(raw[key])
         if not isinstance(raw[key], int | float | None):
@@ -122,13 +124,6 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     reading = _Reading(system, raw, lines, path, workers, dataset_info)
     reading.read()
     return reading.checked()
-
-
-def _lines(text: str, name: str) -> dict[str, int]:
-    """The line of each key."""
-    parse_yaml(text, name=name)
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    return {key.value: key.start_mark.line + 1 for key, _ in node.value} if node is not None else {}
 
 
 @dataclass
@@ -437,14 +432,8 @@ class _Reading:
             self.put("train.activation_offload", True)
         if self.get("enable_liger_kernel", "use_liger_kernel") or self.get("liger_rms_norm"):
             self.put("train.liger", "auto")
-        for key in (
-            "liger_rope",
-            "liger_glu_activation",
-            "liger_fused_linear_cross_entropy",
-            "use_muon",
-            "use_unsloth",
-        ):
-            self.used.add(key)
+        self.used.update(("liger_rope", "liger_glu_activation", "liger_fused_linear_cross_entropy"))
+        self.used.update(("use_muon", "use_unsloth"))
         given = self.raw.get("plugins") or []
         plugins = given if isinstance(given, list) else [given]
         if all("liger" in str(one) or "CutCrossEntropy" in str(one) for one in plugins):

@@ -23,6 +23,19 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Names of roles that finray knows.
 _ROLES = ("system", "user", "human", "assistant", "gpt", "tool", "observation", "function_call")
 _CONVERTER = "not supported: rename it with your own function, `data.converter`"
+# Why a key of a dataset is not carried over.
+_WHY = {
+    "chat_template": SENTENCES["chat_template"],
+    "chat_template_jinja": SENTENCES["chat_template_jinja"],
+    "shards": "for a part of the rows use `data.train_split: train[:10%]`",
+    "roles_to_train": "`data.train_on` is assistant, last_assistant, completion or all",
+    "train_on_eos": "not supported: the end-of-turn token is always trained on",
+    "train_on_eot": "not supported: the end-of-turn token is always trained on",
+    "roles": _CONVERTER,
+    "drop_system_message": "not supported: system messages are kept; `data.converter` can remove them",
+    "message_field_training": "finray reads the field `train` of a message; `data.converter` can rename it",
+    "trust_remote_code": "not supported: datasets with their own code are not loaded",
+}
 
 _TABLES = FileKind(ConfigError, repair="write a dataset_info.json as LLaMA-Factory reads it, or leave it out")
 
@@ -165,7 +178,7 @@ class ForeignData:
         about.pop("ds_type", None)
         for key, value in about.items():
             if value not in (None, False, "", [], {}):
-                self.lose(f"datasets.{key}", self._why(key), value)
+                self.lose(f"datasets.{key}", _WHY.get(key, "not supported"), value)
         return [{"source": place} | found for place in places]
 
     def _places(self, about: dict[str, Any]) -> list[Any]:
@@ -217,18 +230,3 @@ class ForeignData:
         for name, column in columns.items():
             template = template.replace(f"{{{name}}}", f"{{{column}}}")
         return {"input_template": template, "output_template": f"{{{columns['output']}}}"}
-
-    def _why(self, key: str) -> str:
-        """The reason that a key of a dataset is not carried over."""
-        return {
-            "chat_template": SENTENCES["chat_template"],
-            "chat_template_jinja": SENTENCES["chat_template_jinja"],
-            "shards": "for a part of the rows use `data.train_split: train[:10%]`",
-            "roles_to_train": "`data.train_on` is assistant, last_assistant, completion or all",
-            "train_on_eos": "not supported: the end-of-turn token is always trained on",
-            "train_on_eot": "not supported: the end-of-turn token is always trained on",
-            "roles": _CONVERTER,
-            "drop_system_message": "not supported: system messages are kept; `data.converter` can remove them",
-            "message_field_training": "finray reads the field `train` of a message; `data.converter` can rename it",
-            "trust_remote_code": "not supported: datasets with their own code are not loaded",
-        }.get(key, "not supported")

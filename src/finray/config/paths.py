@@ -22,6 +22,11 @@ def is_url(name: str) -> bool:
     return "://" in name and not name.startswith("file://")
 
 
+def cache_dir(name: str) -> Path:
+    """A directory of finray's in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / name
+
+
 def run_url(config: Config) -> str | None:
     """The URL of a config's run; None where it is kept in a directory."""
     if not is_url(config.run.output_dir):
@@ -39,9 +44,8 @@ def run_path(config: Config) -> Path:
 
 def copy_path(url: str, local_dir: str | None = None) -> Path:
     """Where a machine keeps its copy of the run behind a URL: in ``local_dir``, or in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / "runs"
     parent, _, name = url.rstrip("/").rpartition("/")
-    root = cache if local_dir is None else Path(local_dir).expanduser()
+    root = cache_dir("runs") if local_dir is None else Path(local_dir).expanduser()
     # Runs of one name in two buckets are two runs.
     return (root / hashlib.sha256(parent.encode()).hexdigest()[:12] / name).resolve()
 

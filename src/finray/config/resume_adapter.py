@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finray.config.adapter_files import NOTES, SETTINGS, AdapterSettings, read_notes, read_settings
+from finray.config.adapter_files import NOTES, SETTINGS, read_notes, read_settings
 from finray.config.schema import Config
 from finray.errors import ConfigError
 
@@ -31,7 +31,17 @@ def with_start(config: Config) -> Config:
             repair=f"give a directory with `{SETTINGS}`, or a finished run",
         )
     settings, notes = read_settings(folder), read_notes(folder)
-    _require_plain_lora(settings, where=f"adapter.start_from={folder}")
+    where, initialised = f"adapter.start_from={folder}", settings.init_lora_weights
+    if settings.peft_type != "LORA":
+        raise ConfigError(f"an adapter of type {settings.peft_type} cannot be continued", where=where)
+    if isinstance(initialised, str) and initialised.startswith(_CHANGES_BASE):
+        raise ConfigError(
+            f"the adapter was initialised by {initialised}, which changes the base weights",
+            where=where,
+            repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
+        )
+    if settings.bias != "none":
+        raise ConfigError("an adapter that trains biases cannot be continued", where=where)
     targets, rank, alpha = settings.target_modules, settings.r, settings.lora_alpha
     if targets is None or rank is None or alpha is None:
         raise ConfigError(
@@ -79,17 +89,3 @@ def with_start(config: Config) -> Config:
 def _ordered(field: str, value: Any) -> Any:
     """The order of names of modules means nothing, that of new tokens does."""
     return sorted(value) if isinstance(value, list) and field != "model.new_tokens" else value
-
-
-def _require_plain_lora(settings: AdapterSettings, *, where: str) -> None:
-    if settings.peft_type != "LORA":
-        raise ConfigError(f"an adapter of type {settings.peft_type} cannot be continued", where=where)
-    initialised = settings.init_lora_weights
-    if isinstance(initialised, str) and initialised.startswith(_CHANGES_BASE):
-        raise ConfigError(
-            f"the adapter was initialised by {initialised}, which changes the base weights",
-            where=where,
-            repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
-        )
-    if settings.bias != "none":
-        raise ConfigError("an adapter that trains biases cannot be continued", where=where)

@@ -41,6 +41,11 @@ class TaskSpec:
     reads_labels: bool = False
     metrics: tuple[str, ...] | None = None
 
+    @property
+    def adds_head(self) -> bool:
+        """Whether its models have another head than a causal language model, which their files may lack."""
+        return self.auto_class != CAUSAL_LM.auto_class
+
     def chosen(self, evaluation: EvaluationConfig) -> tuple[str, Mode]:
         """The metric that chooses the best checkpoint and stops a run early, and whether less or more is better.
 

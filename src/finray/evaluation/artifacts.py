@@ -27,16 +27,17 @@ _AGAIN = (
 )
 
 
-def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
+def find_artifact(path: str | Path, *, base: str | None = None) -> Artifact:
     """The weights in a run, checkpoint or model directory, verified if there is a manifest.
 
     Args:
-        path: the directory; for an unfinished run, the newest valid checkpoint is used.
+        path: the directory, or the URL of a run; for an unfinished run, the newest valid checkpoint is used.
         base: overrides the base model that an adapter names.
 
     Raises:
         FinrayError: there is no model, or it is damaged.
     """
+    path = Path(local_copy(path)).expanduser()
     if not path.is_dir():
         raise ModelError(
             "the directory does not exist", where=str(path), repair="give a run, checkpoint or model directory"
@@ -121,28 +122,23 @@ def export_model(
     """
     if dtype not in TOLERANCE:
         raise ModelError(f"weights cannot be stored as `{dtype}`", where="dtype", repair="use fp32, bf16 or fp16")
-    artifact = find_artifact(_folder(path), base=base)
+    artifact = find_artifact(path, base=base)
     return export(artifact, Path(output).expanduser(), merge=merge, dtype=dtype, max_shard_size=max_shard_size)
 
 
-def load_trained(path: str | Path, *, base: str | None = None) -> tuple[Any, Any]:
+def load_trained(path: str | Path) -> tuple[Any, Any]:
     """Load a trained model for inference, on the GPU if there is one, and its tokenizer; an adapter is not merged.
 
     Args:
         path: a run, checkpoint or model directory.
-        base: overrides the base model of an adapter.
 
     Raises:
         FinrayError: the model cannot be loaded.
     """
-    artifact = find_artifact(_folder(path), base=base)
+    artifact = find_artifact(path)
     device = inference_device()
     model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)
     return model, load_tokenizer(ModelConfig(name=str(artifact.folder)))
-
-
-def _folder(path: str | Path) -> Path:
-    return Path(local_copy(path)).expanduser()
 
 
 def inference_device() -> torch.device:

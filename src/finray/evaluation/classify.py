@@ -17,6 +17,7 @@ from finray.data.sampling.packing import one_length_each, plan_packs
 from finray.errors import DataError
 from finray.models import attention
 from finray.models.classifier import label_names, labels_in
+from finray.models.saved_layout import without_adapter
 from finray.tasks.classifier_scores import ClassifierScores
 from finray.tasks.sequence_classification import SequenceClassification
 
@@ -69,7 +70,7 @@ def classify(
     Raises:
         DataError: a label is not one of the classifier's.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapter(model)
     known = labels or labels_in(inner.config) or LabelSet("single_label", label_names(inner.config))
     usual = compat.attention_implementation(inner)
     if packs:

@@ -11,7 +11,7 @@ from typing import Any, overload
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
-from finray.config.tasks import CAUSAL_LM, SPECS
+from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
@@ -21,7 +21,7 @@ from finray.evaluation.prompts import Prompt, prompt_ids
 from finray.files import FileKind
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.results import Result
+from finray.results import Result, print_labelled
 
 _CONFIGS = FileKind(ModelError, repair="download the model again")
 
@@ -70,10 +70,7 @@ class Answers(Result, Sequence[str]):
             for text in self.texts:
                 console.print(text, highlight=False, soft_wrap=True)
         for base, tuned in zip(self.base, self.texts, strict=False):
-            console.rule(style="dim")
-            for label, text in (("base", base), ("tuned", tuned)):
-                console.print(f"{label:>9} ", style="bold", end="", highlight=False)
-                console.print(text.strip(), highlight=False, soft_wrap=True)
+            print_labelled(console, [("base", base), ("tuned", tuned)])
 
     def write(self, path: Path) -> None:
         """Write the rows as JSON lines.
@@ -114,8 +111,10 @@ class Asking:
             ModelError: the model is a classifier, which gives no answers.
         """
         notes, task = artifact.notes, artifact.model.task
-        found = [] if not (artifact.folder / "config.json").is_file() else _architectures(artifact.folder)
-        if (task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class) or any("Classif" in one for one in found):
+        file, named = artifact.folder / "config.json", list[str]()
+        if file.is_file():
+            named = [str(one) for one in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]
+        if (task in SPECS and SPECS[task].adds_head) or any("Classif" in one for one in named):
             raise ModelError(
                 "the model is a classifier; it does not write answers",
                 where=str(artifact.folder),
@@ -141,11 +140,6 @@ class Asking:
         """
         kept: dict[str, Any] = {"system": self.system, "arguments": self.arguments, "tool_format": self.tool_format}
         return prompt_ids(self.tokenizer, prompt, raw=self.raw, **kept)
-
-
-def _architectures(folder: Path) -> list[str]:
-    content = _CONFIGS.json(folder / "config.json", dict[str, Any])
-    return [str(one) for one in content.get("architectures") or ()]
 
 
 class TextStream:

@@ -15,7 +15,7 @@ from rich.table import Column
 from finray.errors import FinrayError, ModelError
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired, p_text
-from finray.results import Result, Table
+from finray.results import Result, Table, print_labelled
 
 # A larger confusion matrix is only written to the file.
 _MOST_CLASSES = 12
@@ -245,11 +245,8 @@ class Comparison(Result):
         for note in self.notes:
             console.print(note, highlight=False, soft_wrap=True)
         for prediction in self.predictions[:samples]:
-            console.rule(style="dim")
             answers = [(name, texts[0]) for name, texts in prediction.answers.items()]
-            for label, text in (("prompt", prediction.prompt), ("expected", prediction.reference), *answers):
-                console.print(f"{label:>9} ", style="bold", end="", highlight=False)
-                console.print(text.strip(), highlight=False, soft_wrap=True)
+            print_labelled(console, [("prompt", prediction.prompt), ("expected", prediction.reference), *answers])
         written = f"predictions: {self.folder / PREDICTIONS_FILE}"
         if not self.predictions:
             written = f"scores: {self.folder / METRICS_FILE} (these rows have no prompts)"

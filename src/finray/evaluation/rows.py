@@ -169,8 +169,20 @@ def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
     """
     root = None if config.prepare.dir or is_url(config.run.output_dir) else run.path.parent / PREPARED
     dataset = PreparedDataset(prepare_here(config, root=root), local_dir=local_dir_of(config))
-    _require_same_data(run, config, dataset)
-    return dataset.splits(config.data, seed=config.run.seed), dataset
+    # A ratio would split other data differently, so rows that were trained on would be scored as if they were held out.
+    store = CheckpointStore(run.path)
+    for step in reversed(store.steps()):
+        try:
+            trained_on = TrainState.load(store.path_of(step)).data
+        except CheckpointError:
+            continue
+        require_same_data(trained_on, dataset, config)
+        return dataset.splits(config.data, seed=config.run.seed), dataset
+    raise DataError(
+        "the run has no checkpoint left, so its training data is unknown",
+        where=str(run.path),
+        repair="keep a checkpoint beside `final/`: it records which rows were held out",
+    )
 
 
 def stream_of(split: str, data: DataConfig) -> str:
@@ -186,23 +198,3 @@ def of_file(config: Config, *, root: str | Path | None, stream: str = "train") -
     if rows is None or not len(rows):
         raise DataError("no row is left to evaluate", where=f"--file {config.data.source}")
     return rows, dataset
-
-
-def _require_same_data(run: RunDir, config: Config, dataset: PreparedDataset) -> None:
-    """Refuse a dataset other than the one that the run was trained on, which its checkpoints name by a digest.
-
-    A ratio would split other data differently, so rows that were trained on would be scored as if they were held out.
-    """
-    store = CheckpointStore(run.path)
-    for step in reversed(store.steps()):
-        try:
-            trained_on = TrainState.load(store.path_of(step)).data
-        except CheckpointError:
-            continue
-        require_same_data(trained_on, dataset, config)
-        return
-    raise DataError(
-        "the run has no checkpoint left, so its training data is unknown",
-        where=str(run.path),
-        repair="keep a checkpoint beside `final/`: it records which rows were held out",
-    )

@@ -267,26 +267,23 @@ def _config_of(
         # A truncated reference would be a different one. All rows are evaluated; a ratio is required by the settings of
         # evaluation in training.
         own |= {"eval_ratio": 0.5, "test_ratio": 0.0, "on_too_long": "drop"}
-        own["max_length"] = max(config.data.max_length, _context(artifact.model))
+        from transformers import AutoConfig
+
+        try:
+            text = AutoConfig.from_pretrained(**loading_options(artifact.model)).get_text_config()
+        except FinrayError:
+            raise
+        except Exception as error:
+            # Third-party files can fail in any way.
+            raise not_loaded("model's configuration", artifact.model, error) from None
+        # As many tokens as the model reads, if it says so.
+        reads = min(getattr(text, "max_position_embeddings", None) or 0, 2**24)
+        own["max_length"] = max(config.data.max_length, reads)
         config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     config = with_absolute_paths(load_config(config, overrides))
     given = {name: getattr(request, name) for name in ("metrics", "max_rows", "max_new_tokens", "batch_size")}
     changed = config.evaluation.model_copy(update={name: one for name, one in given.items() if one is not None})
     return config.model_copy(update={"evaluation": changed})
-
-
-def _context(model: ModelConfig) -> int:
-    """Maximum number of tokens that a model reads; 0 if it does not say."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(**loading_options(model)).get_text_config()
-    except FinrayError:
-        raise
-    except Exception as error:
-        # Third-party files can fail in any way.
-        raise not_loaded("model's configuration", model, error) from None
-    return min(getattr(config, "max_position_embeddings", None) or 0, 2**24)
 
 
 def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None) -> list[Subject]:

@@ -73,6 +73,12 @@ def adapter_method(name: str) -> AdapterMethod:
     return method
 
 
+def seeded_generator(seed: int, name: str) -> torch.Generator:
+    """The random generator of the initial values of a tensor with this name."""
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") % 2**63)
+
+
 def principal_part(weight_OI: torch.Tensor, rank: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Matrices B (O, r) and A (r, I), fp32, whose product is the best rank-r approximation of a weight.
 
@@ -109,14 +115,10 @@ def first_values(
         base: a module's base weight (out, in), by the module's name; only called for DoRA and PiSSA.
     """
 
-    def generator(name: str) -> torch.Generator:
-        key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") % 2**63)
-
     # Tensors of the same module are requested consecutively.
     @lru_cache(maxsize=1)
     def principal(module: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        up, down = principal_part(base(module), rank, generator(module))
+        up, down = principal_part(base(module), rank, seeded_generator(seed, module))
         root = scaling(module) ** 0.5
         return up / root, down / root
 
@@ -130,6 +132,6 @@ def first_values(
             if kind.startswith("A."):
                 return down
             return -up if f".{PISSA_RESIDUAL}." in name else up
-        return method.first_value(kind.partition(".")[0], shape, generator(name))
+        return method.first_value(kind.partition(".")[0], shape, seeded_generator(seed, name))
 
     return first_value

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, read_notes, read_settings
+from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, Notes, read_notes, read_settings
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
@@ -37,7 +37,7 @@ class Artifact:
 
     folder: Path
     base: ModelConfig | None
-    notes: dict[str, Any]
+    notes: Notes
 
     @property
     def is_adapter(self) -> bool:
@@ -57,7 +57,7 @@ class Artifact:
         return LabelSet(self.notes["problem"], tuple(self.notes.get("labels") or ()))
 
 
-def task_of(notes: dict[str, Any]) -> str:
+def task_of(notes: Notes) -> str:
     """The task whose class loads the weights: if one of finray's loads the same class, a user's task is not
     imported."""
     auto_class = notes.get("auto_class", CAUSAL_LM.auto_class)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from finray.config.resolved import LabelSet, Problem
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.limits import shown
+from finray.models.adapter_methods import seeded_generator
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import StoredWeights
 
@@ -112,9 +112,7 @@ def new_value(name: str, shape: tuple[int, ...], *, seed: int, std: float) -> to
     """The initial value (fp32) of a weight: normal for a matrix, zeros for a bias, ones for a norm."""
     if len(shape) < 2:
         return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)
-    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") % 2**63)
-    return torch.randn(shape, generator=generator) * std
+    return torch.randn(shape, generator=seeded_generator(seed, name)) * std
 
 
 def new_values(config: Any, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:

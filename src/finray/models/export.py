@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import ModelError, require_package
 from finray.limits import cut
 from finray.models.adapters import load_adapter
 from finray.models.artifacts import Artifact, load_artifact, load_as_trained
@@ -94,8 +94,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
     Raises:
         ModelError: the output exists or cannot be written, or does not give the same logits when it is loaded.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ModelError("the output directory is not empty", where=str(output), repair="choose a new directory")
+    require_new(output)
     base, notes = artifact.base, artifact.notes
     if not merge and base is None:
         raise ModelError(
@@ -113,7 +112,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         )
     with _scratch(output) as scratch:
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
-        probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
+        probe = _probe(tokenizer)
         trained = load_artifact(artifact, dtype=torch.float32)
         expected = _logits(trained, probe)
         if base is not None and not merge:
@@ -151,11 +150,22 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
             del trained
             packed = load_as_trained(artifact, bits=BITS[trained_on])
             rounding = relative_difference(_logits(packed, probe), _logits(again, probe))
-        exported: dict[str, Any] = {name: notes[name] for name in _KEPT if name in notes}
+        known: dict[str, Any] = {**notes}
+        exported = {name: known[name] for name in _KEPT if name in known}
         exported |= {"merged_onto": base.name, "revision": base.revision}
         exported |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
         _write_json(scratch / NOTES, exported)
         return Exported(output, True, used, difference, base.name, trained_on, rounding)
+
+
+def require_new(output: Path) -> None:
+    """Check that a directory does not exist yet, or is empty.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError("the output directory is not empty", where=str(output), repair="choose a new directory")
 
 
 def _require_range(model: Any, output: Path) -> None:
@@ -178,10 +188,7 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
     """
     if output.exists():
         raise ModelError("the output already exists", where=str(output), repair="choose a new directory")
-    if find_spec("gguf") is None:
-        raise ModelError(
-            "reading a GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
-        )
+    require_package("reading a GGUF file", "gguf", extra="gguf")
     model = ModelConfig(name=str(file))
     with _scratch(output) as scratch:
         loaded = load_model(model, dtype=torch.float32 if dtype == "fp16" else DTYPES[dtype])
@@ -248,8 +255,11 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 def probe_logits(model: Any, folder: Path) -> torch.Tensor:
     """Logits of a short text, with the tokenizer of a directory."""
-    tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
-    return _logits(model.eval(), torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]]))
+    return _logits(model.eval(), _probe(load_tokenizer(ModelConfig(name=str(folder)))))
+
+
+def _probe(tokenizer: Any) -> torch.Tensor:
+    return torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
 
 
 @torch.no_grad()

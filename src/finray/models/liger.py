@@ -6,6 +6,7 @@ from typing import Any
 
 from finray import compat
 from finray.errors import ModelError
+from finray.models.saved_layout import without_adapter
 
 # finray's loss computes logits only at targets, which Liger's does not.
 _NOT_ITS_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -23,6 +24,6 @@ def apply(model: Any) -> None:
         raise ModelError(
             "Liger is not installed", where="train.liger", repair="pip install 'finray[liger]', or set it to auto"
         ) from None
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapter(model)
     if inner.config.model_type in known:
         patch(inner, **_NOT_ITS_LOSS)

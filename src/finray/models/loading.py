@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.config.tasks import CAUSAL_LM, task_spec
+from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
 from finray.models import adapters, attention, classifier, fused_lora, vocabulary
 from finray.models.quantised import quantise_layers
@@ -58,7 +57,7 @@ def load_model(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     attention.register()
     options = {"dtype": dtype} | ({} if attention_name is None else {"attn_implementation": attention_name})
-    has_head = task_spec(model.task).auto_class != CAUSAL_LM.auto_class
+    has_head = task_spec(model.task).adds_head
     try:
         if on_meta:
             from transformers import AutoConfig
@@ -134,27 +133,15 @@ def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
 
 
 def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[Any, list[str]]:
-    """The model as loaded by Transformers, and the names of head weights that its files lack."""
+    """The model as loaded by Transformers, and the names of weights that may be new: of a head that the task adds, or
+    of a pooler before it. A partly random model, which Transformers only mentions in a log, is refused.
+    """
     loaded, report = auto_class.from_pretrained(
         **loading_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    return loaded, _require_all_weights(loaded, report, model)
-
-
-def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Refuse a partly random model, which Transformers only mentions in a log.
-
-    Args:
-        loaded: the model.
-        report: Transformers' ``loading_info``.
-        model: the model section.
-
-    Returns:
-        The weights that may be new: of a head that the task adds, or of a pooler before it.
-    """
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     new: list[str] = []
-    if (auto_class := task_spec(model.task).auto_class) != CAUSAL_LM.auto_class:
+    if task_spec(model.task).adds_head:
         odd = [*missing, *(name for name, _, _ in mismatched)]
         new = [name for name in odd if classifier.may_be_new(loaded, name)]
         missing = [name for name in missing if name not in new]
@@ -166,12 +153,12 @@ def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelCon
     if names:
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         raise ModelError(
-            f"weights that {auto_class} needs {what}: {', '.join(names[:3])}{more}",
+            f"weights that {task_spec(model.task).auto_class} needs {what}: {', '.join(names[:3])}{more}",
             where=f"model.name={model.name}",
             repair="check `config.json` (model_type, num_hidden_layers, vocab_size, ...), or download the model "
             "again, with all of its `.safetensors` files",
         )
-    return new
+    return loaded, new
 
 
 def build_model(
@@ -211,7 +198,7 @@ def build_model(
     on_meta = on_meta or bits is not None
     dtype = DTYPES[precision if adapter.method != "none" else weights]
     loaded = load_model(model, dtype=dtype, attention_name=attention_name, on_meta=on_meta, seed=seed, labels=labels)
-    has_head = task_spec(model.task).auto_class != CAUSAL_LM.auto_class
+    has_head = task_spec(model.task).adds_head
     if on_meta and has_head and (folder := folder_of(model)) is not None:
         classifier.mark_new(loaded, stored_weights(folder))
     if adapter.method != "none":

@@ -16,6 +16,7 @@ import torch
 from finray.models import attention, pooled
 from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
+from finray.models.saved_layout import without_adapter
 
 # Tokens for comparing our head with the model's own: few, to save memory.
 _HEAD_CHECK_TOKENS = 64
@@ -68,7 +69,7 @@ class PackedModel:
 
     def __init__(self, model: Any, *, precision: str, attention_name: str | None, device: torch.device) -> None:
         self.model = model
-        self.inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.inner: Any = without_adapter(model)
         self.precision = precision
         self._body = getattr(self.inner, self.inner.base_model_prefix)
         # First position: RoBERTa's is after the padding index.
@@ -80,27 +81,7 @@ class PackedModel:
         self._device = device
         self._attention = attention_name
         self._reads_some = attention_name == attention.NAME and pooled.read_only_some(self._body)
-        counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-        self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
         self._has_plain_head: bool | None = None
-
-    @property
-    def is_on_meta(self) -> bool:
-        """Whether parameters have no values yet."""
-        return any(parameter.is_meta for parameter in self.model.parameters())
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """The trainable parameters by name, in a fixed order."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-
-    def initialised_parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that were initialised here: trained ones, and those of a frozen adapter."""
-        named = self.model.named_parameters()
-        return [parameter for name, parameter in named if parameter.requires_grad or ".lora_" in name]
-
-    def parameter_counts(self) -> tuple[int, int]:
-        """(trainable, all) parameters."""
-        return self._counts
 
     def autocast(self) -> torch.autocast:
         """Autocast context of a forward pass in ``precision``."""

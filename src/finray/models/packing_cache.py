@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from finray.config.paths import cache_dir
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS, task_spec
+from finray.errors import ModelError
+from finray.files import FileKind, replace_text
 from finray.pretrained.tokenizers import source_options
 
+_FILES = FileKind(ModelError)
 # The code that the result depends on.
 _CODE = ("models/packing_check.py", "models/packed.py", "models/pooled.py", "models/attention.py", "compat.py")
 
@@ -32,7 +36,7 @@ def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
     Raises:
         ModelError: the model's configuration cannot be loaded.
     """
-    folder = folder or _packing_folder()
+    folder = folder or cache_dir("packing")
     known = cached_packing(model, folder)
     if known is not None:
         return known
@@ -53,7 +57,7 @@ def packing_of_config(config: Any, *, auto_class: str = CAUSAL_LM.auto_class, fo
     """
     from finray.models.packing_check import check_packing_of
 
-    folder = folder or _packing_folder()
+    folder = folder or cache_dir("packing")
     # Not where it was loaded from, and how.
     plain = {name: one for name, one in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     text = json.dumps(plain, sort_keys=True, default=str)
@@ -64,14 +68,10 @@ def packing_of_config(config: Any, *, auto_class: str = CAUSAL_LM.auto_class, fo
     return found
 
 
-def _packing_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / "packing"
-
-
 def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | None:
     """The result of an earlier check of this model's configuration; None if there was none."""
     key = _packing_key(model)
-    return None if key is None else _read(key, folder or _packing_folder())
+    return None if key is None else _read(key, folder or cache_dir("packing"))
 
 
 def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
@@ -82,24 +82,16 @@ def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
 
 def _read(key: str, folder: Path) -> Packing | None:
     try:
-        found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        positions = found["positions"]
-        positions = None if positions is None else int(positions)
-        return Packing(bool(found["safe"]), str(found["family"]), str(found["reason"]), positions)
-    except (OSError, ValueError, KeyError, TypeError):
+        return _FILES.json(folder / f"{key}.json", Packing)
+    except ModelError:
         return None
 
 
 def _write(key: str, folder: Path, packing: Packing) -> None:
-    if not packing.lasting:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / f".{key}.{os.getpid()}"
-        scratch.write_text(json.dumps(asdict(packing)), encoding="utf-8")
-        os.replace(scratch, folder / f"{key}.json")
-    except OSError:
-        return
+    if packing.lasting:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(folder / f"{key}.json", json.dumps(asdict(packing)))
 
 
 def _packing_key(model: ModelConfig) -> str | None:

@@ -17,6 +17,7 @@ from finray import compat
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
+from finray.files import first_line
 from finray.models import attention
 from finray.models.packed import JoinedRows, PackedModel
 from finray.pretrained.tokenizers import check_exists, loading_options, not_loaded, silence_transformers
@@ -81,9 +82,6 @@ def check_packing_of(
     """As :func:`check_packing`, for a Transformers configuration; random state is not changed."""
     import transformers
 
-    def first_line(error: Exception) -> str:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-
     family, positions = str(config.model_type), None
 
     def unsafe(reason: str, error: Exception | None = None) -> Packing:
@@ -120,13 +118,13 @@ def check_packing_of(
             alone = [_results(small, JoinedRows(row), None) for row in rows]
             expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
         except Exception as error:
-            return unsafe(f"no small model of its kind can be tried out ({first_line(error)})", error)
+            return unsafe(f"no small model of its kind can be tried out ({first_line(error)[:120]})", error)
         attention.register()
         try:
             small.set_attn_implementation(attention.NAME)
             found = _results(small, JoinedRows(*rows), attention.NAME)
         except Exception as error:
-            return unsafe(f"it refuses joined rows ({first_line(error)})", error)
+            return unsafe(f"it refuses joined rows ({first_line(error)[:120]})", error)
     if any(its.shape != ours.shape for its, ours in zip(expected, found, strict=True)):
         return unsafe("its head makes something else of joined rows")
     apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, found, strict=True)]

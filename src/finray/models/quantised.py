@@ -14,12 +14,11 @@ Scales belong to the module and are not sharded: they take 0.13 bits a weight (4
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from finray.errors import ModelError
+from finray.errors import ModelError, require_package
 
 BITS = {"4bit": 4, "8bit": 8}
 
@@ -134,12 +133,7 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     Raises:
         ModelError: there is no linear layer, or bitsandbytes is not installed.
     """
-    if find_spec("bitsandbytes") is None:
-        raise ModelError(
-            "model.quantization needs the package bitsandbytes, which is not installed",
-            where="model.quantization",
-            repair="pip install 'finray[quantization]'",
-        )
+    require_package("model.quantization", "bitsandbytes", extra="quantization", where="model.quantization")
     fill = _per_element(bits, dtype)
     head, body = model.get_output_embeddings(), {id(module) for module in model.base_model.modules()}
     found = [

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from finray.models.saved_layout import without_adapter
+
 
 def roles_of(model: Any) -> dict[str, str]:
     """``embedding``, ``head`` or ``norm`` by name, for parameters with such a role; includes their adapters."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapter(model)
     head = inner.get_output_embeddings()
     found: dict[str, str] = {}
     for path, module in model.named_modules():

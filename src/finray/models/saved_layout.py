@@ -27,6 +27,11 @@ NAME = "default"
 PISSA_RESIDUAL = "pissa_residual"
 
 
+def without_adapter(model: Any) -> Any:
+    """The Transformers model in a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class SavedLayout:
     """The layout of a weights directory: Hugging Face's for a whole model, or PEFT's for an adapter.
 

@@ -20,7 +20,7 @@ from finray.models import adapters, vocabulary
 from finray.models.classifier import labels_in, may_be_new, new_values, stored_name
 from finray.models.loading import load_model
 from finray.models.quantised import QuantisedLinear
-from finray.models.saved_layout import NAME
+from finray.models.saved_layout import NAME, without_adapter
 from finray.pretrained.tokenizers import new_tokens
 from finray.pretrained.weights import StoredWeights, folder_of, stored_weights
 from finray.sharding import load_local, rows_of, shape_of
@@ -43,7 +43,7 @@ def left_out(model: Any, stored: StoredWeights) -> list[str]:
         model: the Transformers or PEFT model, on any device.
         stored: the headers of the base model's files.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapter(model)
     body = f"{inner.base_model_prefix}."
     own = {base_name(name).removeprefix(body) for name, _ in model.named_parameters(remove_duplicate=False)}
     kinds = {_NUMBER.sub(".", name) for name in own}
@@ -80,7 +80,7 @@ def materialise(
     Raises:
         ModelError: a weight cannot be found.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = without_adapter(model)
     _give_memory(model, inner, device)
     kept = inner.state_dict().keys()
     tensors = {name: one for name, one in model.named_parameters() if ".lora_" not in name}

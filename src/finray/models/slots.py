@@ -83,7 +83,6 @@ class Step:
         self._positions_B = torch.tensor(positions, dtype=torch.int64, device=device)
         self._longest = max(positions, default=0) + 1
         self._rows_B = torch.arange(len(positions), device=device)
-        self._hidden: dict[int | None, torch.Tensor] = {}
         self._bias: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:

@@ -257,6 +257,13 @@ class ProcessGroup:
         gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
         compat.foreach_mul_(gradients, scale.reciprocal())
 
+    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
+        norm = grad_norm(parameters)
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
     def save_own(self, folder: Path) -> bool:  # noqa: ARG002
         """Nothing."""
         return False

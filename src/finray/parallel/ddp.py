@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.parallel.base import NamedOptimizer, ProcessGroup, grad_norm
+from finray.parallel.base import NamedOptimizer, ProcessGroup
 
 BUCKET_ELEMENTS = 8 * 2**20
 
@@ -58,13 +58,6 @@ class DDPStrategy(ProcessGroup):
             return super().all_reduce_gradients(parameters, extra)
         self._buckets.all_reduce(extra)
         return extra
-
-    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
-        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
-        norm = grad_norm(parameters)
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
 
 
 class _Buckets:

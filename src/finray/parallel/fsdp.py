@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ParallelConfig
-from finray.parallel.base import ProcessGroup, grad_norm
+from finray.parallel.base import ProcessGroup
 
 
 class FSDPStrategy(ProcessGroup):
@@ -63,13 +63,6 @@ class FSDPStrategy(ProcessGroup):
                 # The loss is already divided by the targets of the whole step; and gloo cannot scale while it reduces.
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
-
-    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
-        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
-        norm = grad_norm(parameters)
-        if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
 
 
 def _own_table(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> torch.nn.Embedding | None:

@@ -22,18 +22,17 @@ def refusal() -> str | None:
     """
     with _lock:
         if not _refusals:
-            _refusals.append(
-                None if os.environ.get(_VARIABLES[0], "").upper() in ("1", "ON", "YES", "TRUE") else _probe()
-            )
-            if _refusals[0] is not None:
-                _go_offline()
+            endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+            is_offline = os.environ.get(_VARIABLES[0], "").upper() in ("1", "ON", "YES", "TRUE")
+            reason = None if is_offline else unreachable(endpoint)
+            _refusals.append(None if reason is None else f"the Hub was tried at {endpoint}: {reason}")
+            if reason is not None:
+                os.environ.update(dict.fromkeys(_VARIABLES, "1"))
+                # The libraries read the variables once.
+                for module in ("huggingface_hub.constants", "datasets.config"):
+                    if (loaded := sys.modules.get(module)) is not None:
+                        loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
         return _refusals[0]
-
-
-def _probe() -> str | None:
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    reason = unreachable(endpoint)
-    return None if reason is None else f"the Hub was tried at {endpoint}: {reason}"
 
 
 def unreachable(url: str) -> str | None:
@@ -67,11 +66,3 @@ def unreachable(url: str) -> str | None:
 def no_answer() -> str:
     """The message about a server that does not answer in time."""
     return f"no answer within {TIMEOUT_S:g} s"
-
-
-def _go_offline() -> None:
-    os.environ.update(dict.fromkeys(_VARIABLES, "1"))
-    # The libraries read the variables once.
-    for module in ("huggingface_hub.constants", "datasets.config"):
-        if (loaded := sys.modules.get(module)) is not None:
-            loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -14,7 +13,7 @@ from typing import Protocol
 
 from finray.checkpoint import manifest
 from finray.checkpoint.copies import CONFIG_FILE, RESOLVED_FILE, RUN_ID
-from finray.config.adapter_files import NOTES, SETTINGS
+from finray.config.adapter_files import with_base
 from finray.errors import FinrayError, HubError
 from finray.publishing.hub import Commit, Target
 
@@ -64,13 +63,24 @@ class CheckpointPusher:
 
     def offer(self, checkpoint: Path) -> None:
         """Queue a checkpoint, replacing one that waits; its files may be deleted afterwards."""
+        scratch = checkpoint.with_name(f"{_SCRATCH}{checkpoint.name}")
         try:
-            linked = self._linked(checkpoint)
+            # Hard links to its files, because retention may delete it.
+            shutil.rmtree(scratch, ignore_errors=True)
+            for one in sorted(checkpoint.rglob("*")):
+                name = one.relative_to(checkpoint)
+                if one.is_file() and name.parts[0] not in _LEFT_OUT:
+                    (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.link(one, scratch / name)
+            for one in (checkpoint.parent / own for own in OF_RUN):
+                if one.is_file():
+                    (scratch / RUN).mkdir(exist_ok=True)
+                    os.link(one, scratch / RUN / one.name)
         except OSError as error:
             self._warn(f"{checkpoint.name} is not pushed: {error.strerror or error}", _step(checkpoint))
             return
         with self._changed:
-            superseded, self._next = self._next, linked
+            superseded, self._next = self._next, scratch
             self._changed.notify()
         if superseded is not None:
             shutil.rmtree(superseded, ignore_errors=True)
@@ -86,21 +96,6 @@ class CheckpointPusher:
         with suppress(OSError):
             for rest in [self._next] if self._next is not None else []:
                 shutil.rmtree(rest)
-
-    def _linked(self, checkpoint: Path) -> Path:
-        """Hard links to the files of a checkpoint, because retention may delete it."""
-        scratch = checkpoint.with_name(f"{_SCRATCH}{checkpoint.name}")
-        shutil.rmtree(scratch, ignore_errors=True)
-        for one in sorted(checkpoint.rglob("*")):
-            name = one.relative_to(checkpoint)
-            if one.is_file() and name.parts[0] not in _LEFT_OUT:
-                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-                os.link(one, scratch / name)
-        for one in (checkpoint.parent / own for own in OF_RUN):
-            if one.is_file():
-                (scratch / RUN).mkdir(exist_ok=True)
-                os.link(one, scratch / RUN / one.name)
-        return scratch
 
     def _work(self) -> None:
         hub: Uploads | None = None
@@ -140,15 +135,11 @@ def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
     content = manifest.read(folder)
     listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in (*_LEFT_OUT, RUN)]
     listed += [manifest.entry(folder, one) for one in sorted((folder / RUN).glob("*"))]
-    for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
-        if base is None or not (folder / name).is_file():
-            continue
-        settings = json.loads((folder / name).read_text(encoding="utf-8"))
-        if settings.get(key) != base:
-            # A hard link: the checkpoint keeps the file.
-            (folder / name).unlink()
-            (folder / name).write_text(json.dumps({**settings, key: base}, indent=2) + "\n", encoding="utf-8")
-            listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
+    for name, text in ({} if base is None else with_base(folder, base)).items():
+        # A hard link: the checkpoint keeps the file.
+        (folder / name).unlink()
+        (folder / name).write_text(text, encoding="utf-8")
+        listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
     if listed != content["files"]:
         (folder / manifest.NAME).unlink()
         manifest.write(folder, listed, step=content["step"], metrics=content["metrics"])

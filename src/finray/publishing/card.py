@@ -80,16 +80,8 @@ def scores_of(run: Path, weights: Path) -> dict[str, Any] | None:
 
 def card(facts: Facts) -> str:
     """The text of ``README.md``, front matter first."""
-    parts = [
-        f"# {facts.repo.rpartition('/')[2]}",
-        _what(facts),
-        _scores(facts),
-        _data(facts),
-        _training(facts),
-        _loading(facts),
-        _licence(facts),
-        _again(facts),
-    ]
+    sections = (_what, _scores, _data, _training, _loading, _licence, _again)
+    parts = [f"# {facts.repo.rpartition('/')[2]}", *(section(facts) for section in sections)]
     front = yaml.safe_dump(_front(facts), sort_keys=False, allow_unicode=True)
     return f"---\n{front}---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
 

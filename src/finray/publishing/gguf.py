@@ -15,12 +15,11 @@ import torch
 from rich.console import Console
 
 from finray import compat
-from finray.checkpoint.copies import local_copy
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import ModelError, require_package
 from finray.evaluation.artifacts import export_model, find_artifact
 from finray.files import require_writable
-from finray.models.export import probe_logits, relative_difference
+from finray.models.export import probe_logits, relative_difference, require_new
 from finray.models.loading import load_model
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.publishing.modelfile import modelfile
@@ -117,16 +116,11 @@ def export_gguf(
     """
     if kind not in KINDS:
         raise ModelError(f"unknown type `{kind}`", where="--gguf", repair=f"use {' or '.join(KINDS)}")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ModelError("the output directory is not empty", where=str(output), repair="choose a new directory")
+    require_new(output)
     command = find_converter(converter)
-    if find_spec("gguf") is None:
-        raise ModelError(
-            "checking the GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
-        )
-    artifact = find_artifact(Path(local_copy(path)).expanduser(), base=base)
-    if not output.parent.is_dir():
-        output.parent.mkdir(parents=True)
+    require_package("checking the GGUF file", "gguf", extra="gguf")
+    artifact = find_artifact(path, base=base)
+    output.parent.mkdir(parents=True, exist_ok=True)
     require_writable(output.parent)
     with tempfile.TemporaryDirectory(prefix=".tmp-gguf-", dir=output.parent) as scratch:
         merged, made = Path(scratch) / "merged", Path(scratch) / "made"

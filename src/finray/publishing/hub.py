@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -206,7 +205,7 @@ class Hub:
                 target.repo,
                 [
                     *(CommitOperationDelete(f"{prefix}{name}") for name in gone if name not in files),
-                    *(CommitOperationAdd(f"{prefix}{name}", _content(one)) for name, one in sorted(files.items())),
+                    *(CommitOperationAdd(f"{prefix}{name}", one) for name, one in sorted(files.items())),
                 ],
                 commit_message=message,
             )
@@ -357,10 +356,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _content(one: Path | bytes) -> str | bytes:
-    return one if isinstance(one, bytes) else os.fspath(one)
 
 
 def _matching(names: Collection[str], patterns: Collection[str]) -> list[str]:

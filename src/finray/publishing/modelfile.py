@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from finray.config.adapter_files import Notes
+
 Messages = Sequence[Mapping[str, str]]
 _MARK = "finray-marks-this"
 
@@ -69,7 +71,7 @@ def _go(text: str) -> str:
     return f'{{{{- "{quoted}" }}}}' if text else ""
 
 
-def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, bos: str = "") -> tuple[str, str | None]:
+def modelfile(tokenizer: Any, file: str, notes: Notes, *, bos: str = "") -> tuple[str, str | None]:
     """The text of a ``Modelfile``, and why it has no template; None if it has one, or the model has none.
 
     Args:
@@ -138,7 +140,7 @@ def frame_of(render: Any) -> Frame | str:
         return "what follows a system message differs"
     between = rest[: rest.index(user)]
     # The start of a user message is the common suffix of everything before user messages.
-    begin = _common_end([head, back, between])
+    begin = _common_begin([one[::-1] for one in (head, back, between)])[::-1]
     after = head[: len(head) - len(begin)]
     opening = _common_begin([before, after]) if after else ""
     # The end of a user message is the common prefix before an answer.
@@ -177,7 +179,3 @@ def _common_begin(texts: Sequence[str]) -> str:
     short = min(texts, key=len)
     size = next((at for at in range(len(short)) if any(one[at] != short[at] for one in texts)), len(short))
     return short[:size]
-
-
-def _common_end(texts: Sequence[str]) -> str:
-    return _common_begin([one[::-1] for one in texts])[::-1]

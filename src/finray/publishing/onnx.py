@@ -7,19 +7,17 @@ import logging
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from finray.checkpoint.copies import local_copy
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import ModelError, require_package
 from finray.evaluation.artifacts import export_model, find_artifact
 from finray.files import first_line, require_writable
-from finray.models.export import relative_difference
+from finray.models.export import relative_difference, require_new
 from finray.models.loading import load_model
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
@@ -72,15 +70,10 @@ def export_onnx(path: str | Path, output: Path, *, base: str | None = None) -> O
         ModelError: a package is missing, the model is not a classifier or cannot be exported, or the file's logits
             differ from the model's.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ModelError("the output directory is not empty", where=str(output), repair="choose a new directory")
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ModelError(
-            f"exporting to ONNX needs the package {missing[0]}, which is not installed",
-            where="--onnx",
-            repair="pip install 'finray[onnx]'",
-        )
-    artifact = find_artifact(Path(local_copy(path)).expanduser(), base=base)
+    require_new(output)
+    for name in PACKAGES:
+        require_package("exporting to ONNX", name, extra="onnx", where="--onnx")
+    artifact = find_artifact(path, base=base)
     if artifact.labels is None:
         raise ModelError(
             "only classifiers are exported to ONNX",

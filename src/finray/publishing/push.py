@@ -15,7 +15,7 @@ from rich.console import Console
 
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import RunDir, saved_config
-from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
+from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, with_base
 from finray.config.export import hub_id
 from finray.config.schema import Config
 from finray.errors import HubError
@@ -98,9 +98,10 @@ def push(
     Raises:
         FinrayError: the Hub does not allow the push (checked before anything is merged or sent), or does not answer.
     """
-    folder = Path(path).expanduser()
-    artifact = find_artifact(folder)
-    config = _config_of(artifact.folder)
+    artifact = find_artifact(path)
+    run = RunDir(artifact.folder.parent)
+    is_of_a_run = run.config_file.is_file() and (artifact.folder / manifest.NAME).is_file()
+    config = saved_config(run) if is_of_a_run else None
     export = None if config is None else config.export
     merged = bool(export and export.merged) if merged is None else merged
     public = bool(export and export.public) if public is None else public
@@ -115,14 +116,14 @@ def push(
     target = hub.check(name, public=public)
     if public and target.is_private:
         notify(f"{target.repo} is private on the Hub and stays private; make it public in its settings there")
-    facts = _facts(artifact, config, target, merged=merged, base=known, hub=hub)
+    facts = _facts(artifact, run, config, target, merged=merged, base=known, hub=hub)
     whole, files = None, model_files(artifact.folder)
     if merged:
         local = base if base is not None and Path(base).expanduser().is_dir() else None
         whole = _merged(artifact, dtype=dtype, base=local, notify=notify)
         files = model_files(whole)
     elif artifact.base is not None and known is not None:
-        files |= renamed(artifact, known)
+        files |= {name: text.encode() for name, text in with_base(artifact.folder, known).items()}
     files.setdefault(MARK, (json.dumps(artifact.notes, indent=2) + "\n").encode())
     if "README.md" not in files or config is not None:
         files["README.md"] = card(facts).encode()
@@ -155,31 +156,12 @@ def model_files(folder: Path) -> dict[str, Path | bytes]:
     return {one.relative_to(folder).as_posix(): one for one in sorted(found)}
 
 
-def renamed(artifact: Artifact, base: str) -> dict[str, Path | bytes]:
-    """The files of an adapter that name its base, with the base's name on the Hub."""
-    changed: dict[str, Path | bytes] = {}
-    for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
-        if (file := artifact.folder / name).is_file():
-            content = json.loads(file.read_text(encoding="utf-8"))
-            if content.get(key) != base:
-                changed[name] = (json.dumps({**content, key: base}, indent=2) + "\n").encode()
-    return changed
-
-
-def _config_of(weights: Path) -> Config | None:
-    """The config of the run that weights belong to; None if there is none."""
-    run = RunDir(weights.parent)
-    is_of_a_run = run.config_file.is_file() and (weights / manifest.NAME).is_file()
-    return saved_config(run) if is_of_a_run else None
-
-
 def _facts(
-    artifact: Artifact, config: Config | None, target: Target, *, merged: bool, base: str | None, hub: Hub
+    artifact: Artifact, run: RunDir, config: Config | None, target: Target, *, merged: bool, base: str | None, hub: Hub
 ) -> Facts:
     folder = artifact.folder
     known: dict[str, Any] = {}
     if config is not None:
-        run = RunDir(folder.parent)
         content, done, resolved = manifest.read(folder), run.finished(), run.resolved()
         known = {
             "config": config,

@@ -86,7 +86,7 @@
       width, height: 240, focus: { alpha: 0.3 },
       scales: {
         x: { time: false, range: (plot, low, high) => (low < high ? [low, high] : [low - 1, low + 1]) },
-        y: asBars ? { range: (plot, low, high) => [0, (spec.limit ? 1.16 : 1.06) * (high || 1)] } : { distr: spec.log ? 3 : 1 },
+        y: asBars ? { range: (plot, low, high) => [0, (spec.limit ? 1.16 : 1.06) * (high || 1)] } : {},
       },
       axes: [
         axis(spec.x_label, { size: 30, incrs: asBars || spec.x_label === "step" ? incrs : undefined }),

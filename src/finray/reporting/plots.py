@@ -56,7 +56,6 @@ class Plot:
     series: tuple[Series, ...]
     limit: tuple[float, str] | None = None
     group: str | None = None
-    log: bool = False
     marks: tuple[Mark, ...] = ()
 
     def plain(self) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class Plot:
                 {
                     "label": one.label,
                     "x": list(one.x),
-                    "y": [_finite(y) for y in one.y],
+                    "y": [y if y is not None and math.isfinite(y) else None for y in one.y],
                     **({} if one.colour is None else {"colour": one.colour}),
                 }
                 for one in self.series
@@ -77,7 +76,6 @@ class Plot:
             "marks": [{"x": one.x, "label": one.label, "colour": one.colour} for one in self.marks],
             "limit": self.limit,
             "group": self.group,
-            "log": self.log,
         }
 
 
@@ -111,7 +109,6 @@ def curves(
     x_label: str,
     y_label: str,
     group: str | None = None,
-    log: bool = False,
     marks: Sequence[Mark] = (),
 ) -> Plot:
     """A line for each series, all with the same axes.
@@ -119,11 +116,8 @@ def curves(
     Args:
         series: the lines; each has its own x values, so runs of different length and interval can be combined.
         group: plots of one group share cursor and zoom.
-        log: whether the y axis is logarithmic; non-positive values become gaps.
         marks: vertical lines.
     """
-    if log:
-        series = [replace(one, y=[y if y is not None and y > 0 else None for y in one.y]) for one in series]
     return Plot(
         kind="lines",
         title=title,
@@ -131,7 +125,6 @@ def curves(
         y_label=y_label,
         series=tuple(series),
         group=group,
-        log=log,
         marks=tuple(marks),
     )
 
@@ -156,7 +149,3 @@ def thinned(series: Series, most: int) -> Series:
         kept |= {min(known)[1], max(known)[1]} if known else {first}
     places = sorted(kept)
     return replace(series, x=[series.x[at] for at in places], y=[series.y[at] for at in places])
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

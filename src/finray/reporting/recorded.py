@@ -9,13 +9,13 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from finray.checkpoint import manifest
-from finray.checkpoint.copies import local_copy
+from finray.checkpoint.copies import EVALUATION, RUN_ID, SUMMARY_FILE, local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, RESOLVED_FILE, RunDir
 from finray.checkpoint.store import CheckpointStore
 from finray.config.load import read_yaml
@@ -34,9 +34,8 @@ from finray.tracking.starts import Start, read_starts
 
 T = TypeVar("T")
 State = Literal["running", "finished", "stopped", "not started"]
-EVALUATION = "evaluation"
 # Files that identify a run directory; an interrupted run may lack any of them.
-_MARKS = (CONFIG_FILE, RECORDS, STARTS, "summary.json", RESOLVED_FILE)
+_MARKS = (CONFIG_FILE, RECORDS, STARTS, SUMMARY_FILE, RESOLVED_FILE)
 _FILES = FileKind(DataError)
 _NUMBERS = frozenset(one.name for one in fields(TrainRecord)) - {"samples_digest", "samples"}
 _MAY_LACK = frozenset(("grad_norm", "loss_scale", "skipped"))
@@ -210,6 +209,8 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     starts = tuple(tried(lambda: read_starts(path), nothing))
     is_begun = bool(raw or starts or steps or finished)
     state = state_of(is_held=is_held(path), is_finished=finished is not None, is_begun=is_begun)
+    root, resolved, run_id = path / EVALUATION, path / RESOLVED_FILE, path / RUN_ID
+    marks = (path, root, *(path / name for name in _MARKS))
     folders = [run.final, *(store.path_of(step) for step in reversed(steps))]
     folder = next((one for one in folders if (one / manifest.NAME).is_file()), None)
     return RecordedRun(
@@ -217,8 +218,8 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         place=str(place) if is_url(str(place)) else str(path),
         state=state,
         config=tried(lambda: _sections(run.config_file), {}),
-        resolved=tried(lambda: _mapping(path / RESOLVED_FILE), {}),
-        run_id=tried(lambda: _text(path / "run_id"), None),
+        resolved=tried(lambda: _FILES.json(resolved, dict[str, Any]) if resolved.exists() else {}, {}),
+        run_id=tried(lambda: _FILES.text(run_id).strip() if run_id.exists() else None, None),
         starts=starts,
         train=tuple(filter(None, map(train_of, raw))),
         evals=tuple(filter(None, map(eval_of, raw))),
@@ -233,13 +234,16 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         evaluations=tuple(
             one
             for one in (
-                tried(lambda: read_evaluation(file, path / EVALUATION, with_answers=with_answers), None)  # noqa: B023
-                for file in _evaluations(path)
+                tried(lambda: read_evaluation(file, root, with_answers=with_answers), None)  # noqa: B023
+                # Those of the run's own held-out rows first.
+                for file in sorted(
+                    found for depth in ("", "*/", "*/*/") for found in root.glob(f"{depth}{METRICS_FILE}")
+                )
             )
             if one is not None
         ),
         size=tried(lambda: size_of(path), 0),
-        changed=tried(lambda: _changed(path), 0.0),
+        changed=tried(lambda: max([one.stat().st_mtime for one in marks if one.exists()], default=0.0), 0.0),
         problems=tuple(problems),
     )
 
@@ -296,27 +300,11 @@ def size_of(folder: Path) -> int:
     return sum(seen.values())
 
 
-def _changed(path: Path) -> float:
-    times = [path.stat().st_mtime]
-    for name in (*_MARKS, EVALUATION):
-        if (path / name).exists():
-            times.append((path / name).stat().st_mtime)
-    return max(times)
-
-
 def _sections(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         raise DataError("is missing", where=str(path))
     plain = redact(read_yaml(path))
     return {str(name): fields for name, fields in plain.items() if isinstance(fields, dict)}
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    return _FILES.json(path, dict[str, Any]) if path.exists() else {}
-
-
-def _text(path: Path) -> str | None:
-    return _FILES.text(path).strip() if path.exists() else None
 
 
 def _failure(path: Path) -> str | None:
@@ -338,12 +326,6 @@ def _data(store: CheckpointStore, steps: Sequence[int]) -> str | None:
             found = _FILES.json(path, dict[str, Any]).get("data")
             return found if isinstance(found, str) and found else None
     return None
-
-
-def _evaluations(run_dir: Path) -> Iterator[Path]:
-    """Score files, that of the run's own held-out rows first."""
-    root = run_dir / EVALUATION
-    return iter(sorted((*root.glob(METRICS_FILE), *root.glob(f"*/{METRICS_FILE}"), *root.glob(f"*/*/{METRICS_FILE}"))))
 
 
 def train_of(plain: Mapping[str, Any]) -> TrainRecord | None:

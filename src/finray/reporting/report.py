@@ -172,9 +172,11 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
     """The setup of a run, as names and values."""
     config, start = run.config, run.starts[-1].header if run.starts else None
+    data, mixed = config.get("data", {}), config.get("data", {}).get("mix")
+    named = [one.get("source") for one in mixed if isinstance(one, dict)] if isinstance(mixed, list) else []
     found = [
         ("Model", _place(config.get("model", {}).get("name", "") or (start.model if start else ""))),
-        ("Data", _sources(config.get("data", {}))),
+        ("Data", ", ".join(_place(one) for one in (data.get("source"), *named) if one)),
         ("Method", start.method if start else str(config.get("adapter", {}).get("method", ""))),
     ]
     if start is not None:
@@ -246,8 +248,9 @@ def machine_plots(runs: Sequence[RecordedRun]) -> list[Plot]:
 def _curve(runs: Sequence[RecordedRun], title: str, y_label: str, points: Sequence[Points]) -> list[Plot]:
     """A plot with a curve for each run, whose colour is the same in all plots; empty if no run has a value."""
     most = min(_MOST, max(_FEWEST, _POINTS // len(runs)))
+    # Seven digits are more than a screen shows.
     series = [
-        thinned(Series(name, [x for x, _ in own], [_short(y) for _, y in own], at), most)
+        thinned(Series(name, [x for x, _ in own], [None if y is None else float(f"{y:.7g}") for _, y in own], at), most)
         for at, (name, own) in enumerate(zip(labels(runs), points, strict=True))
         if any(y is not None for _, y in own)
     ]
@@ -503,19 +506,8 @@ def when(seconds: float) -> str:
         return "at an unknown time"
 
 
-def _sources(data: Mapping[str, Any]) -> str:
-    mixed = data.get("mix")
-    named = [one.get("source") for one in mixed if isinstance(one, dict)] if isinstance(mixed, list) else []
-    return ", ".join(_place(one) for one in (data.get("source"), *named) if one)
-
-
 def _place(name: object) -> str:
     """Short name of a model or source: of a local path the last two components; the config on the page has all of
     it."""
     path = Path(str(name))
     return str(Path(*path.parts[-2:])) if path.is_absolute() else str(name)
-
-
-def _short(value: float | None) -> float | None:
-    """Seven digits, more than a screen shows."""
-    return None if value is None else float(f"{value:.7g}")

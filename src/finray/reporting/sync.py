@@ -14,7 +14,6 @@ from finray.checkpoint.copies import RUN_ID
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.extensions import load_named
 from finray.config.redact import redact, redact_text
-from finray.config.schema import Config
 from finray.errors import ConfigError, FinrayError, TrainingError
 from finray.files import FileKind
 from finray.results import Result
@@ -43,13 +42,12 @@ class Synced(Result):
         console.print(f"{what}{f': {self.url}' if self.url else ''}", highlight=False, soft_wrap=True)
 
 
-def sync_run(run_dir: Path, to: str | None = None, *, patience_s: float = PATIENCE_S) -> list[Synced]:
+def sync_run(run_dir: Path, to: str | None = None) -> list[Synced]:
     """Send the records of a run that services lack.
 
     Args:
         run_dir: of a started run; it may be finished.
         to: one service; None means those in the run's config.
-        patience_s: maximum time for a batch.
 
     Raises:
         FinrayError: there is no such run or service, or it cannot be reached.
@@ -58,7 +56,8 @@ def sync_run(run_dir: Path, to: str | None = None, *, patience_s: float = PATIEN
     if not run.config_file.is_file() or not (run.path / RUN_ID).is_file():
         raise ConfigError("the directory holds no run that has started training", where=str(run_dir))
     config = saved_config(run)
-    wanted = {name: load_named("finray.trackers", name, where="--to") for name in _names(config, to)}
+    names = [to] if to is not None else config.tracking.trackers
+    wanted = {name: load_named("finray.trackers", name, where="--to") for name in names}
     services = {name: one for name, one in wanted.items() if isinstance(one, type) and issubclass(one, Service)}
     if to is not None and not services:
         raise ConfigError(f"unknown tracker `{to}`", where="--to", repair="use mlflow or wandb")
@@ -78,14 +77,10 @@ def sync_run(run_dir: Path, to: str | None = None, *, patience_s: float = PATIEN
     run_id = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run.path / RUN_ID)
     followed = Followed(run_id, run.path, redact(config.plain()))
     complete = run.finished() is not None
-    return [_sync(Sending(name, one(), followed), complete, patience_s) for name, one in services.items()]
+    return [_sync(Sending(name, one(), followed), complete) for name, one in services.items()]
 
 
-def _names(config: Config, to: str | None) -> list[str]:
-    return [to] if to is not None else config.tracking.trackers
-
-
-def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
+def _sync(sending: Sending, complete: bool) -> Synced:
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -103,7 +98,7 @@ def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
             before = -1
             while thread.is_alive() and sending.sent > before:
                 before = sending.sent
-                thread.join(patience_s)
+                thread.join(PATIENCE_S)
     except Timeout:
         raise ConfigError(
             f"another process is already sending this run to {sending.name}",
@@ -120,7 +115,7 @@ def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
             where="--to",
             repair=f"pip install 'finray[{sending.name}]'",
         )
-    why = f"{type(failed[0]).__name__}: {str(failed[0])[:300]}" if failed else f"no answer for {patience_s:.0f} s"
+    why = f"{type(failed[0]).__name__}: {str(failed[0])[:300]}" if failed else f"no answer for {PATIENCE_S:.0f} s"
     raise TrainingError(
         f"{sending.name} did not accept the records: {redact_text(why)}",
         where=str(sending.run.run_dir),

@@ -33,7 +33,7 @@ from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import preparation_report
 from finray.data.sampling.order import total_steps
-from finray.errors import FinrayError, TrainingError, from_dict
+from finray.errors import FinrayError, from_dict
 from finray.files import digest_of
 from finray.models.packing_cache import cached_packing, packing_of
 from finray.planning.checks import check_push, require_startable
@@ -55,13 +55,12 @@ from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.keepers import Keepers
-from finray.runtime.logs import tail
 from finray.runtime.nodes import token_file
 from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
 from finray.runtime.pulses import end_hanging
-from finray.runtime.signals import deferred
+from finray.runtime.signals import Pending, deferred
 from finray.runtime.watch import Watch, refusal
 from finray.tracking.access import require_access
 from finray.tracking.jsonl import mean_loss
@@ -281,47 +280,40 @@ def fit(
     Raises:
         FinrayError: the data are not right, or training failed and a retry would fail in the same way.
     """
-    started = time.perf_counter()
-    handle = _one_at_a_time(handle)
-    is_early = _loads_while_data_are_prepared(connected, config)
+    started, lock = time.perf_counter(), threading.RLock()
+
+    def shown(record: Record) -> None:
+        # This thread and the listener's both have records to show.
+        with lock:
+            handle(record)
+
+    is_early = (
+        connected.is_own
+        and not connected.placement.use_gpu
+        # DeepSpeed's engine is made with the size of a step, and a classifier's last layer with the number of classes:
+        # both may come from the data.
+        and connected.resolved.strategy != "deepspeed"
+        and not task_spec(config.model.task).reads_labels
+    )
     # Unique among all runs, even if several are running in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
     prepared_at = 0.0
 
     def settled_now() -> Settled:
         nonlocal prepared_at
-        location = preparation.result(handle=handle)
+        location = preparation.result(handle=shown)
         prepared_at = time.perf_counter()
-        return settle(connected.resolved, location, config, run, handle, connected.positions)
+        return settle(connected.resolved, location, config, run, shown, connected.positions)
 
     with (
-        Helpers(connected.ray, preparation, env=connected.env, cpus=0 if is_early else 1, handle=handle) as helpers,
+        Helpers(connected.ray, preparation, env=connected.env, cpus=0 if is_early else 1, handle=shown) as helpers,
         ExitStack() as stack,
     ):
         known = None
         if not is_early:
             helpers.wait()
             known = settled_now()
-        pending = stack.enter_context(deferred())
-
-        watch = Watch(
-            connected.ray,
-            group,
-            connected.placement,
-            pending,
-            handle,
-            started=partial(_note_size, run, handle),
-            hang_s=config.cluster.hang_seconds,
-            end_hanging=partial(end_hanging, connected.ray),
-            draining=lambda: connected.ray._private.state.state.get_draining_nodes(),
-            grace_s=config.checkpoint.grace_seconds,
-            head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
-            head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
-        )
-        host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
-        listener = Listener(host, watch.heard, watch.resize, lambda: watch.began_at)
-        watch.listener = listener
-
+        watch, listener = _watch(connected, config, run, group, stack.enter_context(deferred()), shown)
         keepers = None
         if config.checkpoint.in_memory_every is not None:
             keepers = Keepers(connected.ray, group)
@@ -338,9 +330,9 @@ def fit(
         trainer = _trainer(
             connected, known, config, run, group=group, look=look, listener=listener.address, target=target
         )
-        handle(Note(f"starting {watch.workers}"))
+        shown(Note(f"starting {watch.workers}"))
         with listener:
-            outcome = _attempts(trainer, watch, connected, config, run, group=group, handle=handle)
+            outcome = _attempts(trainer, watch, connected, config, run, group=group, handle=shown)
         if outcome.failure is not None:
             raise from_dict(outcome.failure)
         if outcome.summary is None:
@@ -349,13 +341,27 @@ def fit(
     return Fitted(outcome.summary, time.perf_counter() - started, prepared_at - started)
 
 
-def _loads_while_data_are_prepared(connected: Connected, config: Config) -> bool:
-    """Whether workers start, and load the model, before the data are ready."""
-    if not connected.is_own or connected.placement.use_gpu:
-        return False
-    # DeepSpeed's engine is made with the size of a step, and a classifier's last layer with the number of classes:
-    # both may come from the data.
-    return connected.resolved.strategy != "deepspeed" and not task_spec(config.model.task).reads_labels
+def _watch(
+    connected: Connected, config: Config, run: RunDir, group: str, pending: Pending, handle: Handle
+) -> tuple[Watch, Listener]:
+    """What watches the run, and what hears its workers."""
+    watch = Watch(
+        connected.ray,
+        group,
+        connected.placement,
+        pending,
+        handle,
+        started=partial(_note_size, run, handle),
+        hang_s=config.cluster.hang_seconds,
+        end_hanging=partial(end_hanging, connected.ray),
+        draining=lambda: connected.ray._private.state.state.get_draining_nodes(),
+        grace_s=config.checkpoint.grace_seconds,
+        head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
+        head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
+    )
+    host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
+    watch.listener = Listener(host, watch.heard, watch.resize, lambda: watch.began_at)
+    return watch, watch.listener
 
 
 def _attempts(
@@ -377,7 +383,9 @@ def _attempts(
             return outcome
         except (TrainingFailedError, RayError) as error:
             watch.end_if_due()
-            reason = _with_relief(_explain(error, run), connected, config)
+            reason = failures.with_relief(
+                failures.explain(error, run.path), config, connected.resolved, connected.placement
+            )
             if isinstance(error, TrainingFailedError) or not restarts_left:
                 raise reason from None
             restarts_left -= 1
@@ -405,17 +413,6 @@ def _note_size(run: RunDir, handle: Handle, header: RunHeader) -> None:
         keep()
     else:
         threading.Thread(target=keep, name="finray-size", daemon=True).start()
-
-
-def _one_at_a_time(handle: Handle) -> Handle:
-    """The handler under a lock: this thread and the listener's both have records to show."""
-    lock = threading.RLock()
-
-    def shown(record: Record) -> None:
-        with lock:
-            handle(record)
-
-    return shown
 
 
 def _trainer(
@@ -561,46 +558,3 @@ def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, ha
 def _best(config: Config) -> tuple[str, str] | None:
     """The metric whose best checkpoint becomes final, and whether less or more is better; None for the last one."""
     return task_spec(config.model.task).chosen(config.evaluation) if config.checkpoint.keep_best else None
-
-
-def _with_relief(reason: FinrayError, connected: Connected, config: Config) -> FinrayError:
-    """An error for lack of memory with the smallest change that would free as much as was missing; any other error as
-    it is."""
-    from finray.planning.memory import relief
-
-    # What a machine of the cluster lacks is what workers have asked for only where they compute on its CPUs.
-    asked = isinstance(reason, failures.OutOfMemory) or not connected.placement.use_gpu
-    missing = failures.bytes_missing(reason.message)
-    changes: tuple[str, ...] = ()
-    if asked and missing:
-        with suppress(Exception):
-            changes = relief(config, connected.resolved, device_of(connected.placement), less=missing)
-    if not changes:
-        return reason
-    smaller = f"the smallest change that should make it fit: {' '.join(changes)}; `finray plan` shows what needs memory"
-    if isinstance(reason, failures.OutOfMemory):
-        return failures.OutOfMemory(reason.message, where=changes[0].partition("=")[0], repair=smaller)
-    return TrainingError(
-        reason.message, where=reason.where, repair=f"{reason.repair}; {smaller}", problems=reason.problems
-    )
-
-
-def _explain(error: Exception, run: RunDir) -> FinrayError:
-    """The cause of a failed run: finray's own error if there is one, else the first worker's."""
-    by_rank = dict(getattr(error, "worker_failures", {})) or {0: error}
-    worker_failures = list(by_rank.values())
-    for failure in worker_failures:
-        for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
-            if isinstance(cause, FinrayError):
-                return cause
-    for rank, failure in by_rank.items():
-        # The other ranks only report that one is gone.
-        if (lost := failures.lost_process(str(failure))) is not None:
-            last = tuple(tail(run.path / failures.LOGS / failures.log_name(rank)))
-            output = (f"last output of rank {rank}:", *last) if last else ()
-            return TrainingError(lost[0], where=str(run.path), repair=lost[1], problems=output)
-    return TrainingError(
-        f"the workers failed: {failures.last_line(str(worker_failures[0])) or type(worker_failures[0]).__name__}",
-        where=str(run.path),
-        repair="FINRAY_VERBOSE=1 shows the workers' output; the same command continues from the last checkpoint",
-    )

@@ -15,10 +15,17 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finray.config.redact import redact_text
-from finray.errors import TrainingError
+from finray.config.resolved import Resolved
+from finray.config.schema import Config
+from finray.errors import FinrayError, TrainingError
 from finray.files import typed
+from finray.runtime.logs import tail
+
+if TYPE_CHECKING:
+    from finray.planning.placement import Placement
 
 FILE = "failures.jsonl"
 TRIES = 2
@@ -218,3 +225,50 @@ def check(failures: Iterable[Failure], from_step: int, run_dir: Path) -> None:
                 *([f"last output of rank {first.rank}:", *printed] if printed else ()),
             ),
         )
+
+
+# --- the error that the driver raises --------------------------------------------------------------------------------
+
+
+def explain(error: Exception, run_dir: Path) -> FinrayError:
+    """The cause of a failed run: finray's own error if there is one, else the first worker's."""
+    by_rank = dict(getattr(error, "worker_failures", {})) or {0: error}
+    worker_failures = list(by_rank.values())
+    for failure in worker_failures:
+        for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
+            if isinstance(cause, FinrayError):
+                return cause
+    for rank, failure in by_rank.items():
+        # The other ranks only report that one is gone.
+        if (lost := lost_process(str(failure))) is not None:
+            last = tuple(tail(run_dir / LOGS / log_name(rank)))
+            output = (f"last output of rank {rank}:", *last) if last else ()
+            return TrainingError(lost[0], where=str(run_dir), repair=lost[1], problems=output)
+    return TrainingError(
+        f"the workers failed: {last_line(str(worker_failures[0])) or type(worker_failures[0]).__name__}",
+        where=str(run_dir),
+        repair="FINRAY_VERBOSE=1 shows the workers' output; the same command continues from the last checkpoint",
+    )
+
+
+def with_relief(reason: FinrayError, config: Config, resolved: Resolved, placement: Placement) -> FinrayError:
+    """An error for lack of memory with the smallest change that would free as much as was missing; any other error as
+    it is."""
+    from finray.planning.memory import relief
+    from finray.planning.placement import device_of
+
+    # What a machine of the cluster lacks is what workers have asked for only where they compute on its CPUs.
+    asked = isinstance(reason, OutOfMemory) or not placement.use_gpu
+    missing = bytes_missing(reason.message)
+    changes: tuple[str, ...] = ()
+    if asked and missing:
+        with contextlib.suppress(Exception):
+            changes = relief(config, resolved, device_of(placement), less=missing)
+    if not changes:
+        return reason
+    smaller = f"the smallest change that should make it fit: {' '.join(changes)}; `finray plan` shows what needs memory"
+    if isinstance(reason, OutOfMemory):
+        return OutOfMemory(reason.message, where=changes[0].partition("=")[0], repair=smaller)
+    return TrainingError(
+        reason.message, where=reason.where, repair=f"{reason.repair}; {smaller}", problems=reason.problems
+    )

@@ -78,15 +78,14 @@ def versions() -> dict[str, str]:
 
 def differences(here: Mapping[str, str], head: Mapping[str, str]) -> list[str]:
     """Packages whose version differs from the head's: ``torch 2.11.0 (the head has 2.13.0)``."""
+
+    def release(name: str, version: str) -> str:
+        return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
+
     pairs = [(name, here.get(name, "none"), head[name]) for name in COMPARED if name in head]
-    return [f"{name} {mine} (the head has {its})" for name, mine, its in pairs if _release(name, mine, its)]
-
-
-def _release(name: str, mine: str, its: str) -> bool:
-    """Whether two versions are different releases."""
-    if name == "python":
-        return mine.split(".")[:2] != its.split(".")[:2]
-    return mine.partition("+")[0] != its.partition("+")[0]
+    return [
+        f"{name} {mine} (the head has {its})" for name, mine, its in pairs if release(name, mine) != release(name, its)
+    ]
 
 
 def labels_of(found: Mapping[str, str]) -> str:
@@ -239,10 +238,14 @@ def up(
     os.environ["RAY_AUTH_MODE"] = "token"
     ip = host or _own_address(None)
     address = joined(ip, HEAD_PORT)
-    _require_free(ip, HEAD_PORT)
+    if watch.refusal(address) is None:
+        raise ClusterError(
+            f"{address} is already in use",
+            where=where,
+            repair="stop the cluster there with `finray cluster down`, or with the tool that started it",
+        )
     own = ["--head", f"--port={HEAD_PORT}", "--include-dashboard=true", f"--dashboard-host={dashboard_host}"]
-    own += ["--no-monitor"]
-    return _start(address, ip, own, options, where=where, is_head=True), made
+    return _start(address, ip, [*own, "--no-monitor"], options, where=where, is_head=True), made
 
 
 def join(
@@ -361,7 +364,9 @@ def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> A
         while not _is_known(address, mark):
             if process.poll() is not None or time.monotonic() > deadline:
                 why = "Ray did not start" if process.poll() is not None else f"Ray did not start in {_START_S:g} s"
-                raise ClusterError(f"{why}: {_last_words(log)}", where=where, repair=f"see {log}")
+                lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+                last = next((line for line in reversed(lines) if line), "it said nothing")
+                raise ClusterError(f"{why}: {last}", where=where, repair=f"see {log}")
             time.sleep(0.2)
     except BaseException:
         _end([me])
@@ -383,25 +388,10 @@ def _is_known(address: str, mark: str) -> bool:
     return False
 
 
-def _last_words(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing")
-
-
 def _require_none(where: str) -> None:
     if (found := running()) is not None:
         what = "the head of a cluster" if found.is_head else f"a node of the cluster at {found.address}"
         raise ClusterError(f"this machine is already {what}", where=where, repair="stop it first: finray cluster down")
-
-
-def _require_free(host: str, port: int) -> None:
-    """Make sure that a port is free."""
-    if watch.refusal(joined(host, port)) is None:
-        raise ClusterError(
-            f"{joined(host, port)} is already in use",
-            where="finray cluster up",
-            repair="stop the cluster there with `finray cluster down`, or with the tool that started it",
-        )
 
 
 def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:

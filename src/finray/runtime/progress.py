@@ -200,39 +200,36 @@ def ask(address: Address) -> Settled:
         TrainingError: the driver cannot be reached, or has ended.
     """
     try:
-        with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
-            connection.settimeout(None)
-            connection.sendall(f"{address.token} {_ASKS}\n".encode())
-            with connection.makefile(encoding="utf-8") as lines:
-                settled = typed(json.loads(lines.readline()), Settled)
+        return typed(json.loads(_answer(address, _ASKS, timeout_s=None)), Settled)
     except (OSError, ValueError):
         raise TrainingError(
             "the driver ended before the data were prepared", repair="run the same command again"
         ) from None
-    return settled
 
 
 def resize_to(address: Address, count: int) -> bool:
     """Tell the driver that there is room for this many workers; returns whether it received that."""
     try:
-        with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
-            connection.settimeout(_PATIENCE_S)
-            connection.sendall(f"{address.token} {_RESIZES} {count}\n".encode())
-            return bool(connection.recv(1))
-    except OSError:
+        return bool(_answer(address, f"{_RESIZES} {count}"))
+    except (OSError, ValueError):
         return False
 
 
 def progress_of(address: Address) -> int:
     """The step that the workers last started from, according to the driver; -1 if it cannot be asked."""
     try:
-        with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
-            connection.settimeout(_PATIENCE_S)
-            connection.sendall(f"{address.token} {_PROGRESS}\n".encode())
-            with connection.makefile(encoding="utf-8") as lines:
-                return int(lines.readline())
+        return int(_answer(address, _PROGRESS))
     except (OSError, ValueError):
         return -1
+
+
+def _answer(address: Address, question: str, *, timeout_s: float | None = _PATIENCE_S) -> str:
+    """The driver's answer, one line; empty if it ends the connection."""
+    with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
+        connection.settimeout(timeout_s)
+        connection.sendall(f"{address.token} {question}\n".encode())
+        with connection.makefile(encoding="utf-8") as lines:
+            return lines.readline()
 
 
 class Sender:
@@ -292,7 +289,10 @@ class Sender:
                     connection.sendall(f"{self._address.token}\n".encode())
                     threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
                     while True:
-                        line = line or self._next_line()
+                        if not line:
+                            record = self._records.get()
+                            named = {} if record is None else {"record": type(record).__name__, **asdict(record)}
+                            line = json.dumps(named) if named else _BYE
                         connection.sendall(f"{line}\n".encode())
                         if line == _BYE:
                             break
@@ -303,10 +303,6 @@ class Sender:
             except OSError:
                 if self._closed.wait(_AGAIN_S):
                     return
-
-    def _next_line(self) -> str:
-        record = self._records.get()
-        return _BYE if record is None else json.dumps({"record": type(record).__name__, **asdict(record)})
 
     def _receive(self, connection: socket.socket) -> None:
         with suppress(OSError), connection.makefile("rb") as lines:

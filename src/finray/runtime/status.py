@@ -136,7 +136,8 @@ def status_of(
         if not one["Alive"]:
             lost.append(f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})")
             continue
-        runs = Counter(_what(what) for where, what in actors if where == one["NodeID"])
+        there = [what for where, what in actors if where == one["NodeID"]]
+        runs = Counter(f"run {run[1]}" if (run := _RUN.fullmatch(what)) else what for what in there)
         found.append(
             Node(
                 name=one["NodeManagerHostname"],
@@ -163,9 +164,3 @@ def status_of(
 
 def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
     return {kind: float(resources[kind]) for kind in ("CPU", "GPU", "memory") if kind in resources}
-
-
-def _what(name: str) -> str:
-    """The name of a run, if it is one."""
-    found = _RUN.fullmatch(name)
-    return name if found is None else f"run {found[1]}"

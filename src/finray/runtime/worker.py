@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finray.checkpoint.store import replace_text
 from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.paths import run_path, run_url
@@ -28,6 +27,7 @@ from finray.config.redact import redact_text
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
+from finray.files import replace_text
 from finray.publishing.hub import Target
 from finray.records import Beat, Note, Record, RunSummary
 from finray.runtime import failures
@@ -131,7 +131,6 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     from finray.parallel import make_strategy
     from finray.runtime.elastic import Resize
     from finray.training.allocator import keep_freed_memory
-    from finray.training.assemble import assemble
 
     spec = payload["spec"]
     accept(spec.secrets)
@@ -139,8 +138,6 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
     strategy = make_strategy(config, spec.resolved, _join_group(shared_gpus=spec.shared_gpus))
-    # The number of workers may differ at each start.
-    resolved = replace(spec.resolved, world_size=strategy.world_size)
     run_dir = Path(spec.run_dir)
     if run_url(config) is not None:
         # The path on this machine; another user's cache may be elsewhere.
@@ -164,21 +161,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     try:
         before = [one for part in strategy.all_gather_object(failures.known(run_dir, spec.start)) for one in part]
         failures.check(before, failures.LOADING, run_dir)
-        loop = assemble(
-            config,
-            resolved,
-            prepared=spec.prepared or partial(_late, spec.listener, strategy.world_size),
-            run_dir=run_dir,
-            strategy=strategy,
-            notify=sender.put,
-            reported=partial(_reported, reports, pusher),
-            answering=_answering(config, spec),
-            evaluator=partial(_evaluator, spec, sender.put),
-            memory=_memory(spec, strategy),
-            # Only rank 0 polls for requests; another rank might see one at a different step.
-            has_request=sender.has_request if strategy.rank == 0 else lambda: False,
-            take_request=sender.take_request,
-        ).loop
+        loop = _loop(spec, config, run_dir, strategy, sender, partial(_reported, reports, pusher))
         step = loop.state.step
         failures.check(before, step, run_dir)
         _record_processes(run_dir, strategy)
@@ -225,37 +208,59 @@ def _run(loop: Loop, pusher: CheckpointPusher | None) -> Outcome:
     return Outcome(summary=loop.summary()) if is_over else Outcome(stopped=loop.state.step)
 
 
-def _answering(config: Config, spec: WorkerSpec) -> Answering | None:
-    if config.evaluation.generate_rows is None or config.evaluation.mode == "async":
-        return None
-    from finray.evaluation.during import Answers
-
-    return Answers(config, spec.resolved.precision)
-
-
-def _memory(spec: WorkerSpec, strategy: Strategy) -> Memory | None:
-    """The nodes that keep this worker's parts of checkpoints in memory. A collective."""
-    if spec.memory is None:
-        return None
+def _loop(
+    spec: WorkerSpec,
+    config: Config,
+    run_dir: Path,
+    strategy: Strategy,
+    sender: Sender,
+    reported: Callable[[Path, dict[str, float]], None],
+) -> Loop:
+    """The training of this rank, with what it uses of Ray. A collective."""
     import ray
 
-    from finray.runtime.keepers import RayMemory
+    from finray.training.assemble import assemble
 
-    nodes = strategy.all_gather_object(ray.get_runtime_context().get_node_id())
-    return RayMemory(spec.memory, nodes, strategy.rank)
+    def with_size(resolved: Resolved) -> Resolved:
+        # The number of workers may differ at each start.
+        return replace(resolved, world_size=strategy.world_size)
 
+    def late() -> Settled:
+        known = ask(spec.listener)
+        return replace(known, resolved=with_size(known.resolved))
 
-def _evaluator(spec: WorkerSpec, notify: Callable[[Record], None], known: Settled) -> Evaluator:
-    from finray.runtime.evaluator import RayEvaluator
+    def evaluator(known: Settled) -> Evaluator:
+        from finray.runtime.evaluator import RayEvaluator
 
-    assert spec.evaluator is not None
-    return RayEvaluator.of(spec, spec.evaluator, known, notify)
+        assert spec.evaluator is not None
+        return RayEvaluator.of(spec, spec.evaluator, known, sender.put)
 
+    answering: Answering | None = None
+    memory: Memory | None = None
+    if config.evaluation.generate_rows is not None and config.evaluation.mode != "async":
+        from finray.evaluation.during import Answers
 
-def _late(listener: Address, world_size: int) -> Settled:
-    """What the driver decides once the data are prepared, for this number of workers."""
-    settled = ask(listener)
-    return replace(settled, resolved=replace(settled.resolved, world_size=world_size))
+        answering = Answers(config, spec.resolved.precision)
+    if spec.memory is not None:
+        from finray.runtime.keepers import RayMemory
+
+        nodes = strategy.all_gather_object(ray.get_runtime_context().get_node_id())
+        memory = RayMemory(spec.memory, nodes, strategy.rank)
+    return assemble(
+        config,
+        with_size(spec.resolved),
+        prepared=spec.prepared or late,
+        run_dir=run_dir,
+        strategy=strategy,
+        notify=sender.put,
+        reported=reported,
+        answering=answering,
+        evaluator=evaluator,
+        memory=memory,
+        # Only rank 0 polls for requests; another rank might see one at a different step.
+        has_request=sender.has_request if strategy.rank == 0 else lambda: False,
+        take_request=sender.take_request,
+    ).loop
 
 
 def _join_group(*, shared_gpus: bool) -> torch.device:

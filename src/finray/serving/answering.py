@@ -99,7 +99,7 @@ class Exchange:
                 param, found = "prompt", []
                 for one in request.prompts():
                     protocol.require_text(one, param)
-                    found.append(self._plain_ids(one) if isinstance(one, str) else list(one))
+                    found.append(list(asking.tokenizer(one)["input_ids"] if isinstance(one, str) else one))
         except FinrayError as error:
             raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
         words = len(asking.tokenizer)
@@ -112,10 +112,6 @@ class Exchange:
             message = f"the prompt has {longest:,} tokens; prompt and answer together may have {limit:,}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return found
-
-    def _plain_ids(self, text: str) -> list[int]:
-        """Token ids of a text, without the chat template."""
-        return [int(one) for one in self.served.asking.tokenizer(text)["input_ids"]]
 
     def _job(self, number: int, prompt: list[int]) -> Job:
         limit = self._models.max_length
@@ -173,7 +169,13 @@ class Exchange:
         choices = [Choice() for _ in self.jobs]
         async for number, event in self._received():
             _take(choices[number], event)
-        found = [self._whole_choice(number, one) for number, one in enumerate(choices)]
+        found = []
+        for number, one in enumerate(choices):
+            logprobs = self._logprobs(one.logprobs) if self.jobs[number].top is not None else None
+            said: dict[str, Any] = {"text": one.text}
+            if self._is_chat:
+                said = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
+            found.append({"index": number, "finish_reason": one.reason, "logprobs": logprobs, **said})
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": found, "usage": self._usage(choices)}
 
@@ -205,13 +207,6 @@ class Exchange:
 
     def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
         return protocol.usage(sum(map(len, self._prompts)), sum(one.tokens for one in choices))
-
-    def _whole_choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs(choice.logprobs) if self.jobs[number].top is not None else None
-        about = {"index": number, "finish_reason": choice.reason, "logprobs": logprobs}
-        if self._is_chat:
-            return {**about, "message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        return {**about, "text": choice.text}
 
     def _chunk_choice(self, number: int, event: Event, at: int) -> dict[str, Any]:
         text = event.text if isinstance(event, Piece) else ""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from finray.config.schema import ModelConfig
 from finray.evaluation.artifacts import inference_device, inference_dtype
-from finray.evaluation.classify import Classification, classify
+from finray.evaluation.classify import classify
 from finray.models.artifacts import load_artifact
 from finray.models.loading import DTYPES
 from finray.models.packing_cache import packing_of
+from finray.models.saved_layout import without_adapter
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.serving import protocol
-from finray.serving.errors import ApiError
+from finray.serving.errors import ApiError, no_model
 from finray.serving.models import Found, Settings
 from finray.serving.protocol import ClassifyRequest
 
@@ -46,7 +46,7 @@ class Classifier:
         dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
         self._model = load_artifact(found.artifact, dtype=dtype).to(device)
         self._tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
-        inner = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        inner = without_adapter(self._model)
         limits = (settings.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None))
         self.max_length: int | None = min((one for one in limits if one), default=None)
         self._max_queue, self._lock, self._waiting = settings.max_queue, threading.Lock(), 0
@@ -59,8 +59,7 @@ class Classifier:
 
     def document(self) -> dict[str, Any]:
         """As listed by `/v1/models`."""
-        about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "finray"}
-        return {**about, "root": Path(self._source).name, "parent": None, "max_model_len": self.max_length}
+        return protocol.model_document(self.name, self._source, self._created, max_length=self.max_length)
 
     def answer(self, request: ClassifyRequest) -> dict[str, Any]:
         """The response; requests run one at a time.
@@ -69,8 +68,7 @@ class Classifier:
             ApiError: there is no such model, a text is empty or too long, or too many requests wait.
         """
         if request.model != self.name:
-            message = f"the model `{request.model[:80]}` does not exist; there are: {self.name}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(request.model, [self.name], param="model")
         with self._counting:
             if self._waiting > self._max_queue:
                 raise ApiError(429, "too many requests are waiting; try again", code="queue_full", retry_after=1)
@@ -82,7 +80,11 @@ class Classifier:
         finally:
             with self._counting:
                 self._waiting -= 1
-        data = [_choice(number, one, result.labels.names) for number, one in enumerate(result.predictions)]
+        data = []
+        for number, one in enumerate(result.predictions):
+            label = list(one.label) if isinstance(one.label, tuple) else one.label
+            shares = dict(zip(result.labels.names, one.probabilities, strict=False)) if one.probabilities else None
+            data.append({"index": number, "label": label, "probabilities": shares})
         tokens = sum(len(ids) for ids, _ in rows)
         return {"object": "list", "model": self.name, "data": data, "usage": protocol.usage(tokens, 0)}
 
@@ -105,9 +107,3 @@ class Classifier:
             types = encoded.get("token_type_ids") or [0] * len(ids)
             rows.append((np.asarray(ids), np.asarray(types)))
         return rows
-
-
-def _choice(number: int, result: Classification, names: Sequence[str]) -> dict[str, Any]:
-    label = list(result.label) if isinstance(result.label, tuple) else result.label
-    probabilities = dict(zip(names, result.probabilities, strict=False)) if result.probabilities else None
-    return {"index": number, "label": label, "probabilities": probabilities}

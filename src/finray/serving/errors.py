@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from finray.errors import FinrayError, explained
@@ -43,14 +44,15 @@ class ApiError(Exception):
         return {**headers, "WWW-Authenticate": "Bearer"} if self.status == 401 else headers
 
 
-def message_of(error: FinrayError) -> str:
-    """One line for a finray error, without locations that mean nothing to a client."""
-    return error.message + (f"; {error.repair}" if error.repair else "")
+def no_model(name: str, known: Iterable[str], *, param: str | None = None) -> ApiError:
+    """The error of a name that is not that of a served model."""
+    message = f"the model `{name[:80]}` does not exist; there are: {', '.join(known)}"
+    return ApiError(404, message, param=param, code="model_not_found")
 
 
 def of_request(error: FinrayError, param: str | None = None) -> ApiError:
-    """The error for a request that cannot be fulfilled."""
-    return ApiError(400, message_of(error), param=param)
+    """The error for a request that cannot be fulfilled, without locations that mean nothing to a client."""
+    return ApiError(400, error.message + (f"; {error.repair}" if error.repair else ""), param=param)
 
 
 def of_server(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL
 from finray.config.schema import ModelConfig
-from finray.config.tasks import CAUSAL_LM, SPECS
+from finray.config.tasks import SPECS
 from finray.errors import ConfigError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
 from finray.evaluation.engines import joins_gpus
@@ -26,7 +26,8 @@ from finray.models.loading import DTYPES, load_model
 from finray.models.many_adapters import ManyAdapters, PlainLora, read_plain_lora
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.serving.batching import Batcher, Queue
-from finray.serving.errors import ApiError
+from finray.serving.errors import ApiError, no_model
+from finray.serving.protocol import model_document
 from finray.serving.vllm import VLLMBatcher
 
 ENGINES = ("auto", "transformers", "vllm")
@@ -92,9 +93,8 @@ class Served:
 
     def document(self, max_length: int | None) -> dict[str, Any]:
         """As listed by `/v1/models`; of a path only the last component."""
-        about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "finray"}
         parent = None if self.adapter is None else BASE
-        return {**about, "root": Path(self.source).name, "parent": parent, "max_model_len": max_length}
+        return model_document(self.name, self.source, self.created, parent=parent, max_length=max_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def find(settings: Settings) -> Found:
     artifact = artifact_of(settings.model, base=settings.base)
     name = checked_name(settings.name or name_of(settings.model))
     task = artifact.model.task
-    is_classifier = task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class
+    is_classifier = task in SPECS and SPECS[task].adds_head
     if is_classifier and settings.adapters:
         raise ConfigError(
             "a classifier cannot be served with adapters",
@@ -331,9 +331,7 @@ class Models:
         """
         found = self._served.get(name)
         if found is None:
-            known = ", ".join(self._served)
-            message = f"the model `{name[:80]}` does not exist; there are: {known}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise no_model(name, self._served, param="model")
         return found
 
     def add(self, name: str, path: str) -> Served:

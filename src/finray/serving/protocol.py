@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -155,6 +156,14 @@ def parse(kind: type[Body], body: bytes) -> Body:
 def event(document: Mapping[str, Any]) -> str:
     """Format a server-sent event."""
     return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def model_document(
+    name: str, source: str, created: int, *, parent: str | None = None, max_length: int | None
+) -> dict[str, Any]:
+    """A model as listed by `/v1/models`; of its path only the last component."""
+    about = {"id": name, "object": "model", "created": created, "owned_by": "finray"}
+    return {**about, "root": Path(source).name, "parent": parent, "max_model_len": max_length}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

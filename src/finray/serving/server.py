@@ -23,7 +23,7 @@ from finray.errors import FinrayError
 from finray.serving import protocol
 from finray.serving.answering import Exchange
 from finray.serving.classifier import Classifier
-from finray.serving.errors import ApiError, of_request, of_server
+from finray.serving.errors import ApiError, no_model, of_request, of_server
 from finray.serving.models import Models, Settings, find
 from finray.serving.protocol import (
     AdapterRequest,
@@ -156,8 +156,7 @@ class Server:
         for one in self._documents():
             if one["id"] == name:
                 return JSONResponse(one)
-        known = ", ".join(self.names())
-        raise ApiError(404, f"the model `{name[:80]}` does not exist; there are: {known}", code="model_not_found")
+        raise no_model(name, self.names())
 
     def _documents(self) -> list[dict[str, Any]]:
         if self._models is None:

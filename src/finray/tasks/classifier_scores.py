@@ -90,7 +90,15 @@ class ScoreSums:
         numbers = np.asarray(sums, dtype=np.float64)
         rows = numbers[counts:].reshape(-1, width)
         if self.problem == "regression":
-            return ClassifierScores(_regression(rows[:, 0], rows[:, 1]))
+            if not len(rows):
+                return ClassifierScores({})
+            truth, predicted = rows.T
+            of_numbers = {
+                "mean_squared_error": float(np.mean((truth - predicted) ** 2)),
+                "pearson": _correlation(truth, predicted),
+                "spearman": _correlation(_ranks(truth), _ranks(predicted)),
+            }
+            return ClassifierScores({name: one for name, one in of_numbers.items() if one is not None})
         if self.problem == "multi_label":
             hits, wrong, missed = numbers[2:counts].reshape(3, classes)
             found = {"accuracy": float(numbers[0] / numbers[1])}
@@ -177,14 +185,3 @@ def _correlation(one: Array, other: Array) -> float | None:
     one, other = one - one.mean(), other - other.mean()
     spread = float(np.sqrt(one @ one) * np.sqrt(other @ other))
     return float(np.clip(one @ other / spread, -1, 1)) if spread > 0 else None
-
-
-def _regression(truth: Array, predicted: Array) -> dict[str, float]:
-    if not len(truth):
-        return {}
-    found = {
-        "mean_squared_error": float(np.mean((truth - predicted) ** 2)),
-        "pearson": _correlation(truth, predicted),
-        "spearman": _correlation(_ranks(truth), _ranks(predicted)),
-    }
-    return {name: one for name, one in found.items() if one is not None}

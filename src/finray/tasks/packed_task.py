@@ -48,19 +48,24 @@ class PackedTask:
         self.model = packed.model
         self.layout = SavedLayout(packed.model)
         self.module: torch.nn.Module = CalledAsOne(packed.model, compute)
+        # Of the whole model: later it may be sharded.
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
+        self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 
     @property
     def is_on_meta(self) -> bool:
         """Whether parameters have no values yet."""
-        return self.packed.is_on_meta
+        return any(parameter.is_meta for parameter in self.model.parameters())
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that are trained, by name, in a fixed order."""
-        return self.packed.trainable()
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def initialised_parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that got their values here and not from a file."""
-        return self.packed.initialised_parameters()
+        """The parameters that got their values here and not from a file: trained ones, and those of a frozen
+        adapter."""
+        named = self.model.named_parameters()
+        return [parameter for name, parameter in named if parameter.requires_grad or ".lora_" in name]
 
     def confusion(self, sums: Sequence[float]) -> Confusion:  # noqa: ARG002
         """Nothing: of tokens there is no such matrix."""
@@ -68,4 +73,4 @@ class PackedTask:
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""
-        return self.packed.parameter_counts()
+        return self._counts

@@ -23,7 +23,7 @@ from finray.tracking import mlflow, wandb
 TIMEOUT_S = 10.0
 
 
-def require_access(tracking: TrackingConfig, *, timeout_s: float = TIMEOUT_S) -> list[str]:
+def require_access(tracking: TrackingConfig) -> list[str]:
     """Ask each service of a config once; returns warnings, because a service may be down for a while.
 
     Raises:
@@ -33,7 +33,7 @@ def require_access(tracking: TrackingConfig, *, timeout_s: float = TIMEOUT_S) ->
     for name in tracking.trackers:
         if name in _CHECKS:
             try:
-                _CHECKS[name](tracking, timeout_s)
+                _CHECKS[name](tracking)
             except FinrayError:
                 raise
             except OSError as error:
@@ -45,7 +45,7 @@ def require_access(tracking: TrackingConfig, *, timeout_s: float = TIMEOUT_S) ->
     return warnings
 
 
-def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
+def _wandb(tracking: TrackingConfig) -> None:
     if wandb.mode_of(tracking.model_dump()) == "offline":
         return
     where = "tracking.trackers: wandb"
@@ -61,7 +61,7 @@ def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
         )
     query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
     headers = {"Content-Type": "application/json", **_basic("api", key)}
-    answer = _post(f"{address}/graphql", query, headers, timeout_s)
+    answer = _post(f"{address}/graphql", query, headers)
     if answer is None or (isinstance(answer, dict) and (answer.get("data") or {}).get("viewer", "?") is None):
         raise ConfigError(
             f"{address} refuses the key",
@@ -70,7 +70,7 @@ def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
         )
 
 
-def _mlflow(tracking: TrackingConfig, timeout_s: float) -> None:
+def _mlflow(tracking: TrackingConfig) -> None:
     address = mlflow.address_of(tracking.model_dump())
     if not address.startswith(("http://", "https://")):
         # A directory, a database, or a service whose client has its own credentials.
@@ -79,7 +79,7 @@ def _mlflow(tracking: TrackingConfig, timeout_s: float) -> None:
     headers = _basic(user, password) if user and password else {"Authorization": f"Bearer {token}"} if token else {}
     query = json.dumps({"max_results": 1}).encode()
     url = f"{address.rstrip('/')}/api/2.0/mlflow/experiments/search"
-    if _post(url, query, {"Content-Type": "application/json", **headers}, timeout_s) is None:
+    if _post(url, query, {"Content-Type": "application/json", **headers}) is None:
         raise ConfigError(
             f"{redact_text(address)} {'refuses the key' if headers else 'needs a key'}",
             where="tracking.trackers: mlflow",
@@ -87,13 +87,13 @@ def _mlflow(tracking: TrackingConfig, timeout_s: float) -> None:
         )
 
 
-_CHECKS: Mapping[str, Callable[[TrackingConfig, float], None]] = {"wandb": _wandb, "mlflow": _mlflow}
+_CHECKS: Mapping[str, Callable[[TrackingConfig], None]] = {"wandb": _wandb, "mlflow": _mlflow}
 
 
-def _post(url: str, content: bytes, headers: dict[str, str], timeout_s: float) -> object:
+def _post(url: str, content: bytes, headers: dict[str, str]) -> object:
     """The JSON answer to a POST; None if the key is refused."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=timeout_s) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=TIMEOUT_S) as answer:
             return json.loads(answer.read() or b"{}")
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):

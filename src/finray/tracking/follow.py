@@ -8,7 +8,6 @@ sync`, continues where this one ended.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from finray.config.redact import redact_text
 from finray.errors import FinrayError, TrainingError
-from finray.files import FileKind
+from finray.files import FileKind, replace_text
 from finray.tracking.jsonl import FILE, read_from, totals
 
 # Polling interval of the file, and the maximum interval between attempts to reach a service, in seconds.
@@ -119,9 +118,7 @@ class Cursors:
     def keep(self, cursor: Cursor) -> None:
         """Replace the cursor of its address atomically."""
         others = [one for one in self.all() if one.where != cursor.where]
-        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps([asdict(one) for one in (*others, cursor)], indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, self.path)
+        replace_text(self.path, json.dumps([asdict(one) for one in (*others, cursor)], indent=2) + "\n")
 
 
 class Service(ABC):

@@ -74,15 +74,23 @@ class MlflowService(Service):
             own = {"finray.run_id": run.run_id}
             found = same[0] if same else self._client.create_run(place, run_name=run.name, tags=own)
         self._run_id: str = found.info.run_id
-        params, changed = _params(run.config, found.data.params)
+        settings = {
+            path: (value if isinstance(value, str) else json.dumps(value))[:_PARAM_TEXT]
+            for path, value in flatten(run.config).items()
+        }
+        known_there = found.data.params
         tags = {
             "finray.run_dir": str(run.run_dir),
             "finray.final": str(run.run_dir / "final"),
             # A parameter cannot be changed; changes of later starts are stored as tags.
-            **{f"changed.{path}": text[:_TAG_TEXT] for path, text in changed.items()},
+            **{
+                f"changed.{path}": text[:_TAG_TEXT]
+                for path, text in settings.items()
+                if text != known_there.get(path, text)
+            },
             **dict.fromkeys(run.config["tracking"]["tags"], "true"),
         }
-        entries = [Param(key, value) for key, value in params.items()]
+        entries = [Param(path, text) for path, text in settings.items() if path not in known_there]
         for start in range(0, len(entries), _PARAMS):
             self._client.log_batch(self._run_id, params=entries[start : start + _PARAMS])
         self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items()])
@@ -128,14 +136,3 @@ class MlflowService(Service):
         """The page of the run."""
         page = f"/#/experiments/{self._experiment_id}/runs/{self._run_id}"
         return redact_text(self._uri).rstrip("/") + page if self._uri.startswith("http") else ""
-
-
-def _params(config: dict[str, Any], known: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Parameters that the server lacks, and those with another value there: dotted paths, and text."""
-    wanted = {path: _text(value)[:_PARAM_TEXT] for path, value in flatten(config).items()}
-    missing = {path: text for path, text in wanted.items() if path not in known}
-    return missing, {path: text for path, text in wanted.items() if path in known and known[path] != text}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
 from finray.config.identity import settled
-from finray.config.paths import run_url
+from finray.config.paths import local_dir_of, run_url
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import task_class
@@ -94,88 +94,77 @@ def assemble(
     Raises:
         FinrayError: something cannot be loaded, or every checkpoint is damaged.
     """
-    started = clock()
-    first = strategy.rank == 0
+    started, first = clock(), strategy.rank == 0
 
-    def warn(message: str, step: int = 0) -> None:
+    def say(message: str, level: Literal["note", "warning"] = "note") -> None:
         if first:
-            notify(Note(message, step, "warning"))
+            notify(Note(message, level=level))
 
-    if first:
-        notify(Note(f"loading {config.model.name}"))
+    say(f"loading {config.model.name}")
+    warn = partial(say, level="warning")
     store = open_store(run_dir, run_url(config), strategy)
-
-    task, optimizer, dataset, settled_data, waited = _load(config, resolved, prepared, strategy, warn, clock)
-    resolved = settled_data.resolved
-    config = settled(config, resolved)
-    on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
-    dataset.trust()
-    loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
-    # Not of data behind a URL, all of which would be fetched before the first step.
-    local = [] if dataset.folder.is_remote else [loader.split, held_out]
-    tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, local) if first else None)
-    evaluation = None if held_out is None else _held_out(config, resolved, task, held_out, strategy)
-    answered = None
-    if held_out is not None and answering is not None and (count := config.evaluation.generate_rows) is not None:
-        answered = partial(answering, task, held_out.sample(count, seed=config.run.seed), strategy)
-    every = config.checkpoint.in_memory_every
-    memory = None if every is None else memory
-    state, steps, notes = _resume(config, task, optimizer, loader, dataset, steps, store, strategy, warn, memory)
-    state.total_steps = steps
-    if dataset.folder.is_remote:
-        loader.split.prefetch(loader.rows_from(state.position))
-    strategy.broadcast_parameters(task.initialised_parameters())
-    workers = strategy.all_gather_object(place_of(strategy))
-    header = make_header(config, resolved, task, strategy, loader, evaluation, step=state.step, total_steps=steps)
-    header = replace(header, workers=workers)
-    if first:
-        notify(header)
-        for message in (*config.train.replaced, *notes):
-            notify(Note(message, state.step))
-        for message in warnings_of(config.train, strategy.device):
-            warn(message, state.step)
-    trackers, extras = on_all_ranks(
-        strategy,
-        lambda: (
-            start_trackers(config, run_dir, header, notify, warn) if first else Trackers({}, {}, warn=warn),
-            save_extras(config, dataset, resolved, tokenizer) if first else lambda folder: None,
-        ),
-    )
-    writer = None
-    if memory is not None and every is not None:
+    loaded = _load(config, resolved, prepared, strategy, warn, clock)
+    config, resolved, task = loaded.config, loaded.known.resolved, loaded.task
+    state, notes = _resume(loaded, store, strategy, warn, memory)
+    header, trackers, extras = _announce(loaded, run_dir, strategy, state, notes, notify, warn)
+    in_memory = None
+    if memory is not None and (every := config.checkpoint.in_memory_every) is not None:
         attempt = strategy.broadcast_object(uuid.uuid4().hex)
-        writer = MemoryWriter(memory, strategy, run_dir, every, warn, attempt, records=run_url(config) is not None)
+        in_memory = MemoryWriter(memory, strategy, run_dir, every, warn, attempt, records=run_url(config) is not None)
+    background, evaluated = _take_up(loaded, state, store, evaluator) if first else (None, [])
     best = task.spec.chosen(config.evaluation)
-    background, evaluated = None, []
-    if first and evaluation is not None:
-        if config.evaluation.mode == "async" and evaluator is not None:
-            background = evaluator(settled_data)
-        evaluated = _taken_up(state, store, background)
     loop = Loop(
         config=config,
         task=task,
         strategy=strategy,
-        optimizer=optimizer,
-        loader=loader,
-        evaluation=evaluation,
-        total_steps=steps,
+        optimizer=loaded.optimizer,
+        loader=loaded.loader,
+        evaluation=loaded.evaluation,
+        total_steps=state.total_steps,
         state=state,
         writer=CheckpointWriter(store, strategy, config.checkpoint, best=best, in_use=state.evaluating),
         trackers=trackers,
         save_extras=extras,
         reported=reported,
-        answered=answered,
+        answered=_answers(config, task, loaded.held_out, strategy, answering),
         evaluator=background,
         evaluated=strategy.broadcast_object(evaluated),
         precision=resolved.precision,
         clock=clock,
         has_request=has_request,
         take_request=take_request,
-        memory=writer,
+        memory=in_memory,
         profiler=Profiler(config.train.profile, run_dir, strategy, notify=lambda text: notify(Note(text))),
     )
-    loop.phases["load"] = clock() - started - waited
+    loop.phases["load"] = clock() - started - loaded.waited
     return Assembled(loop, header)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What a rank trains with, before the state of a checkpoint is loaded into it.
+
+    Attributes:
+        config: of the run, with what was decided about the data.
+        known: these decisions.
+        held_out: all held-out rows.
+        evaluation: this rank's share of those that are evaluated.
+        tokenizer: on rank 0.
+        steps: of the run, if it starts now.
+        waited: seconds waited for the data.
+    """
+
+    config: Config
+    known: Settled
+    task: Task
+    optimizer: NamedOptimizer
+    dataset: PreparedDataset
+    loader: StepLoader
+    held_out: PreparedSplit | None
+    evaluation: EvalLoader | None
+    tokenizer: Any
+    steps: int
+    waited: float
 
 
 def _load(
@@ -185,26 +174,32 @@ def _load(
     strategy: Strategy,
     warn: Warn,
     clock: Callable[[], float],
-) -> tuple[Task, NamedOptimizer, PreparedDataset, Settled, float]:
-    """Task, optimizer and dataset, the decisions that depend on the data, and the seconds waited for them. A
-    collective."""
+) -> _Loaded:
+    """Load the model while the data are prepared, then the data. A collective."""
 
     def opened() -> tuple[PreparedDataset, Settled, float]:
-        settled_data = prepared() if callable(prepared) else Settled(str(prepared), resolved)
+        known = prepared() if callable(prepared) else Settled(str(prepared), resolved)
         at = clock()
-        return (
-            open_dataset(config, settled_data.prepared, rank=strategy.rank, world_size=strategy.world_size),
-            settled_data,
-            at,
-        )
+        dataset = PreparedDataset(known.prepared, local_dir=local_dir_of(config))
+        dataset.verify(rank=strategy.rank, world_size=strategy.world_size)
+        return dataset, known, at
 
     with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
         # While the model loads, each rank checks the digests of a share of the prepared files.
         opening = pool.submit(opened)
         task, optimizer = _model(config, resolved, strategy, warn)
         model_at = clock()
-        dataset, settled_data, data_at = on_all_ranks(strategy, opening.result)
-    return task, optimizer, dataset, settled_data, max(0.0, data_at - model_at)
+        dataset, known, data_at = on_all_ranks(strategy, opening.result)
+    config = settled(config, known.resolved)
+    on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
+    dataset.trust()
+    loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, known.resolved, task, dataset, strategy))
+    # Not of data behind a URL, all of which would be fetched before the first step.
+    local = [] if dataset.folder.is_remote else [loader.split, held_out]
+    tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, local) if strategy.rank == 0 else None)
+    evaluation = None if held_out is None else _held_out(config, known.resolved, task, held_out, strategy)
+    waited = max(0.0, data_at - model_at)
+    return _Loaded(config, known, task, optimizer, dataset, loader, held_out, evaluation, tokenizer, steps, waited)
 
 
 def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -> tuple[Task, NamedOptimizer]:
@@ -284,25 +279,30 @@ def evaluate_checkpoint(
         materialise(task.model, config.model, config.adapter, device=device, seed=seed)
     if checkpoint is not None:
         task.layout.load(checkpoint, [entry["path"] for entry in manifest.verify(checkpoint)["files"]])
-    local_dir = config.prepare.local_dir
-    dataset = PreparedDataset(known.prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
+    dataset = PreparedDataset(known.prepared, local_dir=local_dir_of(config))
     held_out = dataset.splits(config.data, seed=config.run.seed).eval
     assert held_out is not None
     loader = _held_out(config, resolved, task, held_out, strategy)
     task.model.eval()
     metrics, confusion = evaluate(task, strategy, loader)
-    if answering is not None and (count := config.evaluation.generate_rows) is not None:
-        metrics |= answering(task, held_out.sample(count, seed=config.run.seed), strategy)
+    if (answered := _answers(config, task, held_out, strategy, answering)) is not None:
+        metrics |= answered()
     return Evaluated(step, metrics, loader.weight, round(clock() - started, 6), confusion=confusion)
 
 
-def _taken_up(state: TrainState, store: CheckpointStore, evaluator: Evaluator | None) -> list[Evaluated]:
-    """Repeat evaluations that were pending at the checkpoint from which a run continues; returns the known results.
+def _take_up(
+    loaded: _Loaded, state: TrainState, store: CheckpointStore, evaluator: Callable[[Settled], Evaluator] | None
+) -> tuple[Evaluator | None, list[Evaluated]]:
+    """The evaluator of ``evaluation.mode: async``, which repeats evaluations that were pending at the checkpoint from
+    which a run continues; and the known results of such evaluations.
 
     A later result, from before the run ended, is in ``metrics.jsonl``.
     """
-    if not state.evaluating:
-        return []
+    background = None
+    if loaded.evaluation is not None and loaded.config.evaluation.mode == "async" and evaluator is not None:
+        background = evaluator(loaded.known)
+    if loaded.evaluation is None or not state.evaluating:
+        return background, []
     records = {one["step"]: one for one in read_records(store.run_dir / METRICS) if one["kind"] == "eval"}
     evaluated = []
     for step in state.evaluating:
@@ -311,27 +311,19 @@ def _taken_up(state: TrainState, store: CheckpointStore, evaluator: Evaluator | 
             evaluated.append(Evaluated(step, EvalRecord.metrics_of(records[step])))
         elif checkpoint is not None and step not in store.steps():
             evaluated.append(Evaluated(step, failure="it did not finish, and the checkpoint is gone"))
-        elif evaluator is None:
+        elif background is None:
             evaluated.append(Evaluated(step, failure="it did not finish before evaluation.mode became inline"))
         else:
-            evaluator.submit(step, checkpoint)
-    return evaluated
+            background.submit(step, checkpoint)
+    return background, evaluated
 
 
 def _resume(
-    config: Config,
-    task: Task,
-    optimizer: NamedOptimizer,
-    loader: StepLoader,
-    dataset: PreparedDataset,
-    steps: int,
-    store: CheckpointStore,
-    strategy: Strategy,
-    warn: Warn,
-    memory: Memory | None,
-) -> tuple[TrainState, int, list[str]]:
-    """The restored state from the newest valid checkpoint, or a new one; the number of steps; and notes."""
-    first = strategy.rank == 0
+    loaded: _Loaded, store: CheckpointStore, strategy: Strategy, warn: Warn, memory: Memory | None
+) -> tuple[TrainState, list[str]]:
+    """The restored state from the newest valid checkpoint, or a new one; and notes. A collective."""
+    config, task, loader, dataset = loaded.config, loaded.task, loaded.loader, loaded.dataset
+    first, steps, notes = strategy.rank == 0, loaded.steps, list[str]()
     candidates = on_all_ranks(
         strategy, lambda: extending.by_preference(store, loader, dataset.content) if first else []
     )
@@ -343,31 +335,54 @@ def _resume(
         kept = fetch_newest(memory, strategy, store.run_dir, after=found.step, warn=warn)
         found = kept or found
     if found is None:
-        return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content), steps, []
-    state = on_all_ranks(strategy, lambda: restore(found, task.layout, optimizer))
-    if kept is not None:
-        shutil.rmtree(kept.path, ignore_errors=True)
-    on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
-    newest = strategy.broadcast_object(max([state.step, *store.steps()]) if first else 0)
-    steps, notes = on_all_ranks(
-        strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
-    )
-    on_all_ranks(strategy, lambda: store.drop_after(state.step) if first else None)
-    if kept is not None:
-        notes = [f"loaded the checkpoint of step {state.step} from the cluster's memory", *notes]
-    return state, steps, notes
+        state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
+    else:
+        state = on_all_ranks(strategy, lambda: restore(found, task.layout, loaded.optimizer))
+        if kept is not None:
+            shutil.rmtree(kept.path, ignore_errors=True)
+            notes.append(f"loaded the checkpoint of step {state.step} from the cluster's memory")
+        on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
+        newest = strategy.broadcast_object(max([state.step, *store.steps()]) if first else 0)
+        steps, more = on_all_ranks(
+            strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
+        )
+        notes += more
+        on_all_ranks(strategy, lambda: store.drop_after(state.step) if first else None)
+    state.total_steps = steps
+    if dataset.folder.is_remote:
+        loader.split.prefetch(loader.rows_from(state.position))
+    strategy.broadcast_parameters(task.initialised_parameters())
+    return state, notes
 
 
-def open_dataset(config: Config, prepared: str | Path, *, rank: int, world_size: int) -> PreparedDataset:
-    """Open the prepared dataset of a run; this rank verifies a share of it.
+def _announce(
+    loaded: _Loaded,
+    run_dir: Path,
+    strategy: Strategy,
+    state: TrainState,
+    notes: Sequence[str],
+    notify: Notify,
+    warn: Warn,
+) -> tuple[RunHeader, Trackers, Callable[[Path], None]]:
+    """Show the run header and the notes, and start the trackers, on rank 0; the last result is
+    :func:`finray.training.outputs.save_extras`. A collective."""
+    config, resolved, first = loaded.config, loaded.known.resolved, strategy.rank == 0
+    header = make_header(config, resolved, loaded.task, strategy, loaded.loader, loaded.evaluation, state)
+    header = replace(header, workers=strategy.all_gather_object(place_of(strategy)))
+    if first:
+        notify(header)
+        for message in (*config.train.replaced, *notes):
+            notify(Note(message, state.step))
+        for message in warnings_of(config.train, strategy.device):
+            notify(Note(message, state.step, "warning"))
 
-    Raises:
-        DataError: the dataset is damaged.
-    """
-    local_dir = config.prepare.local_dir
-    dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
-    dataset.verify(rank=rank, world_size=world_size)
-    return dataset
+    def started() -> tuple[Trackers, Callable[[Path], None]]:
+        if not first:
+            return Trackers({}, {}, warn=warn), lambda folder: None
+        trackers = start_trackers(config, run_dir, header, notify, warn)
+        return trackers, save_extras(config, loaded.dataset, resolved, loaded.tokenizer)
+
+    return header, *on_all_ranks(strategy, started)
 
 
 def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config) -> None:
@@ -442,6 +457,16 @@ def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None
                 repair="use the model's own tokenizer, or a model whose embedding was resized for it",
             )
     return tokenizer
+
+
+def _answers(
+    config: Config, task: Task, held_out: PreparedSplit | None, strategy: Strategy, answering: Answering | None
+) -> Callable[[], dict[str, float]] | None:
+    """Metrics of answers to held-out prompts, computed when called; None if none are asked for."""
+    count = config.evaluation.generate_rows
+    if held_out is None or answering is None or count is None:
+        return None
+    return partial(answering, task, held_out.sample(count, seed=config.run.seed), strategy)
 
 
 def _held_out(

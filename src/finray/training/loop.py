@@ -292,13 +292,36 @@ class Loop:
     def _begin_evaluation(self, loader: EvalLoader) -> dict[str, float]:
         """Evaluate and return the metrics; if asynchronous, submit the evaluation and return none."""
         step = self.state.step
-        if self.config.evaluation.mode == "inline":
-            return self._evaluate(loader)
-        self._wait_for_evaluations(MOST_OUT - 1)
-        self.state.evaluating.append(step)
-        if not step and self.evaluator is not None:
-            self.evaluator.submit(0, None)
-        return {}
+        if self.config.evaluation.mode == "async":
+            self._wait_for_evaluations(MOST_OUT - 1)
+            self.state.evaluating.append(step)
+            if not step and self.evaluator is not None:
+                self.evaluator.submit(0, None)
+            return {}
+        started = self.clock()
+        self.task.model.eval()
+        metrics, confusion = evaluate(self.task, self.strategy, loader)
+        if self.answered is not None:
+            metrics |= self.answered()
+        self.task.model.train()
+        metric, _ = self._best
+        if metric not in metrics:
+            raise TrainingError(
+                f"the evaluation has no metric `{metric}`",
+                where="evaluation.metric",
+                repair=f"use one of: {', '.join(metrics)}",
+            )
+        if not math.isfinite(metrics[metric]):
+            # No checkpoint could be ranked by it.
+            learned = ", or lower train.learning_rate; the last checkpoint is good" if step else ""
+            raise TrainingError(
+                f"{metric} is {metrics[metric]} at step {step}",
+                repair=f"look at the held-out rows{learned}",
+            )
+        seconds = self.clock() - started
+        self.phases["evaluate"] += seconds
+        self.trackers.log(EvalRecord(step, metrics, loader.weight, round(seconds, 6), confusion))
+        return metrics
 
     def _has_results(self) -> bool:
         if self.evaluator is not None:
@@ -354,33 +377,6 @@ class Loop:
             if one.step:
                 self.writer.add_metrics(one.step, one.metrics)
                 self._is_best(one.metrics)
-
-    def _evaluate(self, loader: EvalLoader) -> dict[str, float]:
-        """Evaluate and log; returns the metrics."""
-        started = self.clock()
-        self.task.model.eval()
-        metrics, confusion = evaluate(self.task, self.strategy, loader)
-        if self.answered is not None:
-            metrics |= self.answered()
-        self.task.model.train()
-        metric, _ = self._best
-        if metric not in metrics:
-            raise TrainingError(
-                f"the evaluation has no metric `{metric}`",
-                where="evaluation.metric",
-                repair=f"use one of: {', '.join(metrics)}",
-            )
-        if not math.isfinite(metrics[metric]):
-            # No checkpoint could be ranked by it.
-            learned = ", or lower train.learning_rate; the last checkpoint is good" if self.state.step else ""
-            raise TrainingError(
-                f"{metric} is {metrics[metric]} at step {self.state.step}",
-                repair=f"look at the held-out rows{learned}",
-            )
-        seconds = self.clock() - started
-        self.phases["evaluate"] += seconds
-        self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6), confusion))
-        return metrics
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Count an evaluation; returns whether the selection metric is the best so far."""

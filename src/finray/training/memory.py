@@ -202,7 +202,10 @@ def fetch_newest(
                     path.write_bytes(content)
             # Records since the last checkpoint on storage may have been lost with a machine.
             if first and RECORDS in part.digests:
-                _bring_records(run_dir / RECORDS, files[RECORDS])
+                path, content = run_dir / RECORDS, files[RECORDS]
+                known = path.read_bytes() if path.is_file() else b""
+                if content.startswith(known) and content != known:
+                    path.write_bytes(content)
 
     try:
         on_all_ranks(strategy, fetch)
@@ -212,9 +215,3 @@ def fetch_newest(
         shutil.rmtree(folder, ignore_errors=True)
         return None
     return Checkpoint(folder, step, tuple(file for part in wanted for file in part.digests if file != RECORDS))
-
-
-def _bring_records(path: Path, content: bytes) -> None:
-    known = path.read_bytes() if path.is_file() else b""
-    if content.startswith(known) and content != known:
-        path.write_bytes(content)

@@ -30,6 +30,7 @@ from finray.tracking.jsonl import JsonlTracker
 from finray.tracking.starts import StartsTracker
 from finray.tracking.system import Sampler, System, find_nvml
 from finray.training.loader import EvalLoader, StepLoader
+from finray.training.state import TrainState
 from finray.training.task import Task
 
 Notify = Callable[[Record], None]
@@ -114,17 +115,15 @@ def make_header(
     strategy: Strategy,
     loader: StepLoader,
     evaluation: EvalLoader | None,
-    *,
-    step: int,
-    total_steps: int,
+    state: TrainState,
 ) -> RunHeader:
     """The header of this start of the workers; their places are not known yet."""
     trainable, parameters = task.parameter_counts()
     micro_batches = -(-loader.global_batch_size // loader.micro_batch_size)
     device = strategy.device
     return RunHeader(
-        step=step,
-        total_steps=total_steps,
+        step=state.step,
+        total_steps=state.total_steps,
         model=config.model.name,
         parameters=parameters,
         trainable=trainable,
@@ -134,7 +133,7 @@ def make_header(
         supervised=int(loader.split.supervised.sum()),
         eval_rows=0 if evaluation is None else evaluation.rows,
         held_out=0 if evaluation is None else evaluation.held_out,
-        epochs=(loader.order.total or total_steps * loader.global_batch_size) / len(loader.plan),
+        epochs=(loader.order.total or state.total_steps * loader.global_batch_size) / len(loader.plan),
         packing=config.data.packing,
         packs=len(loader.plan),
         fill=loader.plan.fill,

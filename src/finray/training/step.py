@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from finray.data.sampling.order import derive_key
 from finray.parallel.base import NamedOptimizer, Strategy
 from finray.records import Confusion
 from finray.training.loader import EvalLoader, StepData
@@ -26,8 +26,7 @@ def reseed(key: int, step: int, micro_batch: int) -> None:
     micro-batch is seeded separately: dropout depends on the micro-batch and not on the rank, and a checkpoint only has
     to store one integer. The price: another ``train.micro_batch_size`` draws other dropout masks.
     """
-    digest = hashlib.sha256(f"{key}/{step}/{micro_batch}".encode()).digest()
-    seed = int.from_bytes(digest[:8], "big")
+    seed = derive_key(key, step, micro_batch)
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)

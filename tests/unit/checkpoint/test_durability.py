@@ -11,8 +11,9 @@ import pytest
 from safetensors import SafetensorError
 
 from finray.checkpoint import CheckpointStore, directory_name, manifest
-from finray.checkpoint.store import Fence, fsync, replace_text, to_delete
+from finray.checkpoint.store import Fence, fsync, to_delete
 from finray.errors import CheckpointError
+from finray.files import replace_text
 
 
 def fill(folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import ClientTimeout
 
 from finray.checkpoint import objects as module
-from finray.checkpoint.objects import Objects, _pauses, open_filesystem, upload_folder
+from finray.checkpoint.objects import Objects, _pauses, open_filesystem
 from finray.errors import CheckpointError, StorageError
 
 
@@ -63,17 +63,6 @@ def test_objects_are_written_read_listed_copied_and_removed(url: str, tmp_path: 
     (tmp_path / "file").write_bytes(b"x" * 1000)
     objects.upload(tmp_path / "file", "large")
     assert objects.read("large") == b"x" * 1000
-
-
-def test_a_folder_is_uploaded_with_what_is_named_last_at_the_end(url: str, tmp_path: Path) -> None:
-    objects, _ = made(url)
-    for name in ("b/inner.txt", "manifest.json", "z.txt", "a.txt"):
-        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "folder" / name).write_text(name)
-    order = failing(objects, "put_file", [])
-    upload_folder(tmp_path / "folder", objects, "up", last=("manifest.json",))
-    assert [one.partition("/up/")[2] for one in order] == ["a.txt", "b/inner.txt", "z.txt", "manifest.json"]
-    assert objects.read("up/b/inner.txt") == b"b/inner.txt"
 
 
 def fetched(objects: Objects, name: str, path: Path, content: bytes) -> None:

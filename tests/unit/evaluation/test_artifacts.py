@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from finray.checkpoint.copies import push, push_folder
+from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import Precision
 from finray.errors import FinrayError, ModelError
@@ -79,6 +81,19 @@ def run_dir(finished: Path, tmp_path: Path) -> Path:
 def test_a_finished_run_stands_for_its_final_model(run_dir: Path) -> None:
     found = find_artifact(run_dir)
     assert found.folder == run_dir / "final"
+    assert found.is_adapter
+
+
+def test_a_run_behind_a_url_stands_for_the_copy_of_its_final_model(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}-{id(tmp_path)}/runs/run"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    push(run_dir, Objects(url), ["config.yaml"])
+    push_folder(run_dir, Objects(url), "final")
+    found = find_artifact(url)
+    assert found.folder.name == "final"
+    assert found.folder.is_relative_to(tmp_path / "cache")
     assert found.is_adapter
 
 

@@ -169,11 +169,11 @@ def test_a_gguf_file_is_written_as_an_ordinary_model(
     real = module.load_model
     monkeypatch.setattr(module, "load_model", load)
     monkeypatch.setattr(module, "load_tokenizer", lambda model: load_tokenizer(ModelConfig(name=str(tiny_model_dir))))
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr("finray.errors.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="needs the package gguf"):
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="bf16")
     assert names(tmp_path) == set()
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr("finray.errors.find_spec", lambda name: name)
     convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="bf16")
     assert asked == [(str(tmp_path / "x.gguf"), {"dtype": torch.bfloat16})]
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= names(tmp_path / "out")
@@ -192,7 +192,7 @@ def test_a_gguf_file_with_weights_that_fp16_cannot_hold_is_refused(
     real = module.load_model
     monkeypatch.setattr(module, "load_model", load)
     monkeypatch.setattr(module, "load_tokenizer", lambda model: load_tokenizer(ModelConfig(name=str(tiny_model_dir))))
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr("finray.errors.find_spec", lambda name: name)
     largest = 1e5
     with pytest.raises(ModelError, match="the largest number of fp16"):
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="fp16")

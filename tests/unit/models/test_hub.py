@@ -45,7 +45,7 @@ def test_a_hub_that_says_nothing_is_given_up_once_and_for_all(silent: str, monke
     assert hub.refusal() == f"the Hub was tried at {silent}: no answer within 0.5 s"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert huggingface_hub.constants.is_offline_mode()
-    monkeypatch.setattr(hub, "_probe", lambda: pytest.fail("it was asked again"))
+    monkeypatch.setattr(hub, "unreachable", lambda url: pytest.fail("it was asked again"))
     assert hub.refusal() is not None
 
 
@@ -109,5 +109,5 @@ def test_whatever_answers_is_there(status: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_nobody_is_asked_where_the_user_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(hub, "_probe", lambda: pytest.fail("it was asked"))
+    monkeypatch.setattr(hub, "unreachable", lambda url: pytest.fail("it was asked"))
     assert hub.refusal() is None

@@ -321,7 +321,7 @@ def test_a_packed_layer_adds_its_bias_and_computes_in_autocasts_dtype(bits: int)
 
 
 def test_without_bitsandbytes_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finray.models.quantised.find_spec", lambda name: None)
+    monkeypatch.setattr("finray.errors.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="bitsandbytes, which is not installed") as caught:
         quantise_layers(Odd(), 4, dtype=torch.bfloat16)
     assert "finray[quantization]" in str(caught.value.repair)

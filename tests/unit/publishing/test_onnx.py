@@ -16,7 +16,7 @@ from tests.support.runs import finray
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A chat model, of which nothing may be loaded."""
     monkeypatch.setattr("finray.publishing.onnx.export_model", pytest.fail)
-    monkeypatch.setattr("finray.publishing.onnx.find_spec", lambda name: object())
+    monkeypatch.setattr("finray.errors.find_spec", lambda name: object())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "finray.json").write_text(json.dumps({"task": "causal_lm"}))
@@ -36,7 +36,7 @@ def test_a_model_that_is_no_classifier(folder: Path) -> None:
 
 @pytest.mark.parametrize("missing", PACKAGES)
 def test_a_package_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    monkeypatch.setattr("finray.publishing.onnx.find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr("finray.errors.find_spec", lambda name: None if name == missing else object())
     said = refused(folder)
     assert f"needs the package {missing}, which is not installed" in said
     assert "pip install 'finray[onnx]'" in said

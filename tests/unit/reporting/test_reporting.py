@@ -30,8 +30,6 @@ def test_values_that_cannot_be_drawn_are_gaps() -> None:
     series = [Series("loss", [1, 2, 3, 4, 5], values)]
     plain = curves(series, title="t", x_label="step", y_label="loss").plain()
     assert plain["series"][0]["y"] == [1.0, None, None, -2.0, None]
-    log = curves(series, title="t", x_label="step", y_label="loss", log=True).plain()
-    assert log["series"][0]["y"] == [1.0, None, None, None, None]
 
 
 def test_data_in_a_figure_cannot_leave_it() -> None:

@@ -216,16 +216,16 @@ def test_a_machine_without_memory_is_told_with_the_smallest_change_where_its_mem
     """Where workers compute on GPUs, no setting of theirs is why a machine lacks memory."""
     (tmp_path / "model").symlink_to(tiny_model_dir)
     asked = config(tmp_path, train={"micro_batch_size": 4, "gradient_checkpointing": "none"})
-    connected = SimpleNamespace(placement=Placement(1, 1, use_gpu=use_gpu), resolved=runs.resolved_of(asked))
     text = (
         "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: eef1f) "
         "was 21.85GB used / 23.00GB limit (0.95)"
     )
     error = SimpleNamespace(worker_failures={0: RuntimeError(text)})
-    reason = driver._with_relief(
-        driver._explain(error, RunDir(tmp_path)),  # type: ignore[arg-type]
-        connected,  # type: ignore[arg-type]
+    reason = failures.with_relief(
+        failures.explain(error, tmp_path),  # type: ignore[arg-type]
         asked,
+        runs.resolved_of(asked),
+        Placement(1, 1, use_gpu=use_gpu),
     )
     assert reason.message.startswith("node 192.0.2.2 ran out of memory (21.85 of 23.00 GB used)")
     assert reason.repair is not None

@@ -155,9 +155,8 @@ def test_the_header_counts_what_is_trained_on(
     object.__setattr__(resolved, "weights", weights)
     task: Any = SimpleNamespace(parameter_counts=lambda: (11, 22))
     strategy: Any = SimpleNamespace(world_size=world, device=torch.device("cpu"))
-    found = outputs.make_header(
-        config(data={"packing": True}), resolved, task, strategy, loader, evaluation, step=2, total_steps=20
-    )
+    state: Any = SimpleNamespace(step=2, total_steps=20)
+    found = outputs.make_header(config(data={"packing": True}), resolved, task, strategy, loader, evaluation, state)
     assert (found.step, found.total_steps, found.model) == (2, 20, "m")
     assert (found.trainable, found.parameters) == (11, 22)
     assert found.precision == ("bf16-true" if weights == "bf16" else "bf16")
@@ -167,7 +166,7 @@ def test_the_header_counts_what_is_trained_on(
     assert (found.world_size, found.global_batch_size, found.micro_batch_size) == (world, 6, 2)
     assert (found.accumulation, found.epochs) == (accumulation, epochs)
     assert (found.device, found.threads) == ("CPU", torch.get_num_threads())
-    alone = outputs.make_header(config(), resolved, task, strategy, loader, None, step=2, total_steps=20)
+    alone = outputs.make_header(config(), resolved, task, strategy, loader, None, state)
     assert (alone.eval_rows, alone.held_out) == (0, 0)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from finray.config.schema import ModelConfig
-from finray.errors import DataError
+from finray.errors import DataError, ModelError
 from finray.evaluation.artifacts import inference_device, inference_dtype
 from finray.evaluation.engines.sampling import Sampling
 from finray.models.artifacts import Artifact
@@ -151,6 +151,19 @@ class Loading:
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
         dtype = inference_dtype(None, device) if dtype is None else dtype
         return cls(artifact, tokenizer, device, dtype, batch_size, merge, notify)
+
+
+def check_adapter(adapter: bool, *, is_merged: bool) -> None:
+    """Refuse to answer without an adapter that is merged.
+
+    Raises:
+        ModelError: the base model is asked for.
+    """
+    if not adapter and is_merged:
+        raise ModelError(
+            "the adapter is merged into the weights, so the base model cannot answer",
+            repair="use --engine transformers without --merge, which keeps them apart",
+        )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int], max_length: int | None) -> None:

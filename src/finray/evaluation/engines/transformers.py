@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from finray import compat
-from finray.errors import ModelError
 from finray.evaluation.engines.base import (
     Answer,
     Continuation,
@@ -27,6 +26,7 @@ from finray.evaluation.engines.base import (
     Loading,
     Numbers,
     OnToken,
+    check_adapter,
     check_continuations,
     check_prompts,
     mute,
@@ -38,6 +38,7 @@ from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
 from finray.models.packed import PackedModel
 from finray.models.packing_cache import packing_of_config
 from finray.models.reordered import reorder
+from finray.models.saved_layout import without_adapter
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
 # Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
@@ -135,7 +136,7 @@ class TransformersEngine:
     def _hold(self, model: Any, tokenizer: Any, batch_size: int, notify: Callable[[str], None]) -> None:
         self.model, self.tokenizer, self._batch_size = model, tokenizer, batch_size
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        self._inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._inner = without_adapter(model)
         config, generation = self._inner.config.get_text_config(), self._inner.generation_config
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._ends = end_tokens(tokenizer, generation)
@@ -201,7 +202,10 @@ class TransformersEngine:
             working += coming
             if len(rows) == 1:
                 self._kept = slots, [*rows[0].prompt, *rows[0].output_ids], adapter
-            for row, token in zip(working, self._choose(logits_BV, working, sampling), strict=True):
+            self.penalise(logits_BV, working)
+            steps = [len(row.output_ids) for row in working]
+            tokens_B = sampling.choose(logits_BV, [row.number for row in working], steps)
+            for row, token in zip(working, tokens_B.tolist(), strict=True):
                 if (answer := take(row, token, self.tokenizer, on_token)) is not None:
                     yield answer
             close_gaps(slots, working)
@@ -221,7 +225,12 @@ class TransformersEngine:
         pieces = [(row.output_ids[-1:], place) for row, place in zip(working, places, strict=True)]
         pieces += [(row.prompt[known:], known) for row in coming]
         prefills = [Prefill(len(working) + nth, known, len(row.prompt) - known) for nth, row in enumerate(coming)]
-        return self._last_logits(Laid.of(pieces, Step(slots, places, prefills, device), device))
+        laid = Laid.of(pieces, Step(slots, places, prefills, device), device)
+        assert self._packed is not None
+        last_B = laid.cu_seqlens[1:].long() - 1
+        if self._packed.has_plain_head(laid):
+            return self._packed.head().logits(self._packed.hidden_TH(laid).index_select(0, last_B))
+        return self._packed.logits_KV(laid, last_B)
 
     def _slots_for(self, rows: list[Row], adapter: bool) -> tuple[Slots, int]:
         """Slots, and the number of prompt tokens in them already: for single prompts, the prefix common with the last
@@ -235,21 +244,6 @@ class TransformersEngine:
         # The model must read at least one token to return logits.
         pairs = zip(tokens, rows[0].prompt[:-1], strict=False)
         return slots, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    def _last_logits(self, laid: Laid) -> torch.Tensor:
-        """Logits (B, V) after the last token of each piece."""
-        assert self._packed is not None
-        last_B = laid.cu_seqlens[1:].long() - 1
-        if self._packed.has_plain_head(laid):
-            return self._packed.head().logits(self._packed.hidden_TH(laid).index_select(0, last_B))
-        return self._packed.logits_KV(laid, last_B)
-
-    def _choose(self, logits_BV: torch.Tensor, rows: list[Row], sampling: Sampling) -> list[int]:
-        """The next token of each row."""
-        self.penalise(logits_BV, rows)
-        numbers, steps = [row.number for row in rows], [len(row.output_ids) for row in rows]
-        tokens: list[int] = sampling.choose(logits_BV, numbers, steps).tolist()
-        return tokens
 
     def penalise(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
         """Apply each row's repetition penalty to its logits, as Transformers' RepetitionPenaltyLogitsProcessor."""
@@ -375,11 +369,7 @@ class TransformersEngine:
 
     def _with(self, adapter: bool) -> AbstractContextManager[Any]:
         """Context manager of a forward pass with or without the adapter."""
-        if not adapter and self._is_merged:
-            raise ModelError(
-                "the adapter is merged into the weights, so the base model cannot answer",
-                repair="use --engine transformers without --merge, which keeps them apart",
-            )
+        check_adapter(adapter, is_merged=self._is_merged)
         if adapter or self.model is self._inner:
             return nullcontext()
         without: AbstractContextManager[Any] = self.model.disable_adapter()

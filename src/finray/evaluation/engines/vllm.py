@@ -26,11 +26,13 @@ from finray.evaluation.engines.base import (
     Loading,
     Numbers,
     OnToken,
+    check_adapter,
     check_continuations,
     check_prompts,
     mute,
 )
 from finray.evaluation.engines.sampling import Sampling, end_tokens
+from finray.files import first_line
 from finray.models.artifacts import require_fit
 from finray.models.export import export
 from finray.pretrained.tokenizers import source_options
@@ -135,9 +137,10 @@ class VLLMEngine:
         except Exception as error:
             # vLLM can fail on a model in any way.
             self._cleanup.close()
-            detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise ModelError(
-                f"vLLM cannot load the model: {detail}", where=model, repair="use `--engine transformers`"
+                f"vLLM cannot load the model: {first_line(error)[:300]}",
+                where=model,
+                repair="use `--engine transformers`",
             ) from None
         self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         generation = GenerationConfig.from_model_config(config)
@@ -230,8 +233,7 @@ class VLLMEngine:
             self._llm.llm_engine.add_lora(request := self._request(folder))
         except Exception as error:
             # As for a model: it can fail in any way.
-            detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-            raise ModelError(f"vLLM cannot load the adapter: {detail}", where=str(folder)) from None
+            raise ModelError(f"vLLM cannot load the adapter: {first_line(error)[:300]}", where=str(folder)) from None
         return request
 
     def _request(self, folder: Path) -> Any:
@@ -265,11 +267,7 @@ class VLLMEngine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]], *, adapter: bool
     ) -> Iterator[tuple[int, Any]]:
         """Indices of prompts with vLLM's outputs so far, as they arrive."""
-        if not adapter and self._is_merged:
-            raise ModelError(
-                "the adapter is merged into the weights, so the base model cannot answer",
-                repair="use --engine transformers without --merge, which keeps them apart",
-            )
+        check_adapter(adapter, is_merged=self._is_merged)
         engine, places = self._llm.llm_engine, dict[str, int]()
         request = self._adapter if adapter else None
         try:

@@ -9,6 +9,7 @@ rescaling.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -56,7 +57,6 @@ class BERTScore(SummedScore):
                 repair="evaluation.scoring.encoder=roberta-large, or the directory of another encoder",
             )
         check_exists(name)
-        self._loaded: tuple[Any, Any, int] | None = None
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray:
         """The score of each row (N, 1)."""
@@ -70,7 +70,7 @@ class BERTScore(SummedScore):
     @torch.no_grad()
     def precision_recall_f1(self, pairs: Sequence[tuple[str, str]]) -> FloatArray:
         """For each pair of answer and reference (N, 3); 0 if one of them is empty."""
-        encoder, tokenizer, layer = self._load()
+        encoder, tokenizer, layer = self._loaded
         special = {tokenizer.cls_token_id, tokenizer.sep_token_id}
         pad, device = int(tokenizer.pad_token_id or 0), encoder.device
         ids = {text: self._ids(tokenizer, text) for pair in pairs for text in pair}
@@ -111,28 +111,28 @@ class BERTScore(SummedScore):
         limit = min(int(tokenizer.model_max_length), 2**16)
         return list(tokenizer(prefix + text, truncation=True, max_length=limit)["input_ids"])
 
-    def _load(self) -> tuple[Any, Any, int]:
-        if self._loaded is None:
-            from transformers import AutoModel
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any, int]:
+        """The encoder, its tokenizer, and the layer to compare."""
+        from transformers import AutoModel
 
-            model = ModelConfig(name=str(self.settings.encoder))
-            tokenizer = load_tokenizer(model)
-            try:
-                encoder = AutoModel.from_pretrained(**loading_options(model), dtype=torch.float32, use_safetensors=True)
-            except FinrayError:
-                raise
-            except Exception as error:
-                raise not_loaded("encoder", model, error) from None
-            layers = int(encoder.config.num_hidden_layers)
-            layer = self.settings.encoder_layer or _LAYERS.get(model.name.removeprefix("google-bert/"), layers)
-            if layer > layers:
-                raise ConfigError(
-                    f"the encoder has {layers} layers",
-                    where="evaluation.scoring.encoder_layer",
-                    repair="choose one of its layers",
-                )
-            self._loaded = encoder.eval().to(inference_device()), tokenizer, layer
-        return self._loaded
+        model = ModelConfig(name=str(self.settings.encoder))
+        tokenizer = load_tokenizer(model)
+        try:
+            encoder = AutoModel.from_pretrained(**loading_options(model), dtype=torch.float32, use_safetensors=True)
+        except FinrayError:
+            raise
+        except Exception as error:
+            raise not_loaded("encoder", model, error) from None
+        layers = int(encoder.config.num_hidden_layers)
+        layer = self.settings.encoder_layer or _LAYERS.get(model.name.removeprefix("google-bert/"), layers)
+        if layer > layers:
+            raise ConfigError(
+                f"the encoder has {layers} layers",
+                where="evaluation.scoring.encoder_layer",
+                repair="choose one of its layers",
+            )
+        return encoder.eval().to(inference_device()), tokenizer, layer
 
 
 class BERTScorePrecision(BERTScore):

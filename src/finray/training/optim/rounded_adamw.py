@@ -11,12 +11,12 @@ on any device.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from finray.data.sampling.order import derive_key
 from finray.parallel.base import StatefulOptimizer, StateReader
 from finray.sharding import local_rows
 
@@ -57,42 +57,35 @@ class RoundedAdamW(StatefulOptimizer, torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update."""
         assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter)
+        having_gradients = (
+            (group, one) for group in self.param_groups for one in group["params"] if one.grad is not None
+        )
+        for group, parameter in having_gradients:
+            state = self.state[parameter]
+            if not state:
+                state.update(self.initial_state(parameter))
+            own, row = local_rows(parameter)
+            good: float | torch.Tensor = 1.0
+            if self.found_inf is not None:
+                good = 1 - self.found_inf.to(own.device)
+            state["step"].add_(good)
+            if not own.numel():
+                continue
+            parts = [own, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+            flat = [local_rows(part)[0].view(-1) for part in parts]
+            # Index of the first element in the whole parameter.
+            first = row * (own.numel() // len(own)) if own.ndim else 0
+            key = derive_key(self._seed, self._updates, self._names[parameter])
+            for start in range(0, own.numel(), CHUNK[own.device.type]):
+                weight, gradient, *moments = (one[start : start + CHUNK[own.device.type]] for one in flat)
+                random = random_bits(key, first + start, len(weight), own.device)
+                _update_some(weight, gradient, moments, random, group, state["step"], good)
         self._updates += 1
 
     def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
         """Load the state from :meth:`state_of`, and continue its update count."""
         super().load_state_of(parameter, name, kinds, reader)
         self._updates = int(reader.read(f"{name}/step"))
-
-    def _update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self.initial_state(parameter))
-        own, row = local_rows(parameter)
-        good: float | torch.Tensor = 1.0
-        if self.found_inf is not None:
-            good = 1 - self.found_inf.to(own.device)
-        state["step"].add_(good)
-        if not own.numel():
-            return
-        assert parameter.grad is not None
-        parts = [own, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
-        flat = [local_rows(part)[0].view(-1) for part in parts]
-        # Index of the first element in the whole parameter.
-        first = row * (own.numel() // len(own)) if own.ndim else 0
-        key = self._key(parameter)
-        for start in range(0, own.numel(), CHUNK[own.device.type]):
-            weight, gradient, *moments = (one[start : start + CHUNK[own.device.type]] for one in flat)
-            random = random_bits(key, first + start, len(weight), own.device)
-            _update_some(weight, gradient, moments, random, group, state["step"], good)
-
-    def _key(self, parameter: torch.nn.Parameter) -> int:
-        text = f"{self._seed}/{self._updates}/{self._names[parameter]}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _update_some(
