@@ -14,7 +14,16 @@ import pytest
 
 from finray.config.load import load_config
 from finray.errors import ClusterError, ConfigError
-from finray.runtime.jobs import CONFIG, DEFAULT_ADDRESS, SECRETS, Server, address_of, require_no_secret, secrets_named
+from finray.runtime.jobs import (
+    CODE,
+    CONFIG,
+    DEFAULT_ADDRESS,
+    SECRETS,
+    Server,
+    address_of,
+    require_no_secret,
+    secrets_named,
+)
 
 
 @pytest.mark.parametrize(
@@ -246,3 +255,21 @@ def test_the_machines_of_the_workers_do_not_get_the_secrets_of_a_job(
     assert not is_there
     expected = {"runtime_env": {"env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
     assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == expected
+
+
+def test_code_of_a_job_is_the_directory_of_its_driver_and_of_its_workers_without_the_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finray.cli import job_entry, start
+
+    (tmp_path / CODE).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://pkg.zip"}}))
+    monkeypatch.setattr("sys.argv", ["entry"])
+    seen: list[Any] = []
+    monkeypatch.setattr(start, "main", lambda: seen.append((sys.argv, Path.cwd(), dict(os.environ))))
+    job_entry.main()
+    ((argv, cwd, environ),) = seen
+    assert argv == ["finray", "train", str(tmp_path / CONFIG)]
+    assert cwd == tmp_path / CODE
+    assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == {"runtime_env": {"working_dir": str(tmp_path / CODE)}}
