@@ -39,6 +39,10 @@ def lies_in(name: str, folder: Path) -> bool:
     return (folder / f"{top_level(name)}.py").is_file() or (folder / top_level(name)).is_dir()
 
 
+def _is_environment(folder: Path) -> bool:
+    return (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").exists()
+
+
 def python_files(folder: Path, config: Config) -> tuple[dict[str, str], tuple[str, ...]]:
     """The Python files of a directory by path, and what is left out because an installed package has its name.
 
@@ -59,7 +63,7 @@ def python_files(folder: Path, config: Config) -> tuple[dict[str, str], tuple[st
     left_out, size = [], 0
     for root, folders, files in os.walk(folder):
         here = Path(root)
-        names = [name for name in folders if not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()]
+        names = [name for name in folders if not name.startswith(".") and not _is_environment(here / name)]
         modules = [name for name in files if name.endswith(".py") and not name.startswith(".")]
         if here == folder:
             left_out = [name for name in modules if name.removesuffix(".py") in installed]

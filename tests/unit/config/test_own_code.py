@@ -40,7 +40,7 @@ def test_every_field_that_takes_code_is_known() -> None:
 
 def test_the_python_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path, "mine.py", "pack/__init__.py", "pack/deep/part.py", "rows.jsonl", ".env", ".git/hook.py")
-    write(tmp_path, "env/pyvenv.cfg", "env/lib/x.py", "pack/weights.bin", ".hidden.py")
+    write(tmp_path, "env/pyvenv.cfg", "env/lib/x.py", "conda/conda-meta/history", "conda/y.py", ".hidden.py")
     assert python_files(tmp_path, CONFIG) == (
         {"mine.py": "", "pack/__init__.py": "", "pack/deep/part.py": ""},
         (),
