@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -217,8 +218,11 @@ def _logged(run: RunDir, handle: Handle) -> Iterator[Handle]:
 
     try:
         yield logged
+    except KeyboardInterrupt:
+        log.write("stopped")
+        raise
     except BaseException as error:
-        log.write("stopped" if isinstance(error, KeyboardInterrupt) else str(error) or repr(error))
+        log.write(str(error) if isinstance(error, FinrayError) else traceback.format_exc())
         raise
     log.write("the run is finished")
 

@@ -78,7 +78,13 @@ def test_what_the_command_shows_is_kept_with_times_and_how_it_ended(
     with pytest.raises(KeyboardInterrupt):
         train(then=KeyboardInterrupt())
     assert tail(tmp_path / "logs" / "training.log", 1)[0].endswith(" stopped")
+    # A bug of finray's or of a library's is kept as a traceback.
+    with pytest.raises(ZeroDivisionError):
+        train(then=ZeroDivisionError("by nothing"))
+    end = tail(tmp_path / "logs" / "training.log", 8)
+    assert any("Traceback" in line for line in end)
+    assert end[-1].endswith("ZeroDivisionError: by nothing")
     (tmp_path / "file").touch()
     run.path = tmp_path / "file"
     train()
-    assert shown == said * 3
+    assert shown == said * 4
