@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds an image: deploy/build.sh cpu|cuda [TAG]
 #
-# Uses docker, podman or buildah, whichever is installed (BUILDER selects one), and passes PIP_EXTRA_INDEX_URL on.
-# DRY_RUN=1 prints the command. The build context contains only the tracked files that the image needs.
+# Uses docker, podman or buildah, whichever is installed (BUILDER selects one), and passes PIP_EXTRA_INDEX_URL and EXTRAS
+# (such as s3,serve,wandb) on. DRY_RUN=1 prints the command. The build context contains only the tracked files that the image needs.
 set -euo pipefail
 
 kind=${1:-}
@@ -31,7 +31,9 @@ context=$(mktemp -d)
 trap 'rm -rf "$context"' EXIT
 git archive HEAD constraints.txt pyproject.toml README.md LICENSE src deploy | tar -x -C "$context"
 command=("$builder" "$verb" --file "$context/deploy/Dockerfile.$kind" --tag "$tag")
-if [ -n "${PIP_EXTRA_INDEX_URL:-}" ]; then command+=(--build-arg "PIP_EXTRA_INDEX_URL=$PIP_EXTRA_INDEX_URL"); fi
+for one in PIP_EXTRA_INDEX_URL EXTRAS; do
+  if [ -n "${!one:-}" ]; then command+=(--build-arg "$one=${!one}"); fi
+done
 command+=("$context")
 if [ -n "${DRY_RUN:-}" ]; then
   echo "${command[*]}"

@@ -307,6 +307,7 @@ def config_with(given: Any, tmp_path: Path, **sections: dict[str, Any]) -> Any:
             ("optimizer.params.weight_decay", "train.weight_decay"),
         ),
         ({"scheduler": {"type": "WarmupLR"}}, ("ds.json: scheduler", "train.schedule")),
+        ({"scheduler": {"params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}}, ("train.schedule",)),
         ({"activation_checkpointing": {"partition_activations": True}}, ("train.gradient_checkpointing",)),
         ({"zero_optimization": {"stage": 0}}, ("ds.json: zero_optimization.stage", "parallel.strategy")),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, ("offload_param.device", "cpu")),

@@ -38,7 +38,10 @@ def test_a_rank_that_was_stopped_is_named_and_the_workers_start_again(
     assert run.ended() is None, run.said
     assert any("it is stopped (SIGSTOP)" in one for one in run.said)
     assert [(one.step, one.world_size) for one in run.headers] == [(0, 2), (5, 2)]
-    assert {one.name for one in (run_dir / "logs").iterdir()} == {"rank-00000.log", "rank-00001.log"}
+    logs = {one.name: one.read_text() for one in (run_dir / "logs").iterdir()}
+    assert logs.keys() == {"rank-00000.log", "rank-00001.log", "training.log"}
+    for part in ("placement  2 x CPU", "step 16/16  loss", f"rank 1 (pid {pid}", "the run is finished"):
+        assert part in logs["training.log"]
     undisturbed = tmp_path / "undisturbed"
     run_group(plain, undisturbed, world_size=2)
     assert runs.trace(run_dir) == runs.trace(undisturbed)

@@ -18,6 +18,24 @@ from tests.support.runs import Plain, changed
 
 STEPS = 60
 SECRET = "a-secret-that-is-nowhere-to-be-read"
+# What the job gets by --code: read by the driver, by tasks that prepare, and by workers.
+CODE = """
+class LossFile:
+    def start(self, run):
+        self._file = run.run_dir / "losses.txt"
+        self._file.write_text(f"{__file__}\\n")
+
+    def log(self, record):
+        with self._file.open("a") as stream:
+            stream.write(f"{record.step}\\n")
+
+    def finish(self):
+        pass
+
+
+def convert(row):
+    return row
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +69,13 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
         "prepare.num_workers": 1,
         "model.task": "tests.support.job_server:SlowLM",
         "cluster.env": {"FINRAY_TESTS_GO": str(go)},
+        "tracking.trackers": ["my_parts.inside:LossFile"],
+        "data.converter": "my_parts.inside:convert",
     }
+    parts = tmp_path / "code" / "my_parts" / "inside.py"
+    parts.parent.mkdir(parents=True)
+    parts.write_text(CODE)
+    (tmp_path / "code" / ".env").write_text(f"KEY={SECRET}")
     config = runs.write_config(changed(tiny_run(rows=16), changes), tmp_path / "run.yaml")
     env = {**server.env(), "MY_SECRET": SECRET}
 
@@ -61,13 +85,14 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
     def logs() -> str:
         return finray("jobs", "logs", job)[1]
 
-    code, out, err = finray("submit", config, "--detach", "--env", "MY_SECRET")
+    sent = ("--code", parts.parents[1], "--env", "MY_SECRET")
+    code, out, err = finray("submit", config, "--detach", *sent)
     assert code == 0, err
     job = out.strip()
     assert job.startswith("finray-run-")
     until(lambda: (run_dir / "metrics.jsonl").exists() and len(runs.values(run_dir, "step")) >= 2, logs)
     # The same command finds the job that is at work, and starts no second one.
-    assert finray("submit", config, "--detach", "--env", "MY_SECRET")[1].strip() == job
+    assert finray("submit", config, "--detach", *sent)[1].strip() == job
     code, out, _ = finray("jobs", "list", "--json")
     assert code == 0
     (listed,) = json.loads(out)["jobs"]
@@ -83,10 +108,14 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
     assert "is saved; the same command continues: finray submit" in first_log
 
     go.touch()
-    code, out, err = finray("submit", config, "--env", "MY_SECRET")
+    code, out, err = finray("submit", config, *sent)
     assert code == 0, out + err
     assert (run_dir / "final" / "adapter_model.safetensors").is_file(), out
     assert runs.values(run_dir, "step") == list(range(1, STEPS + 1))
+    # A worker's directory is what Ray has sent to its machine: the code alone, without the secrets of the job.
+    module, *seen = (run_dir / "losses.txt").read_text().split()
+    assert Path(module).parents[1].name.startswith("_ray_pkg_")
+    assert seen == [str(number) for number in range(len(steps) + 1, STEPS + 1)]
     # Neither what was printed nor what Ray wrote down has the secret, and no file of the job keeps it.
     assert SECRET not in first_log + out + err
     holding = [path for path in server.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]

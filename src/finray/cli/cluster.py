@@ -35,7 +35,8 @@ def up(
 
     found, made = nodes.up(host=host, dashboard_host=dashboard_host, options=options or ())
     token = nodes.token_file()
-    dashboard = f"http://{nodes.joined(found.ip if dashboard_host in ('0.0.0.0', '::') else dashboard_host, 8265)}"
+    reached = found.ip if dashboard_host in ("0.0.0.0", "::") else dashboard_host
+    dashboard = f"http://{nodes.joined(reached, nodes.dashboard_port(options or ()))}"
     show.lines(
         {
             "address": found.address,

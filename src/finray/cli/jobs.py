@@ -6,12 +6,14 @@ import os
 import shlex
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from finray.cli import show
 from finray.config.environment import SECRETS
+from finray.config.own_code import lies_in, own_code, python_files
 from finray.runtime.jobs import Job, Server, require_no_secret, secrets_named
 
 app = typer.Typer(help="Jobs of finray on a Ray cluster.", no_args_is_help=True)
@@ -32,18 +34,32 @@ def submit(
         list[str] | None,
         typer.Option(help="Name of an environment variable to pass to the job; may be repeated."),
     ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory whose Python files are sent too, for modules of your own that the config names.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
 ) -> None:
     """Train on a Ray cluster through its job server. The same command continues a run that was stopped.
 
-    The config and the variables given with --env are sent; data and models are not.
+    The config, the variables given with --env and the Python files below --code are sent; data and models are not.
     """
     settings = show.load(config, overrides)
     names = tuple(env or ())
     require_no_secret(settings)
     secrets_named(names, os.environ)
+    files, left_out = python_files(code, settings) if code is not None else ({}, ())
     server = Server(address)
-    job = server.submit(settings, names, command=shlex.join(["finray", *sys.argv[1:]]))
+    job = server.submit(settings, names, code=files, command=shlex.join(["finray", *sys.argv[1:]]))
+    for name in left_out if not show.mode().quiet else ():
+        show.note(f"{name} is not sent: an installed package has this name")
+    for field, name in own_code(settings) if not show.mode().quiet else ():
+        if lies_in(name, Path.cwd()) and (code is None or not lies_in(name, code)):
+            show.note(f"{field} {name} is code of this directory and not sent with the job; --code . sends it")
     for name in SECRETS:
         if os.environ.get(name) and name not in names:
             show.remark(f"{name} is set here but not passed to the job; --env {name} passes it")

@@ -92,7 +92,7 @@ def jobspec(
         user=user,
     )
     require_no_secret(settings, option="--secret")
-    spec = make_spec(settings, machines)
+    spec = make_spec(settings, machines, takes_files=to in ("rayjob", "compose"))
     text = TARGETS[to](spec)
     notes = list(spec.notes)
     limit = hours or (SLURM_HOURS if to == "slurm" else None)

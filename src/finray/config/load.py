@@ -292,6 +292,9 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
         value = parse_yaml(text, name=path)
     except ConfigError as error:
         return [f"{cut(path)}: `{cut(text)}` is no value: {error.message}"]
+    if (value is None or isinstance(value, str)) and re.match(r"(?!\s*[\"'])(.*\s)?#", text):
+        # YAML takes the rest for a comment, which nobody writes on a command line.
+        value = text.strip()
     return _set(data, path, value)
 
 

@@ -34,6 +34,11 @@ def is_secret_name(name: str) -> bool:
     return bool(_NAME.search(name)) and not _TEMPLATE_TOKEN.fullmatch(name)
 
 
+def holds_token(text: str) -> bool:
+    """Whether a text contains what has the form of a token: ``hf_...``, ``sk-...``."""
+    return bool(_VALUE.search(text))
+
+
 def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
     """Mask secrets in free text: token formats, passwords and signatures in URLs, values of secret environment
     variables."""

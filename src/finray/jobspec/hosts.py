@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finray.errors import ConfigError
-from finray.jobspec.spec import JobSpec, to_yaml
+from finray.jobspec.spec import MOUNT, JobSpec, to_yaml
 
 # Exit code of `finray train` after a stop with a checkpoint: 128 + SIGTERM.
 STOPPED = 143
@@ -135,15 +135,19 @@ def compose(spec: JobSpec) -> str:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "${RAY_AUTH_TOKEN:?export RAY_AUTH_TOKEN, the same on all hosts}",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HOME": f"{machines.shared}/huggingface",
+        **spec.environment,
         # Without a value, Compose takes the host's.
         **dict.fromkeys(machines.secrets),
     }
+    # By names of Compose's own: those of files may not be.
+    files = {f"file-{number}": name for number, name in enumerate(spec.files)}
+    mounted = [{"source": source, "target": f"{MOUNT}/{name}"} for source, name in files.items()]
     base: dict[str, Any] = {
         "image": machines.image,
         "network_mode": "host",
         "environment": environment,
         "volumes": [f"{machines.shared}:{machines.shared}"],
+        **({"configs": mounted} if mounted else {}),
         "shm_size": f"{max(1, spec.memory_gb // 4)}gb",
         "security_opt": ["no-new-privileges:true"],
         "init": True,
@@ -181,19 +185,20 @@ def compose(spec: JobSpec) -> str:
         "job": {
             **base,
             "profiles": ["job"],
-            "command": ["finray", "train", "/etc/finray/config.yaml"],
+            "command": ["finray", "train", f"{MOUNT}/config.yaml"],
             "environment": {**environment, "RAY_ADDRESS": "127.0.0.1:6379"},
-            "configs": [{"source": "config", "target": "/etc/finray/config.yaml"}],
+            "configs": [{"source": "config", "target": f"{MOUNT}/config.yaml"}, *mounted],
             # A run that was stopped or lost continues with the same command. An error in the config would be there
             # again every time.
             "restart": "on-failure:3",
         },
     }
+    texts = {"config": spec.config_text, **{source: spec.files[name] for source, name in files.items()}}
     plain = {
         "name": spec.name,
         "services": services,
         # Compose would interpolate a dollar.
-        "configs": {"config": {"content": spec.config_text.replace("$", "$$")}},
+        "configs": {source: {"content": text.replace("$", "$$")} for source, text in texts.items()},
     }
     about = (
         f"# Made by `finray jobspec --to compose`, for {spec.nodes} host{'s' if spec.nodes > 1 else ''} with\n"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from finray.errors import ConfigError
-from finray.jobspec.spec import RAY_VERSION, JobSpec, to_yaml
+from finray.jobspec.spec import MOUNT, RAY_VERSION, JobSpec, to_yaml
 
-_CONFIG = "/etc/finray"
 # Ray's agent answers this on every node. We use Python because the image may lack wget.
 _ALIVE = (
     "import urllib.request as u; "
@@ -16,7 +15,7 @@ _ALIVE = (
 
 
 def rayjob(spec: JobSpec) -> str:
-    """Manifests of a ConfigMap with the config, and of the RayJob.
+    """Manifests of a ConfigMap with the config and its files, and of the RayJob.
 
     Raises:
         ConfigError: Kueue would admit a fixed number of workers that then changes.
@@ -35,7 +34,7 @@ def rayjob(spec: JobSpec) -> str:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{spec.name}-config", "labels": labels},
-        "data": {"config.yaml": spec.config_text},
+        "data": {"config.yaml": spec.config_text, **spec.files},
     }
     cluster: dict[str, Any] = {
         "rayVersion": RAY_VERSION,
@@ -66,7 +65,7 @@ def rayjob(spec: JobSpec) -> str:
         "kind": "RayJob",
         "metadata": {"name": spec.name, "labels": labels | queue},
         "spec": {
-            "entrypoint": f"finray train {_CONFIG}/config.yaml",
+            "entrypoint": f"finray train {MOUNT}/config.yaml",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
             # A retry gets a new cluster, and continues from the newest checkpoint.
@@ -90,7 +89,7 @@ def _pod(spec: JobSpec, name: str, *, cpus: int, memory: int, gpus: int) -> dict
         for one in machines.secrets
     ]
     mounts: list[dict[str, Any]] = [
-        {"name": "config", "mountPath": _CONFIG, "readOnly": True},
+        {"name": "config", "mountPath": MOUNT, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     volumes: list[dict[str, Any]] = [
@@ -104,7 +103,7 @@ def _pod(spec: JobSpec, name: str, *, cpus: int, memory: int, gpus: int) -> dict
     container: dict[str, Any] = {
         "name": name,
         "image": machines.image,
-        "env": [{"name": "HF_HOME", "value": f"{machines.shared}/huggingface"}, *secrets],
+        "env": [*({"name": name, "value": value} for name, value in spec.environment.items()), *secrets],
         "resources": {"requests": amounts, "limits": amounts},
         "volumeMounts": mounts,
         "readinessProbe": probe | {"initialDelaySeconds": 10, "failureThreshold": 12},

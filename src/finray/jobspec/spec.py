@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from finray.config.load import preset_names
-from finray.config.redact import is_secret_name, redact_text
+from finray.config.load import build_config, preset_names
+from finray.config.own_code import own_code
+from finray.config.redact import holds_token, is_secret_name, redact_text
 from finray.config.replicas import legal_name
 from finray.config.schema import Config
 from finray.errors import ConfigError, did_you_mean
@@ -19,6 +22,10 @@ from finray.errors import ConfigError, did_you_mean
 # The version pinned in constraints.txt, with which images are built.
 RAY_VERSION = "2.60.0"
 IMAGE = "finray:latest"
+# Where containers find the job's config, and the small files that come with it.
+MOUNT = "/etc/finray"
+# In total. `kubectl apply` keeps what it applied in an annotation of at most 256 KiB, as JSON, with escapes.
+_MOST_BYTES = 128 * 2**10
 # Short names, for `--model llama3 --dataset alpaca`.
 MODELS = {
     "llama3": "llama3-8b-lora",
@@ -100,6 +107,7 @@ class JobSpec:
         gpus_per_node: 0 for CPUs only.
         cpus_per_node: CPUs per machine.
         memory_gb: memory per machine.
+        files: small files of this machine that come with the config, by their name in :data:`MOUNT`.
         notes: things for the user to check.
     """
 
@@ -112,6 +120,7 @@ class JobSpec:
     gpus_per_node: int
     cpus_per_node: int
     memory_gb: int
+    files: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -126,6 +135,12 @@ class JobSpec:
         if self.machines.storage is not None:
             return self.machines.storage
         return own if "://" in own else posixpath.join(self.machines.shared, own)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of all containers."""
+        code = any(name.endswith(".py") for name in self.files)
+        return {"HF_HOME": f"{self.machines.shared}/huggingface", **({"PYTHONPATH": MOUNT} if code else {})}
 
     @property
     def config_text(self) -> str:
@@ -161,8 +176,13 @@ def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, l
     return preset, changes
 
 
-def make_spec(config: Config, machines: Machines) -> JobSpec:
+def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) -> JobSpec:
     """Derive the machines of a run.
+
+    Args:
+        config: of the run.
+        machines: the request.
+        takes_files: the job can take along small text files, in :data:`MOUNT`.
 
     Raises:
         ConfigError: impossible request: GPUs that no worker would use, or too few; a secret given by value.
@@ -234,15 +254,50 @@ def make_spec(config: Config, machines: Machines) -> JobSpec:
             repair="set cluster.num_workers to more, or leave the option out",
         )
     name = _NAME.sub("-", config.run.name.lower()).strip("-")[:40].strip("-") or "finray"
-    notes = tuple(_notes(config, machines))
-    return JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, notes)
+    config, files = _with_files(config, machines) if takes_files else (config, {})
+    notes = tuple(_notes(config, machines, files))
+    return JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, files, notes)
 
 
-def _notes(config: Config, machines: Machines) -> list[str]:
-    found = []
+def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, str]]:
+    """The config with small text files moved to :data:`MOUNT`, and these files by name: data, templates, DeepSpeed's
+    JSON, and modules of the user's own that are one file."""
+    plain = config.model_dump(mode="json", exclude_unset=True)
+    files: dict[str, str] = {}
+
+    def taken(path: Path, name: str) -> bool:
+        try:
+            text = path.read_text(encoding="utf-8") if path.stat().st_size <= _MOST_BYTES else "\0"
+        except (OSError, UnicodeDecodeError):
+            return False
+        total = sum(len(one.encode()) for one in (text, *files.values()))
+        if "\0" in text or "\r" in text or holds_token(text) or total > _MOST_BYTES or name in files:
+            return False
+        files[name] = text
+        return True
+
+    fields = [("data", "source"), ("data", "eval_source"), ("model", "chat_template"), ("parallel", "deepspeed_config")]
+    places = [(plain.get(section, {}), key) for section, key in fields]
+    places += [(one, "source") for one in plain.get("data", {}).get("mix", [])]
+    for place, key in places:
+        value = place.get(key)
+        if value and not value.startswith(machines.shared):
+            name = f"{len(files)}-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(value).name)}"
+            if taken(Path(value).expanduser(), name):
+                place[key] = f"{MOUNT}/{name}"
+    for _, own in own_code(config):
+        module = own.partition(":")[0]
+        if f"{module}.py" not in files:
+            taken(Path(f"{module}.py"), f"{module}.py")
+    return build_config(plain, source="the config of the job"), files
+
+
+def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list[str]:
+    found = [f"{name} is part of the job" + ", what it imports is not" * name.endswith(".py") for name in taken]
+    there = (machines.shared, MOUNT)
     sources = [config.data.source, config.data.eval_source, *(one.source for one in config.data.mix)]
     for source in sources:
-        if source and "://" not in source and not source.startswith(machines.shared) and _is_file(source):
+        if source and "://" not in source and not source.startswith(there) and _is_file(source):
             found.append(f"data.source {source} is a file: it must be at this path on every machine")
     if config.model.name.startswith((".", "/")) and not config.model.name.startswith(machines.shared):
         found.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
@@ -253,16 +308,13 @@ def _notes(config: Config, machines: Machines) -> list[str]:
         "adapter.start_from": config.adapter.start_from,
         "evaluation.scoring.encoder": scoring.encoder if scoring and _is_file(scoring.encoder or "") else None,
     }
-    for field, path in files.items():
-        if path and "://" not in path and not path.startswith(machines.shared):
-            found.append(f"{field} {path} is not part of the job: it must be at this path on every machine")
-    code = [("model.task", config.model.task), ("data.converter", config.data.converter or "")]
-    code += [("evaluation.metrics", one) for one in config.evaluation.metrics]
-    code += [("tracking.trackers", one) for one in config.tracking.trackers]
+    for name, path in files.items():
+        if path and "://" not in path and not path.startswith(there):
+            found.append(f"{name} {path} is not part of the job: it must be at this path on every machine")
     found += [
-        f"{field} {name} is your own code: its module must be installed on every machine, or be in PYTHONPATH there"
-        for field, name in code
-        if ":" in name
+        f"{name} {own} is your own code: its module must be installed on every machine, or be in PYTHONPATH there"
+        for name, own in own_code(config)
+        if f"{own.partition(':')[0]}.py" not in taken
     ]
     for name in config.cluster.env:
         if is_secret_name(name):

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.keepers import Keepers
+from finray.runtime.logs import RecordLog
 from finray.runtime.nodes import token_file
 from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import Helpers
@@ -134,6 +136,7 @@ def train(
     with (
         open_run(config, fresh=fresh, notify=lambda message: handle(Note(message))) as run,
         _saying_what_is_saved(run, config),
+        ExitStack() as stack,
     ):
         if (done := run.finished()) is not None:
             handle(Note("the run is already finished; --fresh (in Python fresh=True) starts over"))
@@ -144,6 +147,7 @@ def train(
             _push(config, run, handle)
             return TrainResult(run.path, run.final, chosen or done.chosen_step, done.summary)
         failures.forget(run.path)
+        handle = stack.enter_context(_logged(run, handle))
         # A converter may want a model, the check of packing and the choice of a strategy build one, and torch reports
         # GPUs.
         hide_torch &= not Path("/proc/driver/nvidia").exists()
@@ -201,6 +205,26 @@ def _saying_what_is_saved(run: RunDir, config: Config) -> Iterator[None]:
             raise stop from None
         stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint has been saved yet")
         raise
+
+
+@contextmanager
+def _logged(run: RunDir, handle: Handle) -> Iterator[Handle]:
+    """The handler, which also writes what it shows to the run's ``logs/training.log``, and how the command ended."""
+    log = RecordLog(run.path / failures.LOGS / "training.log", f"pid {os.getpid()}")
+
+    def logged(record: Record) -> None:
+        log.log(record)
+        handle(record)
+
+    try:
+        yield logged
+    except KeyboardInterrupt:
+        log.write("stopped")
+        raise
+    except BaseException as error:
+        log.write(str(error) if isinstance(error, FinrayError) else traceback.format_exc())
+        raise
+    log.write("the run is finished")
 
 
 @contextmanager

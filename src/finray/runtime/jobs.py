@@ -1,7 +1,7 @@
 """Runs as jobs of a Ray cluster's job server: submit, follow, list, stop.
 
-A job carries only the config and the named secrets: data, models and runs must be where the config says, also as seen
-from the cluster.
+A job carries the config, the named secrets and, if asked for, Python files: data, models and runs must be where the
+config says, also as seen from the cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from finray.errors import ClusterError, ConfigError
 from finray.results import Result, Table
 
 # Files of a job, in the directory that Ray unpacks for it.
-CONFIG, SECRETS = "config.yaml", "secrets.json"
+CONFIG, SECRETS, CODE = "config.yaml", "secrets.json", "code"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 # In total less than the 15 s after which an unresponsive server is an error.
 _CONNECT_S, _ANSWER_S = 4.0, 8.0
@@ -170,6 +170,7 @@ class Server:
         names: tuple[str, ...] = (),
         environ: Mapping[str, str] = os.environ,
         *,
+        code: Mapping[str, str] | None = None,
         command: str = "finray submit",
         pause: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -180,6 +181,7 @@ class Server:
             config: of the run.
             names: environment variables that the job gets.
             environ: where their values come from.
+            code: Python files that driver and workers can import, by path.
             command: command that continues the run, for the job's message when it is stopped.
             pause: waits for seconds.
             clock: seconds, monotonic.
@@ -208,6 +210,9 @@ class Server:
             (Path(folder) / CONFIG).write_text(text, encoding="utf-8")
             (Path(folder) / SECRETS).touch(0o600)
             (Path(folder) / SECRETS).write_text(json.dumps(values), encoding="utf-8")
+            for name, python in (code or {}).items():
+                (Path(folder) / CODE / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / CODE / name).write_bytes(python.encode())
             env = {"RAY_JOB_STOP_WAIT_TIME_S": str(patience), "PYTHONUNBUFFERED": "1"}
             env["FINRAY_COMMAND"] = redact_text(command)
             until = clock() + _SILENCE_S

@@ -1,5 +1,5 @@
-"""Copies of the workers' logs in the run directory: Ray's own logs are on the worker's machine, and may be lost with
-it."""
+"""Text logs in the run directory: of the command, and copies of those of the workers. Ray's own logs are on the
+worker's machine, and may be lost with it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,46 @@ from contextlib import suppress
 from pathlib import Path
 
 from finray.config.redact import redact_text
+from finray.records import Note, PrepareProgress, Record, RunHeader
+from finray.tracking.console import describe, header_lines
 
 _PAUSE_S = 2.0
 _MOST_BYTES = 20 * 2**20
 _TAIL_BYTES = 64 * 2**10
 _SHOWN = 5
+
+
+class RecordLog:
+    """Appends the records of a run to a file as lines of text, each with its time; failures to write are ignored.
+
+    Args:
+        target: the file.
+        title: the first line.
+    """
+
+    def __init__(self, target: Path, title: str) -> None:
+        self._target, self._steps = target, 0
+        with suppress(OSError):
+            target.parent.mkdir(exist_ok=True)
+        self.write(f"== {title}")
+
+    def write(self, text: str) -> None:
+        """Append text, which may have several lines."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with suppress(OSError), self._target.open("a", encoding="utf-8") as stream:
+            stream.writelines(f"{now} {line}\n" for line in redact_text(text).splitlines())
+
+    def log(self, record: Record) -> None:
+        """Append a record."""
+        if isinstance(record, RunHeader):
+            self._steps = record.total_steps
+            self.write("\n".join(header_lines(record)))
+        elif isinstance(record, Note):
+            self.write(f"{'warning: ' * (record.level == 'warning')}{record.message}")
+        elif not isinstance(record, PrepareProgress):
+            self.write(f"step {record.step}/{self._steps}  {describe(record)}")
+        elif record.done == record.total:
+            self.write(f"prepared {record.rows:,} rows in {record.seconds:.0f} s")
 
 
 class LogCopy:

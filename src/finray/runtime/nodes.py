@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import secrets
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from finray.errors import ClusterError
 from finray.runtime import watch
 from finray.runtime.cluster import require_alive
 
-HEAD_PORT = 6379
+HEAD_PORT, DASHBOARD_PORT = 6379, 8265
 # Fixed, so that a firewall can be configured: ports of Ray's processes on each node, and of its workers.
 PORTS = {
     "node-manager-port": 6380,
@@ -279,6 +280,12 @@ def join(
             problems=tuple(other),
         )
     return _start(address, host or _own_address(address), [f"--address={address}"], options, where=where), other
+
+
+def dashboard_port(options: Sequence[str]) -> int:
+    """The port of the dashboard with these options of `ray start`; the last one wins."""
+    found = re.findall(r"--dashboard-port[= ](\d+)", " ".join(options))
+    return int(found[-1]) if found else DASHBOARD_PORT
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001

@@ -14,6 +14,7 @@ from finray.config.schema import ClusterConfig
 from finray.results import Result, Table
 from finray.runtime import nodes
 from finray.runtime.cluster import address_of, connected
+from finray.tracking.console import several
 
 _RUN = re.compile("finray (.+) [0-9a-f]{8}")
 
@@ -76,7 +77,7 @@ class ClusterStatus(Result):
             )
         console.print(table)
         totals = [f"{sum(node.total.get(kind, 0) for node in self.nodes):g} {kind}s" for kind in ("CPU", "GPU")]
-        console.print(f"{len(self.nodes)} nodes with {', '.join(totals)} at {self.address}", highlight=False)
+        console.print(f"{several(len(self.nodes), 'node')} with {', '.join(totals)} at {self.address}", highlight=False)
         for complaint in self.complaints:
             console.print(f"! {complaint}", style="yellow", highlight=False, soft_wrap=True)
 

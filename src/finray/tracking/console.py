@@ -84,8 +84,7 @@ class ConsoleTracker(_View):
         """Show one record."""
         at = f"step {record.step}/{self._total}"
         if isinstance(record, EvalRecord):
-            numbers = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.metrics.items())
-            self._console.print(f"{at}  {numbers}", highlight=False)
+            self._console.print(f"{at}  {describe(record)}", highlight=False)
             return
         now = self._clock()
         if self._first is None or record.step < self._first[0]:
@@ -116,8 +115,10 @@ class PrepareView(_View):
             self.close()
 
 
-def describe(record: TrainRecord) -> str:
-    """The numbers of a training record in one line."""
+def describe(record: TrainRecord | EvalRecord) -> str:
+    """The numbers of a record in one line."""
+    if isinstance(record, EvalRecord):
+        return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.metrics.items())
     norm = "too large for fp16" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     return f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {norm}  {record.tokens_per_s:,.0f} tokens/s"
 

@@ -274,6 +274,14 @@ def test_overrides_of_a_config_are_checked() -> None:
     ]
 
 
+def test_a_number_sign_in_an_override_begins_no_comment() -> None:
+    words = ["data.system=Answer # in a word", "data.input_template=#{q}", "data.output_template='{a} #'"]
+    config = load_config(None, ["model.name=m", "data.source=d", *words])
+    assert (config.data.system, config.data.input_template) == ("Answer # in a word", "#{q}")
+    assert config.data.output_template == "{a} #"
+    assert load_config(config, ["data.system=null"]).data.system is None
+
+
 def test_an_override_reaches_into_a_list() -> None:
     raw: dict[str, Any] = {"model": {"name": "m"}, "data": {"mix": [{"source": "a"}, {"source": "b"}]}}
     config = build_config(raw, source="test", overrides=["data.mix.1.weight=3"])

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import kubernetes_validate
@@ -42,7 +43,8 @@ def test_a_dockerfile_is_clean_pinned_and_not_of_root(file: Path, tmp_path: Path
     wanted = [one for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for one in line.split()]
     assert wanted
     assert all((ROOT / one).exists() for one in wanted)
-    extras = set(re.findall(r"\.\[([\w,]+)\]", text)[0].split(","))
+    assert '".[$EXTRAS]"' in text
+    extras = set(re.findall(r'^ARG EXTRAS="([\w,]+)"$', text, re.MULTILINE)[0].split(","))
     assert extras <= set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
     # The negative control.
     (tmp_path / "Dockerfile").write_text(text.replace(base, "python:latest"))
@@ -58,12 +60,15 @@ def test_a_script_is_clean(file: Path) -> None:
 
 @pytest.mark.parametrize(("builder", "verb"), [("docker", "build"), ("podman", "build"), ("buildah", "bud")])
 def test_the_script_that_builds_takes_any_builder(builder: str, verb: str) -> None:
-    done = run(DEPLOY / "build.sh", "cuda", "mine:1", BUILDER=builder, DRY_RUN="1", PIP_EXTRA_INDEX_URL="URL")
+    given = {"PIP_EXTRA_INDEX_URL": "URL", "EXTRAS": "s3,serve"}
+    done = run(DEPLOY / "build.sh", "cuda", "mine:1", BUILDER=builder, DRY_RUN="1", **given)
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     assert words[:2] == [builder, verb]
     assert words[words.index("--tag") + 1] == "mine:1"
-    assert words[words.index("--build-arg") + 1] == "PIP_EXTRA_INDEX_URL=URL"
+    found = [after for word, after in pairwise(words) if word == "--build-arg"]
+    assert found == [f"{name}={value}" for name, value in given.items()]
+    assert "--build-arg" not in run(DEPLOY / "build.sh", "cpu", BUILDER=builder, DRY_RUN="1").stdout
     assert run(DEPLOY / "build.sh", "tpu").returncode == 2
 
 

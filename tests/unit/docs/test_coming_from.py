@@ -49,6 +49,7 @@ HAD = {
         ),
         *("generate-jobspec.sh", "training.sh", "tokenizing", "LoRA", "4-bit", "mixed precision", "accumulation"),
         *("checkpoints", "merge", "artifacts", "added and removed", "training.log", "nvidia-smi", "10 Gb/s"),
+        "requirements.txt",
     ],
     "Ray Train Parameter-Efficient Fine-Tuning (PEFT) Framework": [
         *("docker", "ray_train_sft.py", "--hf_model_id", "--full_ft", "--lora_rank", "--lora_alpha", "--lora_dropout"),
@@ -63,10 +64,21 @@ HAD = {
         *(".data_ready", "FlashAttention 2", "FSDP", "early stopping", "max_failures", "TensorBoard", "W&B"),
         *("test_checkpoint.py", "--batch_size", "sampling flags", "vLLM", "predictions.jsonl", "BERTScore"),
         *("convert_checkpoint_to_hf.py", "--no_merge", "ray start --head", "expandable_segments", "out of memory"),
-        "GPUs and batch sizes",
+        *("GPUs and batch sizes", "HFDatasetConfig", "dataset_module.py", "results/"),
     ],
     "Tutorial for Ray": [
-        *("tasks, actors", "data/rust", "plain language modelling", "train_llm.py", "ray job submit", "model_name"),
+        *(
+            "process.py",
+            "parallel_process.py",
+            "counter.py",
+            "counter_ray.py",
+            "config.py",
+            "data/rust",
+            "plain language modelling",
+            "train_llm.py",
+            "ray job submit",
+            "model_name",
+        ),
         *("batch_size", "learning_rate", "num_epochs", "storage_path", "num_workers", "use_gpu", "GPUs per worker"),
         *("a cap on steps", "DistributedSampler", "checkpoint", "next epoch", "dashboard", "script", "LoRA"),
         *("uv sync", "ray start --head"),
@@ -74,7 +86,8 @@ HAD = {
     "BERT on SST-2 with LoRA": [
         *("replicas", "resources", "r 8, alpha 16", "accuracy", "64 rows", "DDP", "8-bit", "gradient checkpointing"),
         *("trainable parameters", "rank 0 uploads", "RESULT_MODEL_ID", "HF_TOKEN", "RUN_NAME", "LOCAL_RANK"),
-        *("NODE_RANK", "logs of all processes", "logging_steps", "shared volume"),
+        *("NODE_RANK", "logs of all processes", "logging_steps", "shared volume", "main.py"),
+        *("utils/training_utils.py", "requirements.txt"),
     ],
     "Ray Train with DeepSpeed ZeRO-3": [
         *(
@@ -87,7 +100,7 @@ HAD = {
         ),
         *("IMDB, 512 tokens, 90/10", "W&B", "wall clock", "mean loss", "time_total_s", "last-checkpoint/", "root"),
         *("going on", "NCCL_P2P_DISABLE", "PYTORCH_CUDA_ALLOC_CONF", "versions", "login", "gradient norm", "rng_state"),
-        "git lfs",
+        *("git lfs", "per_device_batch", "epochs", "lr", "ray_results/", "requirements.txt"),
     ],
     "From TRL": [
         *("SFTTrainer", "SFTConfig", "load_dataset", "eval_dataset", "eval_strategy", "messages", "dataset_text_field"),

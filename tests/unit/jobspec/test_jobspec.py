@@ -343,6 +343,65 @@ def test_what_a_job_needs_besides_its_config_is_named() -> None:
     assert len(make_spec(build_config(shared, source="x"), Machines()).notes) == 4
 
 
+def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {
+        "my rows.jsonl": '{"prompt": "$1 for ${x}", "completion": "2  "}\n' * 3,
+        "zero.json": '{"zero_optimization": {"stage": 3}}',
+        "chat.jinja": "{% for m in messages %}\n  {{ m }} \n{% endfor %}\n",
+        "mine.py": "def score(answers, references):\n    return 0.0\n",
+    }
+    for name, text in texts.items():
+        Path(name).write_text(text)
+    Path("large.jsonl").write_text("x" * 2**18)
+    Path("private.jsonl").write_text('{"prompt": "hf_abcdefghijklmnopqrstuv"}')
+    fields = {
+        "parallel": {"strategy": "deepspeed", "deepspeed_config": "zero.json"},
+        "model": {"name": "org/m", "chat_template": str(tmp_path / "chat.jinja")},
+        "data": {"mix": [{"source": "my rows.jsonl"}, {"source": "private.jsonl"}], "eval_source": "large.jsonl"},
+        "evaluation": {"metrics": ["mine:score", "other.part:score"], "generate_rows": 2},
+        "run": {"name": "r"},
+    }
+    spec = make_spec(build_config(fields, source="x"), Machines(), takes_files=True)
+    assert sorted(spec.files.values()) == sorted(texts.values())
+    wanted = build_config(yaml.safe_load(spec.config_text), source="x").plain()
+    moved = (
+        wanted["data"]["mix"][0]["source"],
+        wanted["model"]["chat_template"],
+        wanted["parallel"]["deepspeed_config"],
+    )
+    assert [spec.files[path.removeprefix("/etc/finray/")] for path in moved] == [
+        *(texts["my rows.jsonl"], texts["chat.jinja"], texts["zero.json"])
+    ]
+    # What cannot come, or must not, is named as before.
+    for start in (
+        "data.source private.jsonl is a",
+        "data.source large.jsonl is a",
+        "evaluation.metrics other.part:score",
+    ):
+        assert [note for note in spec.notes if note.startswith(start)], (start, spec.notes)
+    assert len(spec.notes) == 4 + 3
+
+    manifest, job = check_rayjob(rayjob(spec))
+    assert {name: text for name, text in manifest["data"].items() if name != "config.yaml"} == spec.files
+    assert build_config(yaml.safe_load(manifest["data"]["config.yaml"]), source="x").plain() == wanted
+    for group in (job["spec"]["rayClusterSpec"]["headGroupSpec"], *job["spec"]["rayClusterSpec"]["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        assert {"name": "PYTHONPATH", "value": "/etc/finray"} in container["env"]
+
+    text = compose(spec)
+    compose_spec.PyCompose.from_yaml(text.replace("restart: on-failure:3", "restart: on-failure"))
+    plain = yaml.safe_load(text)
+    for service in plain["services"].values():
+        assert service["environment"]["PYTHONPATH"] == "/etc/finray"
+        contents = {one["target"]: plain["configs"][one["source"]]["content"] for one in service["configs"]}
+        for name, content in spec.files.items():
+            assert contents[f"/etc/finray/{name}"].replace("$$", "$") == content
+            assert "$" not in contents[f"/etc/finray/{name}"].replace("$$", "")
+    # A job that has nothing but its config is as it was.
+    assert make_spec(build_config(fields, source="x"), Machines()).files == {}
+
+
 def test_a_secret_in_the_config_is_in_no_job_and_the_message_names_the_option(tmp_path: Path) -> None:
     words = ("jobspec", "smollm2-lora", "--to", "slurm", "-o", tmp_path / "job.sbatch")
     code, out, err = finray(*words, "data.source=https://me:s3cretpass@host/a.jsonl")

@@ -14,7 +14,17 @@ import pytest
 
 from finray.config.load import load_config
 from finray.errors import ClusterError, ConfigError
-from finray.runtime.jobs import CONFIG, DEFAULT_ADDRESS, SECRETS, Server, address_of, require_no_secret, secrets_named
+from finray.runtime.jobs import (
+    CODE,
+    CONFIG,
+    DEFAULT_ADDRESS,
+    SECRETS,
+    Job,
+    Server,
+    address_of,
+    require_no_secret,
+    secrets_named,
+)
 
 
 @pytest.mark.parametrize(
@@ -246,3 +256,49 @@ def test_the_machines_of_the_workers_do_not_get_the_secrets_of_a_job(
     assert not is_there
     expected = {"runtime_env": {"env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
     assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == expected
+
+
+def test_code_of_a_job_is_the_directory_of_its_driver_and_of_its_workers_without_the_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finray.cli import job_entry, start
+
+    (tmp_path / CODE).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://pkg.zip"}}))
+    monkeypatch.setattr("sys.argv", ["entry"])
+    seen: list[Any] = []
+    monkeypatch.setattr(start, "main", lambda: seen.append((sys.argv, Path.cwd(), dict(os.environ))))
+    job_entry.main()
+    ((argv, cwd, environ),) = seen
+    assert argv == ["finray", "train", str(tmp_path / CONFIG)]
+    assert cwd == tmp_path / CODE
+    assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == {"runtime_env": {"working_dir": str(tmp_path / CODE)}}
+
+
+def test_code_that_is_not_sent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of an installed package needs no word, and neither does what --code sends."""
+    from finray.cli import jobs
+    from tests.support.runs import finray, write_config
+
+    for name in ("mine.py", "parts/yours.py", "parts/torch.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    trackers = ["mine:Tracker", "yours:Tracker", "installed.part:Tracker"]
+    config = {"model": {"name": "m"}, "data": {"source": "d"}, "tracking": {"trackers": trackers}}
+    write_config(config, tmp_path / "run.yaml")
+    monkeypatch.chdir(tmp_path)
+    sent: list[Any] = []
+
+    def submit(self: Server, config: object, names: object, *, code: object, command: str) -> Any:
+        sent.append(code)
+        return Job("finray-1", "/runs/run", "running")
+
+    monkeypatch.setattr(jobs.Server, "__init__", lambda self, address: None)
+    monkeypatch.setattr(jobs.Server, "submit", submit)
+    said = [finray("submit", "run.yaml", "--detach", *words)[2] for words in ((), ("--code", "parts"), ("--code", "."))]
+    note = "tracking.trackers mine:Tracker is code of this directory and not sent with the job; --code . sends it"
+    assert [note in one for one in said] == [True, True, False]
+    assert ["torch.py is not sent" in one for one in said] == [False, True, False]
+    assert not any("yours:" in one or "installed.part" in one for one in said)
+    assert [sorted(one) for one in sent] == [[], ["yours.py"], ["mine.py", "parts/torch.py", "parts/yours.py"]]

@@ -149,7 +149,7 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
         if given.get(key):
             yield f"{place(key)} is nothing that finray can train with; leave it out"
     for path in _autos(given):
-        if not (path.startswith((f"{_ZERO}.", "fp16.")) or path in fields):
+        if not (path.startswith((f"{_ZERO}.", "fp16.", "scheduler.")) or path in fields):
             yield f'{place(path)} is "auto", and nothing in the YAML says what it is'
 
 
