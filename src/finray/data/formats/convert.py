@@ -20,6 +20,7 @@ from finray.config.extensions import imported
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
 from finray.data.formats.labels import LabelRules, label_of
+from finray.data.sources.readers import RepeatedKey, parse_json
 from finray.errors import ConfigError, DataError, did_you_mean
 from finray.limits import CONVERTER_S, cut, shown, within
 
@@ -330,7 +331,9 @@ def _decoded(value: Any, column: str, *, strict: bool = False) -> Any:
         return value
     if strict or value.lstrip().startswith(("[", "{")):
         try:
-            return json.loads(value)
+            return parse_json(value)
+        except RepeatedKey as error:
+            raise DataError(f"the column `{column}` is JSON in which {error}", repair="remove one of them") from None
         except json.JSONDecodeError as error:
             raise DataError(f"the column `{column}` is not JSON: {error.msg} (character {error.pos})") from None
         except (ValueError, RecursionError):
