@@ -160,7 +160,7 @@ def size(name: str) -> int:
 
 
 def find(url: str) -> list[str]:
-    """Files behind a URL: itself, the matches of a pattern, or all files below a directory; sorted by name.
+    """Files behind a URL: itself, the matches of a pattern, or all below a directory that are not hidden; sorted.
 
     Raises:
         DataError: the storage cannot be reached.
@@ -173,8 +173,12 @@ def find(url: str) -> list[str]:
         fs, path = filesystem(url)
         # A cached listing would hide changes of the source.
         fs.invalidate_cache()
-        is_pattern = bool(set("*?[") & set(path))
-        found = [path] if not is_pattern and fs.isfile(path) else fs.glob(path) if is_pattern else fs.find(path)
+        if set("*?[") & set(path):
+            found = [item for item, about in fs.glob(path, detail=True).items() if about["type"] == "file"]
+        elif fs.isfile(path):
+            found = [path]
+        else:
+            found = [item for item in fs.find(path) if "/." not in f"/{item.removeprefix(path).lstrip('/')}"]
         return sorted(fs.unstrip_protocol(item) for item in found)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config, ModelConfig
 from finray.data.dataset.manifest import PartEntry
-from finray.data.dataset.plan import Settings
+from finray.data.dataset.plan import Settings, unread_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.source_rows import SourceRows
@@ -98,6 +98,7 @@ def inspect(
         labels = {name: split.labels for name, split in splits.items()}
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
+    unread = tuple(Check("Files", "note", line) for line in unread_files(config))
     inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity, cut_at, labels)
     return Inspection(
         config=config,
@@ -105,7 +106,7 @@ def inspect(
         prepared=location,
         splits=inspector.split_views(),
         duplicates=inspector.duplicates(),
-        checks=(*checks, *inspector.checks(kind=dataset.kind())),
+        checks=(*unread, *checks, *inspector.checks(kind=dataset.kind())),
         parity=parity,
         examples=inspector.examples(examples, chosen),
         classes=classes,

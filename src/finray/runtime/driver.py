@@ -29,6 +29,7 @@ from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import SPECS, task_spec
 from finray.data.dataset.labels import find_labels
+from finray.data.dataset.plan import unread_files
 from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import preparation_report
@@ -496,7 +497,7 @@ def settle(
         DataError: the data are damaged, too few to hold some out, or their labels are not right.
         ModelError: a row has more tokens than the model has position embeddings (``positions``).
     """
-    for line in preparation_report(location, local_dir=local_dir_of(config)):
+    for line in (*preparation_report(location, local_dir=local_dir_of(config)), *unread_files(config)):
         is_warning = line.startswith("warning: ")
         handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
     train = config.train

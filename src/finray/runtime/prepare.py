@@ -26,7 +26,7 @@ from finray.data.dataset.export import export_rows
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.plan import Part, Settings
+from finray.data.dataset.plan import Part, Settings, unread_files
 from finray.data.dataset.prepare import Handle, Preparation, ignore, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines
@@ -103,7 +103,11 @@ def prepare_and_report(
     return PreparedData(
         location,
         {name: stats.counts() for name, stats in manifest.splits.items()},
-        (*report_lines(manifest), *(f"warning: {text} ({where})" for text, where in labels.warnings)),
+        (
+            *report_lines(manifest),
+            *unread_files(with_absolute_paths(config)),
+            *(f"warning: {text} ({where})" for text, where in labels.warnings),
+        ),
         {str(path): rows for path, rows in exported.items()},
     )
 

@@ -18,7 +18,7 @@ from finray.data.sources import hub, pieces
 from finray.data.sources.memory import write_rows
 from finray.data.sources.pieces import plan_parts, read, read_piece
 from finray.data.sources.readers import Reading
-from finray.data.sources.resolve import Source, resolve
+from finray.data.sources.resolve import Source, resolve, unread
 from finray.data.storage import Digests, Folder
 from finray.errors import DataError
 
@@ -222,6 +222,32 @@ def test_files_behind_a_url_are_chosen_as_those_of_a_directory(name: str, files:
     folder.delete()
     with pytest.raises(DataError, match="there are no data files"):
         resolve(f"{folder.root}{name}", split="train")
+
+
+def test_hidden_files_behind_a_url_are_skipped_as_those_of_a_directory(tmp_path: Path) -> None:
+    url = f"memory:///{uuid.uuid4()}/.runs/a"
+    for folder in (Folder(url), Folder(tmp_path)):
+        for file in ("rows.jsonl", "more/rows.jsonl", ".cache/rows.jsonl", "more/.rows.jsonl", "..rows.jsonl"):
+            folder.write(file, b'{"text": "one"}')
+        source = resolve(folder.root, split="train")
+        assert [source.short(file) for file in source.files] == ["more/rows.jsonl", "rows.jsonl"]
+
+
+def test_files_of_a_directory_that_are_not_read_are_named(tmp_path: Path) -> None:
+    for folder in (Folder(tmp_path), Folder(f"memory:///{uuid.uuid4()}/a")):
+        for file in ("train.jsonl", "extra.jsonl", "validation.jsonl", "notes.txt", "b.bin", "sub/a.xlsx", ".hidden"):
+            folder.write(file, b'{"text": "one"}')
+        named = {split: resolve(folder.root, split=split) for split in ("train", "validation")}
+        assert unread([named["train"]]) == [
+            f"{folder.root}: files that are not read: 1 text (notes.txt); 2 of other splits (extra.jsonl, "
+            "validation.jsonl); 2 of other types (a.xlsx, b.bin)"
+        ]
+        (line,) = unread(named.values())
+        assert "1 of other splits (extra.jsonl)" in line
+        # A file that was named has nothing beside it.
+        assert not unread([resolve(f"{folder.root}/train.jsonl", split="train")])
+    (tmp_path / "set").mkdir()
+    assert not unread([resolve(str(write(tmp_path / "set" / "a.jsonl").parent), split="train")])
 
 
 def test_what_stands_behind_a_colon_is_a_directory_inside(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from finray.data.sources import hub
 from finray.data.sources.features import class_names, features_of
 from finray.data.sources.pieces import bad_row, count_rows, plan_parts, read_piece
 from finray.data.sources.readers import ByteRange, Reading
-from finray.data.sources.resolve import Source, resolve
+from finray.data.sources.resolve import Source, resolve, unread
 from finray.data.storage import Digests
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
@@ -100,7 +100,29 @@ def plan_streams(settings: Settings) -> list[Stream]:
     Raises:
         DataError: a source is missing, or evaluation would see the training rows.
     """
-    data, reading, labels = settings.data, settings.reading, settings.labels
+    data, streams = settings.data, _streams(settings)
+    # A directory without named splits gives its files for every split name.
+    for later, earlier in ((later, earlier) for at, later in enumerate(streams) for earlier in streams[:at]):
+        if later.split != earlier.split and _share_rows(later.source, earlier.source, settings.reading):
+            raise DataError(
+                f"{_USES[later.split]} would use rows of {_USES[earlier.split]}: both are read from the same source",
+                where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
+                repair="set data.eval_source to other rows, or hold some out with data.eval_ratio",
+            )
+    return streams
+
+
+def unread_files(config: Config) -> list[str]:
+    """A line for each directory of a config's sources with files that are not read.
+
+    Raises:
+        DataError: a source is missing.
+    """
+    return unread(stream.source for stream in _streams(Settings.of(config)))
+
+
+def _streams(settings: Settings) -> list[Stream]:
+    data, labels = settings.data, settings.labels
     choice = FormatChoice.of(data, labels=labels)
     if data.mix:
         streams = []
@@ -117,14 +139,6 @@ def plan_streams(settings: Settings) -> list[Stream]:
         streams.append(Stream("eval", "eval", _own(data, data.eval_split), choice))
     if data.test_split is not None:
         streams.append(Stream("test", "test", _own(data, data.test_split), choice))
-    # A directory without named splits gives its files for every split name.
-    for later, earlier in ((later, earlier) for at, later in enumerate(streams) for earlier in streams[:at]):
-        if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):
-            raise DataError(
-                f"{_USES[later.split]} would use rows of {_USES[earlier.split]}: both are read from the same source",
-                where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
-                repair="set data.eval_source to other rows, or hold some out with data.eval_ratio",
-            )
     return streams
 
 
