@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,17 @@ def test_alpaca_without_input(given: str | None) -> None:
     row = {**ALPACA, "input": given}
     assert said(example(row))[0] == ("user", "name a river")
     assert example(row, chat=False).prompt == "### Instruction:\nname a river\n\n### Response:\n"
+
+
+def test_optional_columns_are_text_or_numbers_and_a_missing_number_is_none() -> None:
+    """Of a list or a record Python's own text was learned, and of a missing number `nan`."""
+    assert said(example({**ALPACA, "input": 0}))[0] == ("user", "name a river\n0")
+    nothing = {**ALPACA, "input": math.nan, "system": math.nan, "history": math.nan}
+    assert said(example(nothing)) == said(example({**ALPACA, "input": None}))
+    for column, value in (("input", ["in Peru"]), ("input", False), ("system", {"en": "be brief"})):
+        assert f"`{column}` holds {type(value).__name__}, not text" in refused({**ALPACA, column: value})
+    assert "`system` holds list" in refused({"conversations": SHAREGPT[:2], "system": ["be brief"]})
+    assert "`output` is null" in refused({**ALPACA, "output": math.nan})
 
 
 def test_alpaca_without_a_chat_template_is_the_prompt_of_alpaca() -> None:
@@ -233,6 +245,28 @@ def test_a_call_that_is_none_is_named_with_its_turn(value: str | None) -> None:
     assert "conversations[1]" in refused({"conversations": turns})
 
 
+@pytest.mark.parametrize("arguments", [None, "", {}, "{}"])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    call = {"function": {"name": "depth", "arguments": arguments}}
+    turns = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    function = {"name": "depth", "arguments": {}}
+    assert example({"messages": turns}).messages[1].extra["tool_calls"] == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("arguments", [5, "5", ["Ob"], "null", True])
+def test_arguments_that_are_no_object_are_named(arguments: Any) -> None:
+    call = {"function": {"name": "depth", "arguments": arguments}}
+    turns = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert "messages[1]: the `arguments` of a tool call must be an object" in refused({"messages": turns})
+
+
+def test_ms_swifts_loss_says_what_is_learned() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": False}]
+    assert not example({"messages": turns}).messages[1].train
+    assert example({"messages": [turns[0], {**turns[1], "train": True}]}).messages[1].train
+    assert example({"messages": [turns[0], {**turns[1], "loss": 0.25}]}).messages[1].train
+
+
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -271,8 +305,9 @@ def test_content_in_parts() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     chat = example({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]})
     assert chat.messages[0].content == "one two"
-    picture = [{"type": "image", "url": "x"}]
-    assert "messages[0] has no text" in refused({"messages": [{"role": "user", "content": picture}]})
+    for part in ({"type": "image", "url": "x"}, {"type": "text", "text": None}, {"type": "text"}):
+        found = refused({"messages": [{"role": "user", "content": [parts[0], part]}]})
+        assert f"messages[0] has no text: a part of `content` is {dict(sorted(part.items()))}" in found
 
 
 def test_messages_as_json_text() -> None:
@@ -471,8 +506,9 @@ def test_labels_are_names_or_whole_numbers(preparing: Preparing, put: Write) -> 
     assert example({"sentence": "a", "label": 1}, **wanted) == Labelled("a", "1")
     assert example({"text": "a", "labels": "good"}, **wanted) == Labelled("a", "good")
     assert example({"text": "a", "label": True}, **wanted) == Labelled("a", "true")
-    for label in ({"a": 1}, float("nan"), " "):
+    for label in ({"a": 1}, " "):
         assert "the label is" in refused({"text": "a", "label": label}, **wanted)
+    assert "`label` is null" in refused({"text": "a", "label": math.nan}, **wanted)
     assert "`label` is null" in refused({"text": "a", "label": None}, **wanted)
     rows = [{"text": "one", "label": label} for label in (10, 2, 2, 0)]
     dataset = preparing.dataset(put("rows.jsonl", lines(rows)), **wanted)
