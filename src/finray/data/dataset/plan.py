@@ -21,9 +21,9 @@ from finray.data.formats.labels import LabelRules
 from finray.data.sources import hub
 from finray.data.sources.features import class_names, features_of
 from finray.data.sources.pieces import bad_row, count_rows, plan_parts, read_piece
-from finray.data.sources.readers import ByteRange, Reading
+from finray.data.sources.readers import TABLE_KINDS, TABLE_SUFFIXES, ByteRange, Reading
 from finray.data.sources.resolve import Source, resolve, unread
-from finray.data.storage import Digests
+from finray.data.storage import Digests, file_suffix
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from finray.pretrained.tokenizers import load_tokenizer, tokenizer_files
@@ -216,7 +216,17 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
         else:
             content = hub.digest(source, digests)
         cut = None if source.slice is None else asdict(source.slice)
-        described.append({"name": stream.name, "content": content, "slice": cut, **stream.choice.shaped_by()})
+        # The tokens of tool calls changed when null fields of records began to be left out.
+        of_table = not source.is_files or any(file_suffix(file) in TABLE_SUFFIXES for file in source.files)
+        described.append(
+            {
+                "name": stream.name,
+                "content": content,
+                "slice": cut,
+                **stream.choice.shaped_by(),
+                **({"nulls": "left out"} if of_table else {}),
+            }
+        )
     return {
         "format_version": FORMAT_VERSION,
         "streams": described,
@@ -278,7 +288,9 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
     for stream in streams:
         cut = plan_parts(stream.source, settings.reading)
         row_format = stream.choice.decide(first_columns(stream, cut, settings))
-        parts += [Part(stream, number, part, row_format) for number, part in enumerate(cut)]
+        for number, part in enumerate(cut):
+            of_table = any(piece.kind in TABLE_KINDS for piece in part)
+            parts.append(Part(stream, number, part, replace(row_format, of_table=of_table)))
     return parts
 
 

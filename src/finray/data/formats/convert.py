@@ -21,7 +21,7 @@ from finray.config.extensions import imported
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
 from finray.data.formats.labels import LabelRules, label_of
-from finray.data.sources.readers import RepeatedKey, parse_json
+from finray.data.sources.readers import RepeatedKey, parse_json, without_nulls
 from finray.errors import ConfigError, DataError, did_you_mean
 from finray.limits import CONVERTER_S, cut, shown, within
 
@@ -189,6 +189,9 @@ def _text(row: Columns, name: str) -> str:
 
 def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) -> Example:
     columns = row_format.columns
+    if row_format.of_table:
+        read = {name for column in columns.values() for name in (column, column.split(".")[0])}
+        row = {name: without_nulls(value) if name in read else value for name, value in row.items()}
     match row_format.kind:
         case "messages" | "sharegpt":
             name = columns["messages" if row_format.kind == "messages" else "conversations"]
@@ -488,6 +491,7 @@ def _converted(function: Callable[..., Any], row: Columns, own: RowFormat, *, ha
     examples: list[Example] = []
     for item in rows:
         wanted = "labelled_text" if own.labels is not None or ("label" in item and "text" in item) else "auto"
-        row_format = replace(detect(item, {}, wanted), system=own.system, labels=own.labels)
+        found = detect(item, {}, wanted)
+        row_format = replace(found, system=own.system, labels=own.labels, of_table=own.of_table)
         examples += converter_of(row_format, has_chat_template=has_chat_template)(item)
     return examples

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finray.data.sources.features import class_names, features_in
+from finray.data.sources.readers import without_nulls
 from finray.errors import DataError
 
 # The folder of such files, next to the prepared datasets.
@@ -95,10 +96,14 @@ def _each(rows: Any) -> Iterator[Any]:
 
         for batch in pa.RecordBatchReader.from_stream(rows):
             for row in batch.to_pylist():
-                yield {name: value for name, value in row.items() if not name.startswith(_INDEX)}
+                yield {name: without_nulls(value) for name, value in row.items() if not name.startswith(_INDEX)}
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | str | bytes):
+        if not hasattr(rows, "with_format"):
+            yield from rows
+            return
         # A dataset that is set to return tensors returns plain values without its format.
-        yield from rows.with_format(None) if hasattr(rows, "with_format") else rows
+        for row in rows.with_format(None):
+            yield {name: without_nulls(value) for name, value in row.items()}
     else:
         kind = type(rows).__name__
         hint = " of one split" if isinstance(rows, Mapping) else ""

@@ -354,6 +354,21 @@ def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:
     return {name: value.replace("\r\n", "\n") for name, value in row.items()} if "\r\n" in text else row
 
 
+# Whose records all have the same fields: one that a record does not have is null.
+TABLE_KINDS: frozenset[Kind] = frozenset(("parquet", "arrow", "datasets"))
+TABLE_SUFFIXES = frozenset(suffix for suffix, kind in _KINDS.items() if kind in TABLE_KINDS)
+
+
+def without_nulls(value: Any, depth: int = 0) -> Any:
+    """A column of a table without the null fields of records within records, such as the arguments of a tool call; a
+    column's own record, or each of a list of them, keeps its fields."""
+    if isinstance(value, list):
+        return [without_nulls(one, depth) for one in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(one, depth + 1) for name, one in value.items() if not depth or one is not None}
+    return value
+
+
 def read_parquet(piece: ByteRange) -> Iterator[Value | None]:
     """Rows of some row groups."""
     import pyarrow.parquet as pq
