@@ -184,3 +184,20 @@ def test_a_date_beyond_pythons_is_a_bad_row(preparing: Preparing, put: Write) ->
     with pytest.raises(DataError, match="a value that Python cannot represent") as caught:
         preparing.dataset(path)
     assert str(caught.value.where).endswith("rows.parquet:2")
+
+
+@pytest.mark.parametrize("between", [",", ";", "\t"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_csv_file_is_separated_by_what_its_header_has(
+    preparing: Preparing, put: Write, between: str, mark: str, end: str
+) -> None:
+    """As spreadsheets write it; a comma in a value is no separator then."""
+    rows = [["prompt", "completion"], ['"one, two"', '" three;\tfour"'], ['"a ""b"""', " c"]]
+    text = mark + end.join(between.join(row) for row in rows)
+    assert preparing.texts(put("rows.csv", text), format="prompt_completion") == ["one, two three;\tfour", 'a "b" c']
+
+
+def test_a_comma_in_the_header_is_the_separator(preparing: Preparing, put: Write) -> None:
+    file = put("rows.csv", "prompt,completion,a;b\none, two;,x;y\n")
+    assert preparing.texts(file, format="prompt_completion") == ["one two;"]

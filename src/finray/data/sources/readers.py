@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Any, Literal
 
 from finray.data.sources.resolve import TEXTS
@@ -302,11 +303,14 @@ def _byte_order_mark() -> DataError:
 
 
 def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
-    """Rows of comma- or tab-separated values, with the file's header."""
+    """Rows of separated values below the file's header; of CSV, by semicolons or tabs if the header has no comma."""
     csv.field_size_limit(2**31 - 1)
     with opened(piece.file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.DictReader(text, delimiter="\t" if piece.kind == "tsv" else ",", strict=True)
+        header = text.readline()
+        # Spreadsheets write semicolons where the comma is for decimals.
+        between = "\t" if piece.kind == "tsv" else next((one for one in ",;\t" if one in header), ",")
+        reader = csv.DictReader(chain([header], text), delimiter=between, strict=True)
         try:
             columns = list(reader.fieldnames or [])
             "".join(columns).encode("utf-8")
