@@ -15,10 +15,10 @@ from finray.config.tasks import task_spec
 from finray.data.dataset.labels import FoundLabels, find_labels
 from finray.data.dataset.manifest import MANIFEST, manifest_of
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.plan import plan, unread_files
+from finray.data.dataset.plan import plan, remarks_on_files
 from finray.data.dataset.prepare import plan_preparation
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import report_lines
+from finray.data.dataset.report import report_lines, shared_rows
 from finray.data.formats.labels import LabelSet
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
@@ -91,7 +91,7 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     lengths = np.sort(splits.train.lengths)
     make_plan = plan_packs if config.data.packing else one_row_each
     pack_length = pack_length_of(config, lengths) if complete else None
-    lines = report_lines(dataset.manifest)
+    lines = [*report_lines(dataset.manifest), *remarks_on_files(config), *shared_rows(splits)]
     problems: list[FinrayError] = []
     try:
         dataset.require_kind(task_spec(config.model.task))
@@ -102,7 +102,7 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     return DataReport(
         problems=problems,
         labels=labels.labels,
-        notes=[*(line for line in lines if not line.startswith("warning: ")), *unread_files(config)],
+        notes=[line for line in lines if not line.startswith("warning: ")],
         warnings=[
             *(line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")),
             *(f"{text} ({where})" for text, where in labels.warnings),

@@ -101,7 +101,12 @@ class PartWriter:
         try:
             with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files:
                 began = False
-                while (batch := list(islice(rows, _ROWS_AT_A_TIME))) and not (began and enough()):
+                while batch := list(islice(rows, _ROWS_AT_A_TIME)):
+                    if began and enough():
+                        # Ranges that were not reached are not ranges without rows.
+                        reached = 1 + max(at for at, count in enumerate(passed) if count)
+                        pieces, passed = pieces[:reached], passed[:reached]
+                        break
                     began = True
                     for row, examples, encoded in self._encode_each(part, batch, convert, bad):
                         try:

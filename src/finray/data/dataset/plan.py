@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,7 @@ from finray.data.sources import hub
 from finray.data.sources.features import class_names, features_of
 from finray.data.sources.pieces import bad_row, count_rows, plan_parts, read_piece
 from finray.data.sources.readers import TABLE_KINDS, TABLE_SUFFIXES, ByteRange, Reading
-from finray.data.sources.resolve import Source, resolve, unread
+from finray.data.sources.resolve import Source, held_out_by_name, listed, resolve, unread
 from finray.data.storage import Digests, file_suffix
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
@@ -112,13 +113,21 @@ def plan_streams(settings: Settings) -> list[Stream]:
     return streams
 
 
-def unread_files(config: Config) -> list[str]:
-    """A line for each directory of a config's sources with files that are not read.
+def remarks_on_files(config: Config) -> list[str]:
+    """Lines about the files of a config's sources: warnings, and what is not read of a directory.
 
     Raises:
         DataError: a source is missing.
     """
-    return unread(stream.source for stream in _streams(Settings.of(config)))
+    streams = _streams(Settings.of(config))
+    found = {one.name: held_out_by_name(one.source) for one in streams if one.split == "train" and one.source.is_files}
+    warnings = [
+        f"warning: {name}: trained on, but by name to be held out: {listed(map(posixpath.basename, files))}; begin the "
+        "names of the other files with `train`, or give only them as the source"
+        for name, files in found.items()
+        if files
+    ]
+    return [*warnings, *unread(stream.source for stream in streams)]
 
 
 def _streams(settings: Settings) -> list[Stream]:

@@ -185,10 +185,26 @@ def unread(sources: Iterable[Source]) -> list[str]:
                 suffix = file_suffix(file)
                 why = "of other splits" if suffix in TABLES else "text" if suffix in TEXTS else "of other types"
                 left.setdefault(why, []).append(file.rpartition("/")[2])
-        parts = [f"{len(named):,} {why} ({cut(', '.join(sorted(named)), _NAMES)})" for why, named in left.items()]
+        parts = [f"{len(named):,} {why} ({listed(sorted(named))})" for why, named in left.items()]
         if parts:
             lines.append(f"{name}: files that are not read: {'; '.join(sorted(parts))}")
     return lines
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of files in a message: the first of them."""
+    return cut(", ".join(names), _NAMES)
+
+
+def held_out_by_name(source: Source) -> list[str]:
+    """Files of a source with the name of a split to hold out, such as ``my_test.jsonl``, beside others without."""
+    depth, train = _shared_depth(source.files), _SAME_SPLIT[0]
+    found = []
+    for file in source.files if len(source.files) > 1 else ():
+        words = {word for part in PurePosixPath(file).parts[depth:] for word in re.split(r"[-_. ]", part.lower())}
+        if words & set(SPLITS) and not words & set(train):
+            found.append(file)
+    return found if len(found) < len(source.files) else []
 
 
 def _files_in(folder: Path) -> list[str]:
