@@ -178,7 +178,31 @@ def test_a_file_that_was_cut_off(
         assert preparing.texts(source, on_bad_row="drop") == ["one", "two"]
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def zstd(content: bytes) -> bytes:
+    return bytes(pa.compress(content, "zstd", asbytes=True))
+
+
+PACKED = [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress), ("zst", zstd)]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKED)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.txt"])
+def test_a_packed_file_is_read_as_the_file_that_is_in_it(
+    preparing: Preparing, put: Write, suffix: str, pack: Callable[[bytes], bytes], name: str
+) -> None:
+    """Also of several packed files, one after the other."""
+    texts = [row["text"] for row in GOOD]
+    plain = {
+        "rows.jsonl": lines(GOOD),
+        "rows.json": json.dumps(GOOD),
+        "rows.csv": "\n".join(["text", *texts]),
+        "rows.txt": "\n".join(texts),
+    }[name].encode()
+    packed = pack(plain[:100]) + pack(plain[100:])
+    assert preparing.texts(put(f"{name}.{suffix}", packed), prepare={"text_rows": "line"}) == texts
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKED)
 @pytest.mark.parametrize("on_bad_row", ["error", "drop"])
 def test_a_packed_file_that_was_cut_off_or_is_none(
     preparing: Preparing, put: Write, suffix: str, pack: Callable[[bytes], bytes], on_bad_row: str
