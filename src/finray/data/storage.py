@@ -137,7 +137,9 @@ def opened(name: str) -> Iterator[IO[bytes]]:
             return
         unpack = COMPRESSION[PurePosixPath(name).suffix.lower()]
         with io.BufferedReader(unpack(stream), _BUFFER) as unpacked:
-            yield unpacked
+            # Tables are read from their end; Zstandard is unpacked from the start only.
+            is_table = file_suffix(name) in (".parquet", ".arrow", ".feather")
+            yield io.BytesIO(unpacked.read()) if is_table and not unpacked.seekable() else unpacked
 
 
 def is_compressed(name: str) -> bool:

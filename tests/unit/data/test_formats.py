@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from finray.config.schema import DataConfig, SourceConfig
@@ -751,6 +752,16 @@ def test_compressed_lines_and_tabs(put: Write) -> None:
     table = put("rows.tsv", 'text\tn\n"one\ttwo"\t1\nthree, or "four"\t2\n')
     found = [row.value for row in read(resolve(str(table), split="train"))]
     assert found == [{"text": "one\ttwo", "n": "1"}, {"text": 'three, or "four"', "n": "2"}]
+
+
+def test_a_table_compressed_with_zstandard(tmp_path: Path) -> None:
+    """A stream that cannot be read from its end."""
+    with pa.BufferOutputStream() as stream:
+        pq.write_table(pa.table({"text": ["one", "two"]}), stream)
+        packed = pa.compress(stream.getvalue(), "zstd", asbytes=True)
+    (tmp_path / "rows.parquet.zst").write_bytes(packed)
+    rows = read(resolve(str(tmp_path / "rows.parquet.zst"), split="train"))
+    assert [row.value["text"] for row in rows] == ["one", "two"]
 
 
 @pytest.mark.parametrize("kind", [pa.ipc.new_file, pa.ipc.new_stream])

@@ -8,8 +8,10 @@ import shutil
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -122,6 +124,20 @@ def test_rows_in_memory_that_cannot_be_written_are_one_error(tmp_path: Path) -> 
     with pytest.raises(DataError, match="the rows cannot be written: ") as caught:
         write_rows(ROWS, tmp_path / "file" / "rows")
     assert caught.value.where == str(tmp_path / "file" / "rows")
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (pandas.DataFrame({"prompt": ["a", 5], "completion": ["b", "c"]}), "column prompt with type object"),
+        (pandas.DataFrame([["a", "b"]], columns=["text", "text"]), "Duplicate column names"),
+    ],
+)
+def test_a_table_in_memory_that_cannot_be_read_is_one_error(tmp_path: Path, table: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        write_rows(table, tmp_path)
+    assert "pass a list of dicts" in str(caught.value.repair)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
