@@ -246,6 +246,8 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
     labelled = (
         " (for classification: model.task: sequence_classification)" if {"label", "labels"} & set(present) else ""
     )
+    if {"chosen", "rejected"} <= set(present):
+        labelled = "; of preference data, `completion: chosen` (or `messages: chosen`) maps the preferred answers"
     return DataError(
         f"the columns do not match {named}{mapped} (columns: {', '.join(present)})",
         where="data.format",

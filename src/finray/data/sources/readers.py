@@ -175,7 +175,9 @@ def read_lines(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                 cut_off = "" if line.endswith(b"\n") else ", and the file ends there"
                 yield DataError(
                     f"the row is not JSON: {_why_no_json(error)}{column}{cut_off}",
-                    repair="fix or remove the row; each line must be one JSON object",
+                    repair="write each object on one line, or all of them as one array in a .json file"
+                    if line.strip() in (b"[", b"{")
+                    else "fix or remove the row; each line must be one JSON object",
                 )
             else:
                 yield _checked(value, line)
