@@ -197,6 +197,19 @@ def test_an_edited_data_set_with_the_time_it_had_is_another_one(saved: str) -> N
     assert texts(saved, split="test") == ["x", "z"]
 
 
+def test_a_damaged_file_of_a_data_set_is_the_reason(tmp_path: Path) -> None:
+    """`datasets` says only that the dataset was not generated."""
+    write(tmp_path / "rows.jsonl")
+    (tmp_path / "more.jsonl").write_text('{"text": "cut')
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    with pytest.raises(DataError, match="JSON parse error") as caught:
+        texts(tmp_path)
+    assert "without its README.md, finray reads the files itself" in str(caught.value.repair)
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(DataError, match="the row is not JSON"):
+        texts(tmp_path)
+
+
 def test_a_copy_of_a_saved_data_set_is_the_same_one(saved: str, tmp_path: Path) -> None:
     """Whatever the times and permissions of its files are: a copy need not be prepared again."""
     copy = shutil.copytree(saved, tmp_path / "copy")
