@@ -600,6 +600,17 @@ def test_a_placeholder_of_another_form_is_filled_or_refused(name: str, row: dict
     assert filled({**row, "o": "x"}, f"{{{name}}}?") != f"{{{name}}}?"
 
 
+@pytest.mark.parametrize("name", ["a:.2f", "a!r", "a[0]", "b.c:>9", "renamed:d"])
+def test_a_format_of_python_in_a_template_is_refused(name: str) -> None:
+    """It would stand in every row as it is."""
+    row = {"a": 1.5, "b": {"c": 1}, "o": "x"}
+    for before in ("", "{{{{"):
+        with pytest.raises(ConfigError, match="would stand in every row as it is"):
+            example(row, input_template=f"{before}{{{name}}}", output_template="{o}", field_mapping={"renamed": "a"})
+    # Braces around other words are literal.
+    assert filled(row, f"{{{{{name}}}}} {{x:1}} {{a}}") == f"{{{name}}} {{x:1}} 1.5"
+
+
 # --- converters -----------------------------------------------------------------------------------------------------
 
 

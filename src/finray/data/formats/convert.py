@@ -27,6 +27,8 @@ from finray.limits import CONVERTER_S, cut, shown, within
 
 Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
+# What Python's own templates have after a name.
+_FORMATTED = re.compile(r"(?<!\{)(?:\{\{)*\{(\w[\w .-]*)[:!\[][^{}]*\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,14 @@ class FormatChoice:
         assert self.output_template is not None
         found = _PLACEHOLDER.finditer(f"{self.input_template} {self.output_template}")
         names = list(dict.fromkeys(match[1] for match in found if match[1]))
+        present = tuple(columns)
+        for match in _FORMATTED.finditer(f"{self.input_template} {self.output_template}"):
+            if self.field_mapping.get(match[1], match[1]).split(".")[0] in present:
+                raise ConfigError(
+                    f"`{match[0]}` would stand in every row as it is: a column is a name in braces, and nothing else",
+                    where="data.input_template",
+                    repair=f"write {{{match[1]}}} (a dot reaches into nested columns), or use data.converter",
+                )
         if not names:
             raise ConfigError(
                 "the templates use no column, so every row would be the same",
@@ -111,7 +121,7 @@ class FormatChoice:
                 where="data.field_mapping",
             )
         read = {name: self.field_mapping.get(name, name) for name in names}
-        return RowFormat("template", read, self.input_template, self.output_template, present=tuple(columns))
+        return RowFormat("template", read, self.input_template, self.output_template, present=present)
 
 
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
@@ -172,7 +182,10 @@ def _optional_text(row: Columns, columns: Mapping[str, str], field: str) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"the column `{columns[field]}` holds {type(value).__name__}, not text")
+        raise DataError(
+            f"the column `{columns[field]}` holds {type(value).__name__}, not text",
+            repair=f"map `{field}` to another column with data.field_mapping, or use data.input_template",
+        )
     return str(value)
 
 
