@@ -28,7 +28,14 @@ from finray.errors import DataError
 from finray.files import FileKind, digest_of, first_line
 from finray.pretrained import hub, remote
 
-COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+def _zstd(stream: IO[bytes]) -> Any:
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd")
+
+
+COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
 _SILENT = "check the address and the network"
 # A file modified less than this long ago may change again without its timestamps showing it.
@@ -130,7 +137,9 @@ def opened(name: str) -> Iterator[IO[bytes]]:
             return
         unpack = COMPRESSION[PurePosixPath(name).suffix.lower()]
         with io.BufferedReader(unpack(stream), _BUFFER) as unpacked:
-            yield unpacked
+            # Tables are read from their end; Zstandard is unpacked from the start only.
+            is_table = file_suffix(name) in (".parquet", ".arrow", ".feather")
+            yield io.BytesIO(unpacked.read()) if is_table and not unpacked.seekable() else unpacked
 
 
 def is_compressed(name: str) -> bool:
@@ -160,7 +169,7 @@ def size(name: str) -> int:
 
 
 def find(url: str) -> list[str]:
-    """Files behind a URL: itself, the matches of a pattern, or all files below a directory; sorted by name.
+    """Files behind a URL: itself, the matches of a pattern, or all below a directory that are not hidden; sorted.
 
     Raises:
         DataError: the storage cannot be reached.
@@ -173,8 +182,12 @@ def find(url: str) -> list[str]:
         fs, path = filesystem(url)
         # A cached listing would hide changes of the source.
         fs.invalidate_cache()
-        is_pattern = bool(set("*?[") & set(path))
-        found = [path] if not is_pattern and fs.isfile(path) else fs.glob(path) if is_pattern else fs.find(path)
+        if set("*?[") & set(path):
+            found = [item for item, about in fs.glob(path, detail=True).items() if about["type"] == "file"]
+        elif fs.isfile(path):
+            found = [path]
+        else:
+            found = [item for item in fs.find(path) if "/." not in f"/{item.removeprefix(path).lstrip('/')}"]
         return sorted(fs.unstrip_protocol(item) for item in found)
 
 

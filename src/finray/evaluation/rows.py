@@ -98,7 +98,8 @@ class Rows:
         place = {key: number for number, key in enumerate(_keys(self.split))}
         if missing := sum(key not in place for key in keys):
             raise DataError(
-                f"{missing} of the {len(keys)} rows are longer than data.max_length with the baseline's tokenizer",
+                f"{missing} of the {len(keys)} rows are left out with the baseline's tokenizer: they are longer than "
+                "data.max_length, or its chat template refuses them",
                 where="data.max_length",
                 repair="raise data.max_length, or drop that baseline",
             )
@@ -130,11 +131,8 @@ def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -
 
 
 def _keys(split: PreparedSplit) -> list[tuple[int, int]]:
-    found, times = [], dict[int, int]()
-    for source_row in split.source_rows.tolist():
-        times[source_row] = times.get(source_row, -1) + 1
-        found.append((source_row, times[source_row]))
-    return found
+    # Not by counting: a mix has a row several times, or one of the rows of a source row without the others.
+    return list(zip(split.source_rows.tolist(), split.within.tolist(), strict=True))
 
 
 def of_run(run: RunDir, config: Config, split: str | None) -> tuple[str, PreparedSplit, PreparedDataset, PreparedSplit]:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config, ModelConfig
 from finray.data.dataset.manifest import PartEntry
-from finray.data.dataset.plan import Settings
+from finray.data.dataset.plan import Settings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
+from finray.data.dataset.report import without_rows
 from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Chat, Completion, Example, Label
 from finray.data.tokenize.encode import Tokenizer
@@ -98,6 +99,13 @@ def inspect(
         labels = {name: split.labels for name, split in splits.items()}
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
+    files = [
+        Check("Files", "warning" if line.startswith("warning: ") else "note", line.removeprefix("warning: "))
+        for line in remarks_on_files(config)
+    ]
+    files += [
+        Check(f"Files ({name})", "warning", without_rows(stats)) for name, stats in counted.items() if stats.empty_files
+    ]
     inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity, cut_at, labels)
     return Inspection(
         config=config,
@@ -105,7 +113,7 @@ def inspect(
         prepared=location,
         splits=inspector.split_views(),
         duplicates=inspector.duplicates(),
-        checks=(*checks, *inspector.checks(kind=dataset.kind())),
+        checks=(*files, *checks, *inspector.checks(kind=dataset.kind())),
         parity=parity,
         examples=inspector.examples(examples, chosen),
         classes=classes,

@@ -15,10 +15,10 @@ from finray.config.tasks import task_spec
 from finray.data.dataset.labels import FoundLabels, find_labels
 from finray.data.dataset.manifest import MANIFEST, manifest_of
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.plan import plan
+from finray.data.dataset.plan import plan, remarks_on_files
 from finray.data.dataset.prepare import plan_preparation
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import report_lines
+from finray.data.dataset.report import report_lines, shared_rows
 from finray.data.formats.labels import LabelSet
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
@@ -26,7 +26,7 @@ from finray.errors import FinrayError
 from finray.planning.steps import longest_of, pack_length_of
 from finray.pretrained.tokenizers import load_tokenizer
 
-# Seconds after which no further part of a large source is read.
+# Seconds after which no further rows of a large source are read.
 _BUDGET_S = 10.0
 _LENGTHS = 10_000
 
@@ -46,7 +46,7 @@ class DataReport:
     longest: int = 0  # tokens of the longest row
     longest_held_out: int = 0  # tokens of the longest row that the run evaluates
     lengths: list[int] = field(default_factory=list)  # of rows, sorted; a regular sample where there are many
-    complete: bool = True  # False where only the first parts of a large source were read
+    complete: bool = True  # False where only the first rows of a large source were read
     seconds: float = 0.0  # that it took
     labels: LabelSet | None = None  # what a classifier is to predict, in what was read
 
@@ -69,11 +69,18 @@ def examine(
             parts = plan(planned.settings, planned.streams)
             encoder = planned.settings.encoder(load_tokenizer(config.model))
             writer = PartWriter(planned.settings, encoder, Folder(folder))
-            # The first part of each stream, then others while there is time.
+            complete = True
+
+            def is_over() -> bool:
+                nonlocal complete
+                # Asked only where something is left to read.
+                complete = complete and clock() - started < budget_s
+                return not complete
+
+            # The first rows of each stream, then others while there is time.
             by_number = sorted(parts, key=lambda part: part.number)
-            results = [writer.write(part) for part in by_number if part.number == 0 or clock() - started < budget_s]
+            results = [writer.write(part, enough=is_over) for part in by_number if part.number == 0 or not is_over()]
             Folder(folder).write(MANIFEST, manifest_of(planned.shape, planned.streams, results).to_bytes())
-            complete = len(results) == len(parts)
             return _report(config, PreparedDataset(folder), complete, clock() - started)
     except FinrayError as error:
         return DataReport(problems=[error], seconds=clock() - started)
@@ -84,7 +91,7 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     lengths = np.sort(splits.train.lengths)
     make_plan = plan_packs if config.data.packing else one_row_each
     pack_length = pack_length_of(config, lengths) if complete else None
-    lines = report_lines(dataset.manifest)
+    lines = [*report_lines(dataset.manifest), *remarks_on_files(config), *shared_rows(splits)]
     problems: list[FinrayError] = []
     try:
         dataset.require_kind(task_spec(config.model.task))

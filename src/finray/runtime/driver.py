@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,9 +30,10 @@ from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import SPECS, task_spec
 from finray.data.dataset.labels import find_labels
+from finray.data.dataset.plan import remarks_on_files
 from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import preparation_report
+from finray.data.dataset.report import preparation_report, shared_rows
 from finray.data.sampling.order import total_steps
 from finray.errors import FinrayError, from_dict
 from finray.files import digest_of
@@ -517,13 +518,18 @@ def settle(
         DataError: the data are damaged, too few to hold some out, or their labels are not right.
         ModelError: a row has more tokens than the model has position embeddings (``positions``).
     """
-    for line in preparation_report(location, local_dir=local_dir_of(config)):
-        is_warning = line.startswith("warning: ")
-        handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
+
+    def say(lines: Iterable[str]) -> None:
+        for line in lines:
+            is_warning = line.startswith("warning: ")
+            handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
+
+    say((*preparation_report(location, local_dir=local_dir_of(config)), *remarks_on_files(config)))
     train = config.train
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     require_prompts(config, dataset.kind())
     splits = dataset.splits(config.data, seed=config.run.seed)
+    say(shared_rows(splits))
     lengths = splits.train.lengths
     if positions is not None and (longest := max(map(longest_of, (splits.train, splits.eval)))) > positions:
         raise beyond_positions(positions, longest)

@@ -26,10 +26,10 @@ from finray.data.dataset.export import export_rows
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.plan import Part, Settings
+from finray.data.dataset.plan import Part, Settings, remarks_on_files
 from finray.data.dataset.prepare import Handle, Preparation, ignore, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import report_lines
+from finray.data.dataset.report import report_lines, shared_rows
 from finray.data.storage import Folder
 from finray.errors import ClusterError, DataError, FinrayError, from_dict
 from finray.planning.placement import worker_environment
@@ -96,14 +96,20 @@ def prepare_and_report(
     location = prepare(config, handle=handle, hide_torch=hide_torch)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     manifest = dataset.manifest
-    labels = find_labels(dataset, dataset.splits(config.data, seed=config.run.seed), config)
+    splits = dataset.splits(config.data, seed=config.run.seed)
+    labels = find_labels(dataset, splits, config)
     if labels.problems:
         raise labels.problems[0]
     exported = {} if export_jsonl is None else export_rows(config, location, Path(export_jsonl).expanduser())
     return PreparedData(
         location,
         {name: stats.counts() for name, stats in manifest.splits.items()},
-        (*report_lines(manifest), *(f"warning: {text} ({where})" for text, where in labels.warnings)),
+        (
+            *report_lines(manifest),
+            *remarks_on_files(with_absolute_paths(config)),
+            *shared_rows(splits),
+            *(f"warning: {text} ({where})" for text, where in labels.warnings),
+        ),
         {str(path): rows for path, rows in exported.items()},
     )
 

@@ -102,6 +102,11 @@ CASES = {
     "half a pair in a name": jsonl(b'{"\\udc00": "one"}\n', "half of a surrogate pair"),
     "mark of byte order": jsonl(BOM + line(GOOD[0]), "begins with a byte order mark"),
     "10 MB": jsonl(line({"text": "one " * 2_500_000}), "longer than 8,000,000 bytes"),
+    "a key twice": jsonl(b'{"text": "one", "n": 1, "text": "two"}\n', "an object has the key `text` twice"),
+    "a key twice inside": jsonl(
+        b'{"messages": [{"role": "user", "role": "system", "content": "a"}]}\n', "the key `role` twice", CHATS
+    ),
+    "a key twice in JSON text": chat('[{"role": "user", "role": "user", "content": "a"}]', "the key `role` twice"),
     "no messages": chat([], "empty list of messages"),
     "null messages": chat(None, "`messages` is null"),
     "null content": chat([USER, {"role": "assistant", "content": None}], "messages[1] has no text"),
@@ -111,6 +116,7 @@ CASES = {
     "answer first": chat([ANSWER, USER, ANSWER], "begins with an assistant turn"),
     "array, broken UTF-8": array(b'{"text": "caf\xe9"}', "not UTF-8 at byte 13"),
     "array, no object": array(b"5", "the row is a int"),
+    "array, a key twice": array(b'{"text": "one", "text": "two"}', "the key `text` twice"),
     "array, null": array(b'{"text": null}', "`text` is null"),
     "array, half a pair": array(b'{"text": "\\ud83d"}', "half of a surrogate pair"),
     "array, 10 MB": array(json.dumps({"text": 'o"{[\\' + "x" * 10**7}).encode(), "longer than 8,000,000 bytes"),
@@ -172,7 +178,31 @@ def test_a_file_that_was_cut_off(
         assert preparing.texts(source, on_bad_row="drop") == ["one", "two"]
 
 
-@pytest.mark.parametrize(("suffix", "pack"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
+def zstd(content: bytes) -> bytes:
+    return bytes(pa.compress(content, "zstd", asbytes=True))
+
+
+PACKED = [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress), ("zst", zstd)]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKED)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.txt"])
+def test_a_packed_file_is_read_as_the_file_that_is_in_it(
+    preparing: Preparing, put: Write, suffix: str, pack: Callable[[bytes], bytes], name: str
+) -> None:
+    """Also of several packed files, one after the other."""
+    texts = [row["text"] for row in GOOD]
+    plain = {
+        "rows.jsonl": lines(GOOD),
+        "rows.json": json.dumps(GOOD),
+        "rows.csv": "\n".join(["text", *texts]),
+        "rows.txt": "\n".join(texts),
+    }[name].encode()
+    packed = pack(plain[:100]) + pack(plain[100:])
+    assert preparing.texts(put(f"{name}.{suffix}", packed), prepare={"text_rows": "line"}) == texts
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKED)
 @pytest.mark.parametrize("on_bad_row", ["error", "drop"])
 def test_a_packed_file_that_was_cut_off_or_is_none(
     preparing: Preparing, put: Write, suffix: str, pack: Callable[[bytes], bytes], on_bad_row: str

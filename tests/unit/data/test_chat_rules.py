@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -363,3 +364,38 @@ def test_whatever_a_template_raises_is_one_error(error: Exception, message: str,
     assert message in caught.value.message
     assert repair in str(caught.value.repair)
     assert (caught.value is error) is isinstance(error, DataError)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "is_known"),
+    [
+        ("qwen-2.5", "function", False),
+        ("qwen-3", "function", False),
+        ("qwen-3", "ipython", False),
+        ("llama-3.1", "ipython", True),
+        ("chatml", "function", True),
+    ],
+)
+def test_a_result_by_another_role_is_a_tools_unless_the_template_has_that_role(
+    name: str, role: str, is_known: bool
+) -> None:
+    """OpenAI's `function` was an error with Qwen's templates, which leave it out."""
+
+    def text(by: str) -> str:
+        there = Message(by, "nine metres", extra={"name": "depth"})
+        encoded = encode(name, user("how deep"), calling("long"), there, assistant("nine"), tools=TOOLS)
+        return families.tokenizer(name).decode(encoded.rows[0].ids)
+
+    assert "nine metres" in text(role)
+    assert (text(role) == text("tool")) is (not is_known or name == "llama-3.1")
+
+
+def test_a_result_by_another_role_of_a_template_that_refuses_unknown_roles() -> None:
+    called = calling("long")
+    rows = [
+        encode(
+            "mistral-v0.3", user("how deep"), called, replace(result("9"), role=role), assistant("nine"), tools=TOOLS
+        )
+        for role in ("function", "tool")
+    ]
+    assert rows[0].rows == rows[1].rows

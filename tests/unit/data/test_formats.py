@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from finray.config.schema import DataConfig, SourceConfig
@@ -60,6 +62,17 @@ def test_alpaca_without_input(given: str | None) -> None:
     row = {**ALPACA, "input": given}
     assert said(example(row))[0] == ("user", "name a river")
     assert example(row, chat=False).prompt == "### Instruction:\nname a river\n\n### Response:\n"
+
+
+def test_optional_columns_are_text_or_numbers_and_a_missing_number_is_none() -> None:
+    """Of a list or a record Python's own text was learned, and of a missing number `nan`."""
+    assert said(example({**ALPACA, "input": 0}))[0] == ("user", "name a river\n0")
+    nothing = {**ALPACA, "input": math.nan, "system": math.nan, "history": math.nan}
+    assert said(example(nothing)) == said(example({**ALPACA, "input": None}))
+    for column, value in (("input", ["in Peru"]), ("input", False), ("system", {"en": "be brief"})):
+        assert f"`{column}` holds {type(value).__name__}, not text" in refused({**ALPACA, column: value})
+    assert "`system` holds list" in refused({"conversations": SHAREGPT[:2], "system": ["be brief"]})
+    assert "`output` is null" in refused({**ALPACA, "output": math.nan})
 
 
 def test_alpaca_without_a_chat_template_is_the_prompt_of_alpaca() -> None:
@@ -233,6 +246,28 @@ def test_a_call_that_is_none_is_named_with_its_turn(value: str | None) -> None:
     assert "conversations[1]" in refused({"conversations": turns})
 
 
+@pytest.mark.parametrize("arguments", [None, "", {}, "{}"])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    call = {"function": {"name": "depth", "arguments": arguments}}
+    turns = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    function = {"name": "depth", "arguments": {}}
+    assert example({"messages": turns}).messages[1].extra["tool_calls"] == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("arguments", [5, "5", ["Ob"], "null", True])
+def test_arguments_that_are_no_object_are_named(arguments: Any) -> None:
+    call = {"function": {"name": "depth", "arguments": arguments}}
+    turns = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert "messages[1]: the `arguments` of a tool call must be an object" in refused({"messages": turns})
+
+
+def test_ms_swifts_loss_says_what_is_learned() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": False}]
+    assert not example({"messages": turns}).messages[1].train
+    assert example({"messages": [turns[0], {**turns[1], "train": True}]}).messages[1].train
+    assert example({"messages": [turns[0], {**turns[1], "loss": 0.25}]}).messages[1].train
+
+
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
@@ -271,8 +306,9 @@ def test_content_in_parts() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     chat = example({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]})
     assert chat.messages[0].content == "one two"
-    picture = [{"type": "image", "url": "x"}]
-    assert "messages[0] has no text" in refused({"messages": [{"role": "user", "content": picture}]})
+    for part in ({"type": "image", "url": "x"}, {"type": "text", "text": None}, {"type": "text"}):
+        found = refused({"messages": [{"role": "user", "content": [parts[0], part]}]})
+        assert f"messages[0] has no text: a part of `content` is {dict(sorted(part.items()))}" in found
 
 
 def test_messages_as_json_text() -> None:
@@ -471,8 +507,9 @@ def test_labels_are_names_or_whole_numbers(preparing: Preparing, put: Write) -> 
     assert example({"sentence": "a", "label": 1}, **wanted) == Labelled("a", "1")
     assert example({"text": "a", "labels": "good"}, **wanted) == Labelled("a", "good")
     assert example({"text": "a", "label": True}, **wanted) == Labelled("a", "true")
-    for label in ({"a": 1}, float("nan"), " "):
+    for label in ({"a": 1}, " "):
         assert "the label is" in refused({"text": "a", "label": label}, **wanted)
+    assert "`label` is null" in refused({"text": "a", "label": math.nan}, **wanted)
     assert "`label` is null" in refused({"text": "a", "label": None}, **wanted)
     rows = [{"text": "one", "label": label} for label in (10, 2, 2, 0)]
     dataset = preparing.dataset(put("rows.jsonl", lines(rows)), **wanted)
@@ -561,6 +598,17 @@ def test_a_template_may_take_nested_columns_by_another_name() -> None:
 @pytest.mark.parametrize(("name", "row"), [("d.q", {"d": {"q": "a"}}), ("my column", {"my column": "a"})])
 def test_a_placeholder_of_another_form_is_filled_or_refused(name: str, row: dict[str, Any]) -> None:
     assert filled({**row, "o": "x"}, f"{{{name}}}?") != f"{{{name}}}?"
+
+
+@pytest.mark.parametrize("name", ["a:.2f", "a!r", "a[0]", "b.c:>9", "renamed:d"])
+def test_a_format_of_python_in_a_template_is_refused(name: str) -> None:
+    """It would stand in every row as it is."""
+    row = {"a": 1.5, "b": {"c": 1}, "o": "x"}
+    for before in ("", "{{{{"):
+        with pytest.raises(ConfigError, match="would stand in every row as it is"):
+            example(row, input_template=f"{before}{{{name}}}", output_template="{o}", field_mapping={"renamed": "a"})
+    # Braces around other words are literal.
+    assert filled(row, f"{{{{{name}}}}} {{x:1}} {{a}}") == f"{{{name}}} {{x:1}} 1.5"
 
 
 # --- converters -----------------------------------------------------------------------------------------------------
@@ -715,6 +763,16 @@ def test_compressed_lines_and_tabs(put: Write) -> None:
     table = put("rows.tsv", 'text\tn\n"one\ttwo"\t1\nthree, or "four"\t2\n')
     found = [row.value for row in read(resolve(str(table), split="train"))]
     assert found == [{"text": "one\ttwo", "n": "1"}, {"text": 'three, or "four"', "n": "2"}]
+
+
+def test_a_table_compressed_with_zstandard(tmp_path: Path) -> None:
+    """A stream that cannot be read from its end."""
+    with pa.BufferOutputStream() as stream:
+        pq.write_table(pa.table({"text": ["one", "two"]}), stream)
+        packed = pa.compress(stream.getvalue(), "zstd", asbytes=True)
+    (tmp_path / "rows.parquet.zst").write_bytes(packed)
+    rows = read(resolve(str(tmp_path / "rows.parquet.zst"), split="train"))
+    assert [row.value["text"] for row in rows] == ["one", "two"]
 
 
 @pytest.mark.parametrize("kind", [pa.ipc.new_file, pa.ipc.new_stream])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,12 @@ NAMED = LabelRules(names=("bad", "good"))
         (True, LabelRules(), "true"),
         (0.5, LabelRules(), 0.5),
         (["b", 2], LabelRules(), ("b", "2")),
+        # As in CSV.
+        ('["b", 2]', LabelRules(), ("b", "2")),
+        (" []", LabelRules("multi_label"), ()),
+        ('["b"]', LabelRules("single_label"), '["b"]'),
+        ("[b]", LabelRules(names=("[b]", "c")), "[b]"),
+        (Decimal("0.5"), LabelRules(), 0.5),
         ([], LabelRules(), ()),
         ("x", LabelRules("multi_label"), ("x",)),
         ("2.5", LabelRules("regression"), 2.5),
@@ -125,6 +132,8 @@ def test_a_label_is_a_name_names_or_a_number(value: Any, rules: LabelRules, expe
         ([1.0, 0.0], LabelRules(), "a list with 1.0; it must be a name or a whole number"),
         ([0, 1, 0], LabelRules(), "lists a class twice"),
         (["a"], LabelRules("single_label"), "set classification.problem to multi_label"),
+        ("['a', 'b']", LabelRules(), "looks like a list, but is not JSON"),
+        ("[b]", LabelRules("multi_label"), "looks like a list, but is not JSON"),
         ("", LabelRules(), "the label is empty"),
         ("many", LabelRules("regression"), "labels must be numbers"),
         (True, LabelRules("regression"), "labels must be numbers"),
@@ -384,6 +393,9 @@ def test_a_section_that_does_not_fit_the_labels_is_refused(
     ("labels", "said"),
     [
         ([f"row {at}" for at in range(20)], "each row has a class of its own"),
+        # As pandas writes whole numbers among which one is missing.
+        ([1.0, 0.0, 1.0], "a few whole numbers with decimals"),
+        (["good", "bad", " good", "Bad"], "only in case or white space: ` good`, `good`"),
         (["1.5", "2", "2"], "classification.problem: regression learns them as numbers"),
     ],
 )

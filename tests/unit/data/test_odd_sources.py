@@ -184,3 +184,37 @@ def test_a_date_beyond_pythons_is_a_bad_row(preparing: Preparing, put: Write) ->
     with pytest.raises(DataError, match="a value that Python cannot represent") as caught:
         preparing.dataset(path)
     assert str(caught.value.where).endswith("rows.parquet:2")
+
+
+@pytest.mark.parametrize("between", [",", ";", "\t"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_csv_file_is_separated_by_what_its_header_has(
+    preparing: Preparing, put: Write, between: str, mark: str, end: str
+) -> None:
+    """As spreadsheets write it; a comma in a value is no separator then."""
+    rows = [["prompt", "completion"], ['"one, two"', '" three;\tfour"'], ['"a ""b"""', " c"]]
+    text = mark + end.join(between.join(row) for row in rows)
+    assert preparing.texts(put("rows.csv", text), format="prompt_completion") == ["one, two three;\tfour", 'a "b" c']
+
+
+def test_a_comma_in_the_header_is_the_separator(preparing: Preparing, put: Write) -> None:
+    file = put("rows.csv", "prompt,completion,a;b\none, two;,x;y\n")
+    assert preparing.texts(file, format="prompt_completion") == ["one two;"]
+
+
+@pytest.mark.parametrize(
+    ("name", "first"), [("rows.jsonl", "[\n"), ("rows.jsonl", "{\n"), ("rows.json", '{\n "data": [')]
+)
+def test_lines_that_are_a_whole_array_or_object_are_known(
+    preparing: Preparing, put: Write, name: str, first: str
+) -> None:
+    error = preparing.refused(put(name, f"{first}\n{json.dumps(ROW)}\n"))
+    assert error.repair == "write each object on one line, or all of them as one array in a .json file"
+
+
+def test_preferred_answers_are_mapped_as_the_message_says(preparing: Preparing, put: Write) -> None:
+    file = put("rows.jsonl", json.dumps({"prompt": "a", "chosen": " b", "rejected": " c"}))
+    assert "`completion: chosen`" in str(preparing.refused(file).repair)
+    options: dict[str, Any] = {"format": "prompt_completion", "field_mapping": {"completion": "chosen"}}
+    assert preparing.texts(file, **options) == ["a b"]

@@ -8,8 +8,10 @@ import shutil
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +20,7 @@ from finray.data.sources import hub, pieces
 from finray.data.sources.memory import write_rows
 from finray.data.sources.pieces import plan_parts, read, read_piece
 from finray.data.sources.readers import Reading
-from finray.data.sources.resolve import Source, resolve
+from finray.data.sources.resolve import Source, resolve, unread
 from finray.data.storage import Digests, Folder
 from finray.errors import DataError
 
@@ -125,6 +127,20 @@ def test_rows_in_memory_that_cannot_be_written_are_one_error(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (pandas.DataFrame({"prompt": ["a", 5], "completion": ["b", "c"]}), "column prompt with type object"),
+        (pandas.DataFrame([["a", "b"]], columns=["text", "text"]), "Duplicate column names"),
+    ],
+)
+def test_a_table_in_memory_that_cannot_be_read_is_one_error(tmp_path: Path, table: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        write_rows(table, tmp_path)
+    assert "pass a list of dicts" in str(caught.value.repair)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("one", "other", "shared"),
     [
         ("train", "train", True),
@@ -181,6 +197,19 @@ def test_an_edited_data_set_with_the_time_it_had_is_another_one(saved: str) -> N
     assert texts(saved, split="test") == ["x", "z"]
 
 
+def test_a_damaged_file_of_a_data_set_is_the_reason(tmp_path: Path) -> None:
+    """`datasets` says only that the dataset was not generated."""
+    write(tmp_path / "rows.jsonl")
+    (tmp_path / "more.jsonl").write_text('{"text": "cut')
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    with pytest.raises(DataError, match="JSON parse error") as caught:
+        texts(tmp_path)
+    assert "without its README.md, finray reads the files itself" in str(caught.value.repair)
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(DataError, match="the row is not JSON"):
+        texts(tmp_path)
+
+
 def test_a_copy_of_a_saved_data_set_is_the_same_one(saved: str, tmp_path: Path) -> None:
     """Whatever the times and permissions of its files are: a copy need not be prepared again."""
     copy = shutil.copytree(saved, tmp_path / "copy")
@@ -222,6 +251,32 @@ def test_files_behind_a_url_are_chosen_as_those_of_a_directory(name: str, files:
     folder.delete()
     with pytest.raises(DataError, match="there are no data files"):
         resolve(f"{folder.root}{name}", split="train")
+
+
+def test_hidden_files_behind_a_url_are_skipped_as_those_of_a_directory(tmp_path: Path) -> None:
+    url = f"memory:///{uuid.uuid4()}/.runs/a"
+    for folder in (Folder(url), Folder(tmp_path)):
+        for file in ("rows.jsonl", "more/rows.jsonl", ".cache/rows.jsonl", "more/.rows.jsonl", "..rows.jsonl"):
+            folder.write(file, b'{"text": "one"}')
+        source = resolve(folder.root, split="train")
+        assert [source.short(file) for file in source.files] == ["more/rows.jsonl", "rows.jsonl"]
+
+
+def test_files_of_a_directory_that_are_not_read_are_named(tmp_path: Path) -> None:
+    for folder in (Folder(tmp_path), Folder(f"memory:///{uuid.uuid4()}/a")):
+        for file in ("train.jsonl", "extra.jsonl", "validation.jsonl", "notes.txt", "b.bin", "sub/a.xlsx", ".hidden"):
+            folder.write(file, b'{"text": "one"}')
+        named = {split: resolve(folder.root, split=split) for split in ("train", "validation")}
+        assert unread([named["train"]]) == [
+            f"{folder.root}: files that are not read: 1 text (notes.txt); 2 of other splits (extra.jsonl, "
+            "validation.jsonl); 2 of other types (a.xlsx, b.bin)"
+        ]
+        (line,) = unread(named.values())
+        assert "1 of other splits (extra.jsonl)" in line
+        # A file that was named has nothing beside it.
+        assert not unread([resolve(f"{folder.root}/train.jsonl", split="train")])
+    (tmp_path / "set").mkdir()
+    assert not unread([resolve(str(write(tmp_path / "set" / "a.jsonl").parent), split="train")])
 
 
 def test_what_stands_behind_a_colon_is_a_directory_inside(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_model_without_a_chat_template_has_no_conversations(prompt: Prompt, ra
         ([{"role": "user"}], "`content` is null"),
         ([{"content": "x"}], "messages[0] must be an object with `role`"),
         ([{"role": "user", "content": 5}], "`content` holds int"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "`content` holds list"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "a part of `content` is {'type': 'image'}"),
         ([{"role": "assistant", "content": "x"}], "empty list of messages"),
     ],
 )

@@ -17,6 +17,8 @@ from finray.limits import cut
 
 # Rows from which on as many classes as rows are a sign of a wrong column.
 _SOME_ROWS = 20
+# Up to so many different numbers are more often classes.
+_FEW_NUMBERS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,13 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
     if labels.problem == "single_label" and any("." in name for name in labels.names) and all(map(_is_number, counts)):
         text = "the classes are numbers, some with decimals; classification.problem: regression learns them as numbers"
         found.warnings.append((text, "classification.problem"))
+    values = {label for label in own if isinstance(label, float)}
+    if config.classification.problem is None and 1 < len(values) <= _FEW_NUMBERS and all(map(float.is_integer, values)):
+        text = "the labels are a few whole numbers with decimals (such as 1.0), and are learned as numbers"
+        found.warnings.append((f"{text}; write them without decimals to learn classes", "classification.problem"))
+    for names in _alike(labels.names):
+        text = f"classes differ only in case or white space: {cut(', '.join(f'`{name}`' for name in names), 100)}"
+        found.warnings.append((text, "data.source"))
     if missing := [name for name in labels.names if not counts[name]]:
         text = f"no training row has the class {cut(', '.join(missing), 100)}"
         found.warnings.append((text, "classification.labels"))
@@ -164,6 +173,14 @@ def _misfit(config: Config, labels: LabelSet) -> ConfigError | None:
         where=f"evaluation.metric={metric}",
         repair=f"use one of: eval_loss, {', '.join(known)}",
     )
+
+
+def _alike(names: Iterable[str]) -> list[list[str]]:
+    """Classes that are probably meant to be one."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault("".join(name.split()).casefold(), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _classes(label: Label) -> tuple[str, ...]:

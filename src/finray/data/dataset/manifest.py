@@ -173,6 +173,7 @@ class SplitStats(RowCounts):
         streams: its sources.
         answers_lost_at: the first rows that lost their whole answer, as ``file:row``.
         truncated_at: likewise the first that were cut off.
+        empty_files: source files without rows.
     """
 
     longest: int
@@ -183,6 +184,7 @@ class SplitStats(RowCounts):
     problem: Problem | None = None
     label_rows: tuple[int, ...] = ()
     truncated_at: tuple[str, ...] = ()
+    empty_files: tuple[str, ...] = ()
 
     @property
     def parts(self) -> list[PartEntry]:
@@ -289,6 +291,10 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             )[:NAMED_ROWS]
             for which in ("lost", "cut")
         )
+        rows_of = Counter[str]()
+        for part in parts:
+            for piece, passed in zip(part.pieces, part.passed, strict=True):
+                rows_of[piece.file] += passed
         split = splits[name] = SplitStats(
             **counts,
             longest=max(part.longest for part in parts),
@@ -299,6 +305,7 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             streams=streams_of,
             answers_lost_at=lost,
             truncated_at=cut,
+            empty_files=tuple(file for file, count in rows_of.items() if not count),
         )
         if not split.supervised:
             reasons = (

@@ -74,8 +74,12 @@ class PartWriter:
         self._encoder = encoder
         self._folder = folder
 
-    def write(self, part: Part) -> PartResult:
+    def write(self, part: Part, *, enough: Callable[[], bool] = lambda: False) -> PartResult:
         """Write the files of a part, then its result file, unless that exists; returns the result.
+
+        Args:
+            part: the part.
+            enough: called while rows are left, after some were written; True leaves the others out.
 
         Raises:
             DataError: a row is bad and `data.on_bad_row` is `error`, or storage fails.
@@ -96,7 +100,14 @@ class PartWriter:
         rows = self._rows(part, passed, bad)
         try:
             with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files:
+                began = False
                 while batch := list(islice(rows, _ROWS_AT_A_TIME)):
+                    if began and enough():
+                        # Ranges that were not reached are not ranges without rows.
+                        reached = 1 + max(at for at, count in enumerate(passed) if count)
+                        pieces, passed = pieces[:reached], passed[:reached]
+                        break
+                    began = True
                     for row, examples, encoded in self._encode_each(part, batch, convert, bad):
                         try:
                             files.add(row, examples, encoded)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -21,9 +22,9 @@ from finray.data.formats.labels import LabelRules
 from finray.data.sources import hub
 from finray.data.sources.features import class_names, features_of
 from finray.data.sources.pieces import bad_row, count_rows, plan_parts, read_piece
-from finray.data.sources.readers import ByteRange, Reading
-from finray.data.sources.resolve import Source, resolve
-from finray.data.storage import Digests
+from finray.data.sources.readers import TABLE_KINDS, TABLE_SUFFIXES, ByteRange, Reading
+from finray.data.sources.resolve import Source, held_out_by_name, listed, resolve, unread
+from finray.data.storage import Digests, file_suffix
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from finray.pretrained.tokenizers import load_tokenizer, tokenizer_files
@@ -100,7 +101,37 @@ def plan_streams(settings: Settings) -> list[Stream]:
     Raises:
         DataError: a source is missing, or evaluation would see the training rows.
     """
-    data, reading, labels = settings.data, settings.reading, settings.labels
+    data, streams = settings.data, _streams(settings)
+    # A directory without named splits gives its files for every split name.
+    for later, earlier in ((later, earlier) for at, later in enumerate(streams) for earlier in streams[:at]):
+        if later.split != earlier.split and _share_rows(later.source, earlier.source, settings.reading):
+            raise DataError(
+                f"{_USES[later.split]} would use rows of {_USES[earlier.split]}: both are read from the same source",
+                where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
+                repair="set data.eval_source to other rows, or hold some out with data.eval_ratio",
+            )
+    return streams
+
+
+def remarks_on_files(config: Config) -> list[str]:
+    """Lines about the files of a config's sources: warnings, and what is not read of a directory.
+
+    Raises:
+        DataError: a source is missing.
+    """
+    streams = _streams(Settings.of(config))
+    found = {one.name: held_out_by_name(one.source) for one in streams if one.split == "train" and one.source.is_files}
+    warnings = [
+        f"warning: {name}: trained on, but by name to be held out: {listed(map(posixpath.basename, files))}; begin the "
+        "names of the other files with `train`, or give only them as the source"
+        for name, files in found.items()
+        if files
+    ]
+    return [*warnings, *unread(stream.source for stream in streams)]
+
+
+def _streams(settings: Settings) -> list[Stream]:
+    data, labels = settings.data, settings.labels
     choice = FormatChoice.of(data, labels=labels)
     if data.mix:
         streams = []
@@ -117,14 +148,6 @@ def plan_streams(settings: Settings) -> list[Stream]:
         streams.append(Stream("eval", "eval", _own(data, data.eval_split), choice))
     if data.test_split is not None:
         streams.append(Stream("test", "test", _own(data, data.test_split), choice))
-    # A directory without named splits gives its files for every split name.
-    for later, earlier in ((later, earlier) for at, later in enumerate(streams) for earlier in streams[:at]):
-        if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):
-            raise DataError(
-                f"{_USES[later.split]} would use rows of {_USES[earlier.split]}: both are read from the same source",
-                where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
-                repair="set data.eval_source to other rows, or hold some out with data.eval_ratio",
-            )
     return streams
 
 
@@ -202,7 +225,17 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
         else:
             content = hub.digest(source, digests)
         cut = None if source.slice is None else asdict(source.slice)
-        described.append({"name": stream.name, "content": content, "slice": cut, **stream.choice.shaped_by()})
+        # The tokens of tool calls changed when null fields of records began to be left out.
+        of_table = not source.is_files or any(file_suffix(file) in TABLE_SUFFIXES for file in source.files)
+        described.append(
+            {
+                "name": stream.name,
+                "content": content,
+                "slice": cut,
+                **stream.choice.shaped_by(),
+                **({"nulls": "left out"} if of_table else {}),
+            }
+        )
     return {
         "format_version": FORMAT_VERSION,
         "streams": described,
@@ -264,7 +297,9 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
     for stream in streams:
         cut = plan_parts(stream.source, settings.reading)
         row_format = stream.choice.decide(first_columns(stream, cut, settings))
-        parts += [Part(stream, number, part, row_format) for number, part in enumerate(cut)]
+        for number, part in enumerate(cut):
+            of_table = any(piece.kind in TABLE_KINDS for piece in part)
+            parts.append(Part(stream, number, part, replace(row_format, of_table=of_table)))
     return parts
 
 

@@ -60,7 +60,7 @@ class PreparedSplit:
         self.lengths = self._column("length")
         self.supervised = self._column("supervised")
         self.digests = self._column("digest")
-        self.source_rows = self._column("source_row") + np.repeat(before, counts)
+        self.source_rows = self._every_source_row = self._column("source_row") + np.repeat(before, counts)
         self.streams = np.repeat([number for number, _, _ in parts], counts).astype(np.int64)
         grouped = any("group" in table.column_names for table in self._index)
         self._groups = self._column("group") if grouped else None
@@ -87,6 +87,11 @@ class PreparedSplit:
         combined = np.zeros(len(first), dtype=np.uint64)
         np.add.at(combined, number, mix(self.digests.view(np.uint64) ^ mix(within.astype(np.uint64))))
         return combined.view(np.int64)[number]
+
+    @property
+    def within(self) -> IntArray:
+        """int64; the place of each row among the rows of its source row, from 0, whichever of them were taken."""
+        return self._rows - np.searchsorted(self._every_source_row, self.source_rows)
 
     def take(self, rows: IntArray) -> PreparedSplit:
         """Select rows, in this order; a row may occur more than once."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from finray.data.dataset.manifest import Manifest, SplitStats
-from finray.data.dataset.prepared import BAD_ROWS, PreparedDataset
+from finray.data.dataset.prepared import BAD_ROWS, PreparedDataset, Splits
+from finray.data.sources.resolve import listed
 from finray.limits import cut
 
 _CLASSES = 10
@@ -43,6 +46,8 @@ def report_lines(manifest: Manifest) -> list[str]:
             lines.append(f"{split}: {balance(stats)}")
         if stats.left_out:
             lines.append(f"{split}: the converter left out {stats.left_out:,} of {stats.source_rows:,} rows")
+        if stats.empty_files:
+            lines.append(f"warning: {split}: {without_rows(stats)}")
         if stats.split_conversations:
             lines.append(
                 f"{split}: {stats.split_conversations:,} conversations became {stats.split_rows:,} rows with "
@@ -56,6 +61,23 @@ def report_lines(manifest: Manifest) -> list[str]:
             for name, text in _WARNINGS
             if getattr(stats, name)
         ]
+    return lines
+
+
+def without_rows(stats: SplitStats) -> str:
+    """The source files of a split that have no rows."""
+    files = stats.empty_files
+    return f"{len(files):,} file{'' if len(files) == 1 else 's'} without rows: {listed(files)}"
+
+
+def shared_rows(splits: Splits) -> list[str]:
+    """Warnings about held-out rows that are trained on too, by their tokens."""
+    lines = []
+    for name, rows in (("eval", splits.eval), ("test", splits.test)):
+        if rows is not None and (count := int(np.isin(rows.digests, splits.train.digests).sum())):
+            lines.append(
+                f"warning: {name}: {count:,} of {len(rows):,} rows are also in train, so scores on them say little"
+            )
     return lines
 
 

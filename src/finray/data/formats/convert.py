@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -20,11 +21,14 @@ from finray.config.extensions import imported
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
 from finray.data.formats.labels import LabelRules, label_of
+from finray.data.sources.readers import RepeatedKey, parse_json, without_nulls
 from finray.errors import ConfigError, DataError, did_you_mean
 from finray.limits import CONVERTER_S, cut, shown, within
 
 Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
+# What Python's own templates have after a name.
+_FORMATTED = re.compile(r"(?<!\{)(?:\{\{)*\{(\w[\w .-]*)[:!\[][^{}]*\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,14 @@ class FormatChoice:
         assert self.output_template is not None
         found = _PLACEHOLDER.finditer(f"{self.input_template} {self.output_template}")
         names = list(dict.fromkeys(match[1] for match in found if match[1]))
+        present = tuple(columns)
+        for match in _FORMATTED.finditer(f"{self.input_template} {self.output_template}"):
+            if self.field_mapping.get(match[1], match[1]).split(".")[0] in present:
+                raise ConfigError(
+                    f"`{match[0]}` would stand in every row as it is: a column is a name in braces, and nothing else",
+                    where="data.input_template",
+                    repair=f"write {{{match[1]}}} (a dot reaches into nested columns), or use data.converter",
+                )
         if not names:
             raise ConfigError(
                 "the templates use no column, so every row would be the same",
@@ -109,7 +121,7 @@ class FormatChoice:
                 where="data.field_mapping",
             )
         read = {name: self.field_mapping.get(name, name) for name in names}
-        return RowFormat("template", read, self.input_template, self.output_template, present=tuple(columns))
+        return RowFormat("template", read, self.input_template, self.output_template, present=present)
 
 
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
@@ -150,13 +162,31 @@ def _look_up(row: Columns, name: str) -> Any:
     value: Any = row
     for part in [name] if name in row else name.split("."):
         value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
-    return value
+    # Python writes a missing number as NaN.
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _optional(row: Columns, columns: Mapping[str, str], field: str) -> Any:
     """The value of an optional column; None if it is missing or null."""
     value = _look_up(row, columns[field]) if field in columns else None
     return None if value is _MISSING else value
+
+
+def _optional_text(row: Columns, columns: Mapping[str, str], field: str) -> str:
+    """An optional column as text; a number as Python writes it, and nothing if it is missing or null.
+
+    Raises:
+        DataError: it is something else.
+    """
+    value = _optional(row, columns, field)
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(
+            f"the column `{columns[field]}` holds {type(value).__name__}, not text",
+            repair=f"map `{field}` to another column with data.field_mapping, or use data.input_template",
+        )
+    return str(value)
 
 
 def _text(row: Columns, name: str) -> str:
@@ -172,11 +202,14 @@ def _text(row: Columns, name: str) -> str:
 
 def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) -> Example:
     columns = row_format.columns
+    if row_format.of_table:
+        read = {name for column in columns.values() for name in (column, column.split(".")[0])}
+        row = {name: without_nulls(value) if name in read else value for name, value in row.items()}
     match row_format.kind:
         case "messages" | "sharegpt":
             name = columns["messages" if row_format.kind == "messages" else "conversations"]
             messages = messages_of(column(row, name), name)
-            system = _optional(row, columns, "system") or row_format.system
+            system = _optional_text(row, columns, "system") or row_format.system
             return _begun(Chat(messages, tools_of(_optional(row, columns, "tools"))), system)
         case "prompt_completion":
             prompt, completion = columns["prompt"], columns["completion"]
@@ -208,18 +241,18 @@ def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) ->
             )
 
 
-def _begun(chat: Chat, system: Any) -> Chat:
+def _begun(chat: Chat, system: str | None) -> Chat:
     """The conversation with a system message in front, unless it has one or none is given."""
     if not system or chat.messages[0].role in ("system", "developer"):
         return chat
     prompt = chat.prompt_messages + 1 if chat.prompt_messages else 0
-    return replace(chat, messages=(Message("system", str(system)), *chat.messages), prompt_messages=prompt)
+    return replace(chat, messages=(Message("system", system), *chat.messages), prompt_messages=prompt)
 
 
 def _from_alpaca(row: Columns, row_format: RowFormat, *, has_chat_template: bool) -> Example:
     columns = row_format.columns
-    system = _optional(row, columns, "system") or row_format.system
-    turns = [Message("system", str(system))] if system else []
+    system = _optional_text(row, columns, "system") or row_format.system
+    turns = [Message("system", system)] if system else []
     history = _optional(row, columns, "history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
@@ -227,7 +260,7 @@ def _from_alpaca(row: Columns, row_format: RowFormat, *, has_chat_template: bool
         raise DataError("the column `history` must be a list of [question, answer] pairs, both texts")
     for user, assistant in history:
         turns += [Message("user", user), Message("assistant", assistant)]
-    more = _optional(row, columns, "input")
+    more = _optional_text(row, columns, "input")
     question, answer = _text(row, columns["instruction"]), _text(row, columns["output"])
     if has_chat_template:
         question += f"\n{more}" if more else ""
@@ -330,9 +363,14 @@ def _decoded(value: Any, column: str, *, strict: bool = False) -> Any:
         return value
     if strict or value.lstrip().startswith(("[", "{")):
         try:
-            return json.loads(value)
+            return parse_json(value)
+        except RepeatedKey as error:
+            raise DataError(f"the column `{column}` is JSON in which {error}", repair="remove one of them") from None
         except json.JSONDecodeError as error:
-            raise DataError(f"the column `{column}` is not JSON: {error.msg} (character {error.pos})") from None
+            raise DataError(
+                f"the column `{column}` is not JSON: {error.msg} (character {error.pos})",
+                repair="write it as JSON, in Python with json.dumps",
+            ) from None
         except (ValueError, RecursionError):
             raise DataError(
                 f"the column `{column}` is not JSON that can be parsed: it is nested too deeply, or has too long a "
@@ -360,6 +398,9 @@ def _message(item: Any, place: str) -> Message:
         # `function_call` is OpenAI's name of a single call before there were several.
         extra["tool_calls"] = _calls(calls, place)
     train = item.get("train")
+    if train is None and isinstance(item.get("loss"), bool):
+        # ms-swift's name.
+        train = item["loss"]
     if train is not None and not isinstance(train, bool):
         raise DataError(f"{place}.train must be true or false")
     if train is None and (weight := item.get("weight")) is not None:
@@ -369,8 +410,16 @@ def _message(item: Any, place: str) -> Message:
         train = bool(weight)
     if content is None and "tool_calls" in extra:
         content = ""
-    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
-        content = "".join(str(one.get("text", "")) for one in content)
+    if isinstance(content, list) and all(isinstance(one, Mapping) for one in content):
+        other = next(
+            (one for one in content if one.get("type") != "text" or not isinstance(one.get("text"), str)), None
+        )
+        if other is not None:
+            raise DataError(
+                f"{place} has no text: a part of `content` is {shown(dict(other))}",
+                repair='only text is trained on; a part is {"type": "text", "text": "..."}',
+            )
+        content = "".join(one["text"] for one in content)
     if not isinstance(content, str):
         what = "is null" if content is None else f"holds {type(content).__name__}"
         raise DataError(f"{place} has no text: `content` {what} (role `{raw_role}`)")
@@ -386,7 +435,10 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
             raise DataError(f"{place}: a tool call must have a `name` and `arguments`")
         # OpenAI stores arguments as JSON text; templates serialise them, so text would be quoted twice.
         arguments = function.get("arguments", function.get("parameters", {}))
-        arguments = _decoded(arguments, f"{place}.arguments", strict=True)
+        # Calls without arguments are logged with empty ones.
+        arguments = {} if arguments in (None, "") else _decoded(arguments, f"{place}.arguments", strict=True)
+        if not isinstance(arguments, Mapping):
+            raise DataError(f"{place}: the `arguments` of a tool call must be an object, not {shown(arguments)}")
         extra = {"id": call["id"]} if call.get("id") else {}
         calls.append({**extra, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return calls
@@ -452,6 +504,7 @@ def _converted(function: Callable[..., Any], row: Columns, own: RowFormat, *, ha
     examples: list[Example] = []
     for item in rows:
         wanted = "labelled_text" if own.labels is not None or ("label" in item and "text" in item) else "auto"
-        row_format = replace(detect(item, {}, wanted), system=own.system, labels=own.labels)
+        found = detect(item, {}, wanted)
+        row_format = replace(found, system=own.system, labels=own.labels, of_table=own.of_table)
         examples += converter_of(row_format, has_chat_template=has_chat_template)(item)
     return examples

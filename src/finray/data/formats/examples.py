@@ -89,6 +89,7 @@ class RowFormat:
         as_chat: whether a prompt and its completion become chat turns if the model has a chat template.
         system: default system message of conversations.
         labels: how labels are read; None for a task without labels.
+        of_table: whether rows come from a table, in which a null field may be one that a record does not have.
     """
 
     kind: Kind
@@ -100,6 +101,7 @@ class RowFormat:
     as_chat: bool = False
     system: str | None = None
     labels: LabelRules | None = None
+    of_table: bool = False
 
     def describe(self, *, has_chat_template: bool = False) -> str:
         """A description: the format, the columns that are read, and those that are ignored."""
@@ -244,6 +246,8 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
     labelled = (
         " (for classification: model.task: sequence_classification)" if {"label", "labels"} & set(present) else ""
     )
+    if {"chosen", "rejected"} <= set(present):
+        labelled = "; of preference data, `completion: chosen` (or `messages: chosen`) maps the preferred answers"
     return DataError(
         f"the columns do not match {named}{mapped} (columns: {', '.join(present)})",
         where="data.format",

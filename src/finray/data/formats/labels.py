@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from finray.config.resolved import LabelSet as LabelSet
 from finray.config.resolved import Problem
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
+from finray.data.sources.readers import parse_json
 from finray.errors import DataError
 from finray.limits import cut, shown
 
@@ -48,6 +51,11 @@ def label_of(value: Any, rules: LabelRules) -> Label:
         DataError: the rules do not allow it; without a location.
     """
     problem = rules.problem
+    if isinstance(value, Decimal):
+        # Of a table.
+        value = float(value)
+    if isinstance(value, str) and value.lstrip().startswith("[") and value not in rules.names:
+        value = _list_of(value, problem)
     if problem == "regression":
         return _number(value)
     if isinstance(value, list | tuple):
@@ -75,6 +83,19 @@ def label_of(value: Any, rules: LabelRules) -> Label:
     return (name,) if problem == "multi_label" else name
 
 
+def _list_of(text: str, problem: Problem | None) -> Any:
+    """The list in a label that looks like one, in CSV for instance; of a single label it is a name."""
+    if problem not in (None, "multi_label"):
+        return text
+    with suppress(ValueError, RecursionError):
+        return parse_json(text)
+    raise DataError(
+        f"the label {shown(text)} looks like a list, but is not JSON",
+        repair="write lists as JSON, in Python with json.dumps; if it is the name of a class, set "
+        "classification.problem to single_label",
+    )
+
+
 def _number(value: Any) -> float:
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -95,7 +116,9 @@ def _class(value: Any, rules: LabelRules, *, within: str = "") -> str:
     if not isinstance(value, str | int):
         raise DataError(
             f"the label {f'has {within} with' if within else 'is'} {shown(value)}; it must be a name or a whole number",
-            repair="list the names or ids of the row's classes, such as [2, 5]" if within else None,
+            repair="list the names or ids of the row's classes, such as [2, 5], instead of a 0 or 1 for each class"
+            if within
+            else None,
         )
     name = str(value).lower() if isinstance(value, bool) else str(value)
     if not name.strip():

@@ -80,10 +80,17 @@ def _load(source: Source, state: str) -> Any:
                 "exist",
             ) from None
         # `datasets` raises a dozen unrelated types here (missing split, no network, gated, unknown configuration).
+        cause: BaseException = error
+        while path.exists() and cause.__cause__ is not None:
+            # Of a damaged file, it only says that the dataset was not generated.
+            cause = cause.__cause__
+        repair = "check data.source (it is not a local path either), data.subset and the split names"
+        if path.exists():
+            repair = "check its files, data.subset and the split names"
+            if not is_saved(path):
+                repair += "; without its README.md, finray reads the files itself, and names the row"
         raise DataError(
-            f"the dataset cannot be loaded: {first_line(error)}",
-            where=source.name,
-            repair="check data.source (it is not a local path either), data.subset and the split names",
+            f"the dataset cannot be loaded: {first_line(cause)}", where=source.name, repair=repair
         ) from None
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from finray.data.sources.features import class_names, features_in
+from finray.data.sources.readers import without_nulls
 from finray.errors import DataError
+from finray.limits import cut
 
 # The folder of such files, next to the prepared datasets.
 ROWS = "rows"
@@ -93,12 +95,25 @@ def _each(rows: Any) -> Iterator[Any]:
     if hasattr(rows, "__arrow_c_stream__"):
         import pyarrow as pa
 
-        for batch in pa.RecordBatchReader.from_stream(rows):
-            for row in batch.to_pylist():
-                yield {name: value for name, value in row.items() if not name.startswith(_INDEX)}
+        try:
+            for batch in pa.RecordBatchReader.from_stream(rows):
+                for row in batch.to_pylist():
+                    yield {name: without_nulls(value) for name, value in row.items() if not name.startswith(_INDEX)}
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            # Of pandas, whose columns may hold values of different types.
+            why = error.args[-1] if error.args else type(error).__name__
+            raise DataError(
+                f"the table cannot be read: {cut(str(why))}",
+                where="data.source",
+                repair="give each column one type and a name of its own, or pass a list of dicts",
+            ) from None
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | str | bytes):
+        if not hasattr(rows, "with_format"):
+            yield from rows
+            return
         # A dataset that is set to return tensors returns plain values without its format.
-        yield from rows.with_format(None) if hasattr(rows, "with_format") else rows
+        for row in rows.with_format(None):
+            yield {name: without_nulls(value) for name, value in row.items()}
     else:
         kind = type(rows).__name__
         hint = " of one split" if isinstance(rows, Mapping) else ""

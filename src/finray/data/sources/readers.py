@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Any, Literal
 
 from finray.data.sources.resolve import TEXTS
@@ -29,7 +30,6 @@ CHUNK = 2**20
 # Minimum length of the text window in which the end of a row of a JSON array is searched.
 _WINDOW = 2**26
 _BOM = b"\xef\xbb\xbf"
-_JSON = json.JSONDecoder()
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 _CLEAN = "write the row again from clean text"
@@ -90,6 +90,36 @@ def kind_of(file: str) -> Kind:
 # --- JSON -----------------------------------------------------------------------------------------------------------
 
 
+class RepeatedKey(ValueError):
+    """An object has a key twice, of which Python would keep the last one."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"an object has the key `{cut(key, 60)}` twice")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = Counter(key for key, _ in pairs)
+        raise RepeatedKey(next(key for key, count in keys.items() if count > 1))
+    return found
+
+
+# Created once: `json.loads` with a hook creates one for each row, which takes as long as parsing it.
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
+_ANY_JSON = json.JSONDecoder()
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value.
+
+    Raises:
+        ValueError: it is not valid; a :class:`RepeatedKey` if a key occurs twice.
+        RecursionError: it is nested too deeply.
+    """
+    return _JSON.decode(text)
+
+
 def raw_lines(piece: ByteRange, reading: Reading) -> Iterator[bytes | None]:
     """Lines that begin in the piece; None for one that is too long."""
     # Line ends and a byte order mark are not part of the limit.
@@ -135,15 +165,19 @@ def read_lines(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
             yield _byte_order_mark()
         else:
             try:
-                value = json.loads(line.decode("utf-8"))
+                value = parse_json(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 yield _not_utf8(error.start)
+            except RepeatedKey as error:
+                yield _repeated(error)
             except (ValueError, RecursionError) as error:
                 column = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
                 cut_off = "" if line.endswith(b"\n") else ", and the file ends there"
                 yield DataError(
                     f"the row is not JSON: {_why_no_json(error)}{column}{cut_off}",
-                    repair="fix or remove the row; each line must be one JSON object",
+                    repair="write each object on one line, or all of them as one array in a .json file"
+                    if line.strip() in (b"[", b"{")
+                    else "fix or remove the row; each line must be one JSON object",
                 )
             else:
                 yield _checked(value, line)
@@ -175,7 +209,11 @@ def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                 break
             problem: Exception | None = None
             try:
-                value, stop = _JSON.raw_decode(window, at)
+                try:
+                    value, stop = _JSON.raw_decode(window, at)
+                except RepeatedKey as error:
+                    # The row ends where it would without that.
+                    value, stop = _repeated(error), _ANY_JSON.raw_decode(window, at)[1]
                 is_cut = stop == len(window)
             except json.JSONDecodeError as error:
                 problem, is_cut = error, error.pos + 16 > len(window) or error.msg.startswith("Unterminated string")
@@ -231,6 +269,8 @@ def _why_no_json(error: Exception) -> str:
 
 def _checked(value: Any, written: bytes) -> Value:
     """A parsed JSON value, if it is a row."""
+    if isinstance(value, DataError):
+        return value
     if not isinstance(value, dict):
         return DataError(f"the row is a {type(value).__name__}, not an object with columns")
     if _SURROGATES.search(written):
@@ -239,6 +279,10 @@ def _checked(value: Any, written: bytes) -> Value:
         except UnicodeEncodeError:
             return DataError("the row holds half of a surrogate pair, which is not a valid character", repair=_CLEAN)
     return value
+
+
+def _repeated(error: RepeatedKey) -> DataError:
+    return DataError(f"{error}: only one of the two values can be meant", repair="remove one of them")
 
 
 def _not_utf8(at: int | None = None) -> DataError:
@@ -261,11 +305,14 @@ def _byte_order_mark() -> DataError:
 
 
 def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
-    """Rows of comma- or tab-separated values, with the file's header."""
+    """Rows of separated values below the file's header; of CSV, by semicolons or tabs if the header has no comma."""
     csv.field_size_limit(2**31 - 1)
     with opened(piece.file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.DictReader(text, delimiter="\t" if piece.kind == "tsv" else ",", strict=True)
+        header = text.readline()
+        # Spreadsheets write semicolons where the comma is for decimals.
+        between = "\t" if piece.kind == "tsv" else next((one for one in ",;\t" if one in header), ",")
+        reader = csv.DictReader(chain([header], text), delimiter=between, strict=True)
         try:
             columns = list(reader.fieldnames or [])
             "".join(columns).encode("utf-8")
@@ -311,6 +358,21 @@ def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:
         return _byte_order_mark()
     # Line ends within quotes come from the file, not from the text.
     return {name: value.replace("\r\n", "\n") for name, value in row.items()} if "\r\n" in text else row
+
+
+# Whose records all have the same fields: one that a record does not have is null.
+TABLE_KINDS: frozenset[Kind] = frozenset(("parquet", "arrow", "datasets"))
+TABLE_SUFFIXES = frozenset(suffix for suffix, kind in _KINDS.items() if kind in TABLE_KINDS)
+
+
+def without_nulls(value: Any, depth: int = 0) -> Any:
+    """A column of a table without the null fields of records within records, such as the arguments of a tool call; a
+    column's own record, or each of a list of them, keeps its fields."""
+    if isinstance(value, list):
+        return [without_nulls(one, depth) for one in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(one, depth + 1) for name, one in value.items() if not depth or one is not None}
+    return value
 
 
 def read_parquet(piece: ByteRange) -> Iterator[Value | None]:

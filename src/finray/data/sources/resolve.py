@@ -17,6 +17,7 @@ from typing import Any
 from finray.config.paths import is_url
 from finray.data.storage import COMPRESSION, file_suffix, find, storage_errors
 from finray.errors import DataError
+from finray.limits import cut
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 _TEXT_SUFFIXES = """
@@ -25,6 +26,9 @@ _TEXT_SUFFIXES = """
     dart zig nim v vhd sol asm s f90 el lisp scm tcl m mm
 """
 TEXTS = frozenset(f".{suffix}" for suffix in _TEXT_SUFFIXES.split())
+_READABLE = frozenset((*TABLES, *TEXTS))
+# Characters of the names of files that are not read.
+_NAMES = 80
 # Prefixes of file names that indicate a split, with synonyms.
 _SAME_SPLIT = (("train", "training"), ("validation", "valid", "val", "dev"), ("test", "testing"), ("eval",))
 SPLITS = tuple(name for names in _SAME_SPLIT for name in names)
@@ -132,7 +136,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     """
     is_pattern = bool(_GLOB_CHARACTERS & set(name))
     if is_url(name):
-        files = [file for file in find(name) if file_suffix(file) in (*TABLES, *TEXTS)]
+        files = [file for file in find(name) if file_suffix(file) in _READABLE]
         if not files:
             raise DataError(
                 "there are no data files", where=name, repair="check data.source; a directory must hold data files"
@@ -151,8 +155,8 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     if path.is_dir():
         if subset is not None or is_datasets_directory(path):
             return Source(name, subset=subset, split=split)
-        files = [one.removeprefix("./") for one in _below(str(path), set())]
-        _require_targets(file for file in files if file_suffix(file) in ("", *TABLES, *TEXTS))
+        files = _files_in(path)
+        _require_targets(file for file in files if file_suffix(file) in ("", *_READABLE))
         files = [file for file in files if Path(file).is_file()]
         return _of_files(name, sorted(files, key=lambda file: file.split("/")), split, is_directory=True)
     if is_pattern:
@@ -165,6 +169,46 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in (*TABLES, ".txt", ".md"):
         raise DataError("the file does not exist", where=name, repair=_NOT_THERE)
     return Source(name, subset=subset, revision=revision, split=split)
+
+
+def unread(sources: Iterable[Source]) -> list[str]:
+    """For each directory or URL, a line about the files in it that none of these sources reads, and why not."""
+    read: dict[str, set[str]] = {}
+    for source in sources:
+        if source.is_files:
+            read.setdefault(source.name, set()).update(source.files)
+    lines = []
+    for name, files in read.items():
+        path, left = Path(name).expanduser(), dict[str, list[str]]()
+        for file in find(name) if is_url(name) else _files_in(path) if path.is_dir() else ():
+            if file not in files:
+                suffix = file_suffix(file)
+                why = "of other splits" if suffix in TABLES else "text" if suffix in TEXTS else "of other types"
+                left.setdefault(why, []).append(file.rpartition("/")[2])
+        parts = [f"{len(named):,} {why} ({listed(sorted(named))})" for why, named in left.items()]
+        if parts:
+            lines.append(f"{name}: files that are not read: {'; '.join(sorted(parts))}")
+    return lines
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of files in a message: the first of them."""
+    return cut(", ".join(names), _NAMES)
+
+
+def held_out_by_name(source: Source) -> list[str]:
+    """Files of a source with the name of a split to hold out, such as ``my_test.jsonl``, beside others without."""
+    depth, train = _shared_depth(source.files), _SAME_SPLIT[0]
+    found = []
+    for file in source.files if len(source.files) > 1 else ():
+        words = {word for part in PurePosixPath(file).parts[depth:] for word in re.split(r"[-_. ]", part.lower())}
+        if words & set(SPLITS) and not words & set(train):
+            found.append(file)
+    return found if len(found) < len(source.files) else []
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [file.removeprefix("./") for file in _below(str(folder), set())]
 
 
 def _below(folder: str, seen: set[str]) -> Iterator[str]:

@@ -32,6 +32,8 @@ RENDER_DATE = (2024, 7, 26)
 _DATE_CODES = ("%d", "%b", "%B", "%Y", "%m", "%y", "%a", "%A", "%j", "%H", "%M", "%S")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARKER = "\ue000{}\ue001"
+# Other roles of a tool's results: OpenAI's before there were tools, and Llama's.
+_RESULT_ROLES = ("function", "ipython")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class ChatRenderer:
         self._renders_tools = re.search(r"\btools\b", source) is not None
         self._renders_calls = "tool_calls" in source
         self._tool_format = TOOL_FORMATS[tool_format]
+        self._renders_role: dict[str, bool] = {}
         self._shapes: dict[Any, frozenset[int] | None] = {}
         self._compiled: dict[bool, Any] = {}
         self._outlines: Outlines | None = None
@@ -274,8 +277,8 @@ class ChatRenderer:
         messages: list[Message] = []
         places: list[int] = []
         notes: set[str] = set()
-        how, tools = self._tool_format, chat.tools
-        for before, message in zip((None, *chat.messages), chat.messages, strict=False):
+        how, tools, turns = self._tool_format, chat.tools, [self._known_role(one) for one in chat.messages]
+        for before, message in zip((None, *turns), turns, strict=False):
             if message.role == "tool" and how.result_role is not None and not self._renders_calls:
                 text = how.result(message.content)
                 if before is not None and before.role == "tool" and how.result_role == "user":
@@ -301,6 +304,19 @@ class ChatRenderer:
             joined = f"{system}\n\n{offer}" if follows else f"{offer}\n\n{system}"
             messages[0], tools = replace(messages[0], content=joined), ()
         return replace(chat, messages=tuple(messages), tools=tools), notes, places
+
+    def _known_role(self, message: Message) -> Message:
+        """The message; the result of a tool by its usual role if the template does not render the one that it has."""
+        role = message.role
+        if role not in _RESULT_ROLES:
+            return message
+        if role not in self._renders_role:
+            try:
+                shown = self._apply((Message("user", ""), Message(role, _MARKER.format(0))), ())
+            except DataError:
+                shown = ""
+            self._renders_role[role] = _MARKER.format(0) in shown
+        return message if self._renders_role[role] else replace(message, role="tool")
 
     def _check_all_is_rendered(self, chat: Chat, text: str, notes: set[str]) -> None:
         """Check that every message except the answers is in the text.

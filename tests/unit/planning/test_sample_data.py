@@ -1,0 +1,56 @@
+"""What `finray plan` reads of the data: as much as the time allows, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.planning.sample_data import DataReport, examine
+from tests.support import runs
+
+Examine = Callable[..., DataReport]
+
+
+@pytest.fixture
+def examined(tiny_model_dir: Path, tmp_path: Path) -> Examine:
+    def run(source: Path, seconds: float, **data: Any) -> DataReport:
+        """Each look at the clock takes a second."""
+        plain = runs.tiny_run(tiny_model_dir, source, tmp_path / "out", {"data": {"packing": False, **data}})
+        ticks = count()
+        return examine(runs.config_of(plain), budget_s=seconds, clock=lambda: float(next(ticks)))
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.jsonl"])
+@pytest.mark.parametrize(("seconds", "rows", "complete"), [(0, 256, False), (2, 512, False), (9, 600, True)])
+def test_a_large_part_is_read_until_the_time_is_over(
+    examined: Examine, tmp_path: Path, name: str, seconds: float, rows: int, complete: bool
+) -> None:
+    """A file that cannot be split is one part, however large it is."""
+    texts = [f"word {number}" for number in range(600)]
+    as_json = [json.dumps({"text": text}) for text in texts]
+    joined = {"csv": "\n".join(["text", *texts]), "json": f"[{','.join(as_json)}]", "jsonl": "\n".join(as_json)}
+    file = tmp_path / name
+    file.write_text(joined[name.split(".")[1]])
+    found = examined(file, seconds)
+    assert (found.problems, found.rows, found.complete) == ([], rows, complete)
+    # All of it was read, however long that took.
+    few = tmp_path / f"few-{name}"
+    few.write_text({"csv": "text\none", "json": f"[{as_json[0]}]", "jsonl": as_json[0]}[name.split(".")[1]])
+    assert examined(few, 0).complete
+
+
+def test_each_source_is_looked_at_even_when_the_time_is_over(examined: Examine, tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        rows = "".join(json.dumps({"text": f"word {number}"}) + "\n" for number in range(600))
+        (tmp_path / "data" / f"{name}.jsonl").write_text(rows)
+    found = examined(tmp_path / "data", 0, eval_split="validation")
+    assert (found.rows, found.complete) == (256, False)
+    assert any(note.startswith("eval: 256 rows") for note in found.notes)
