@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from finray.evaluation.scores.base import FloatArray
 
@@ -76,6 +75,9 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
         total: the score, from sums of statistics and the number of rows.
         seed: for the resamples.
     """
+    # Here and below: its import takes a second, which reading scores can save.
+    from scipy import stats
+
     rows = len(statistics_NK)
     if rows and is_right_or_wrong(statistics_NK):
         found = stats.binomtest(int(statistics_NK.sum()), rows).proportion_ci(LEVEL, method="wilson")
@@ -86,6 +88,8 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
 
 
 def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
+    from scipy import stats
+
     rows = len(statistics_NK)
     whole = statistics_NK.sum(0)
     resampled = np.sort([total(sums, rows) for sums in _resampled_sums(statistics_NK, seed)])
@@ -133,6 +137,8 @@ def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: i
         total: the score, from sums of statistics and the number of rows.
         seed: for random draws.
     """
+    from scipy import stats
+
     rows, columns = first_NK.shape
 
     def difference(sums: FloatArray, rows: int) -> float:
