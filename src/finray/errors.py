@@ -10,6 +10,8 @@ import difflib
 import errno
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 
@@ -191,3 +193,18 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """`` (did you mean `x`?)`` with the known name that is most like ``name``; empty if none is."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def did_you_mean_path(name: str | Path, *patterns: str) -> str:
+    """As :func:`did_you_mean`, with what lies beside a path that does not exist, written as the path is.
+
+    Args:
+        name: the path.
+        patterns: of the names that may be meant; none means all.
+    """
+    path = Path(name)
+    with suppress(OSError, RuntimeError, ValueError):
+        beside = [one.name for pattern in patterns or ("*",) for one in path.parent.expanduser().glob(pattern)]
+        # Endings alone make names alike.
+        return did_you_mean(str(path), [str(path.parent / one) for one in beside], cutoff=0.75)
+    return ""
