@@ -138,7 +138,9 @@ def parse_yaml(text: str, *, name: str) -> Any:
         # PyYAML reads 2024-99-99 as a date, `1_` as a number, and fails as Python does.
         reason = str(error)
     raise ConfigError(
-        f"not valid YAML: {cut(' '.join(reason.split()))}", where=name if mark is None else f"{name}:{mark.line + 1}"
+        f"not valid YAML: {cut(' '.join(reason.split()))}",
+        where=name if mark is None else f"{name}:{mark.line + 1}",
+        repair="indent with spaces instead of tabs" if "'\\t'" in reason else None,
     )
 
 
@@ -294,7 +296,7 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
     """Set one field in place; what is wrong with the override, if anything is."""
     path, equals, text = override.partition("=")
     if not equals:
-        return [f"`{override}` is not an override: write section.field=value"]
+        return [f"`{override}` is not an override: write section.field=value, without spaces"]
     if "." not in path and path.strip() != PRESET_KEY:
         return [f"`{override}` names no section: write section.field=value{suggest_owner(path.strip())}"]
     try:
