@@ -203,8 +203,14 @@ def did_you_mean_path(name: str | Path, *patterns: str) -> str:
         patterns: of the names that may be meant; none means all.
     """
     path = Path(name)
+
+    def likeness(other: Path) -> float:
+        # An ending that both have makes no names alike.
+        first, second = (path.stem, other.stem) if path.suffix == other.suffix else (path.name, other.name)
+        return difflib.SequenceMatcher(None, first, second).ratio()
+
+    beside: list[Path] = []
     with suppress(OSError, RuntimeError, ValueError):
-        beside = [one.name for pattern in patterns or ("*",) for one in path.parent.expanduser().glob(pattern)]
-        # Endings alone make names alike.
-        return did_you_mean(str(path), [str(path.parent / one) for one in beside], cutoff=0.75)
-    return ""
+        beside += [one for pattern in patterns or ("*",) for one in path.parent.expanduser().glob(pattern)]
+    best = max(beside, key=likeness, default=None)
+    return f" (did you mean `{path.parent / best.name}`?)" if best is not None and likeness(best) >= 0.6 else ""
