@@ -10,7 +10,9 @@ import difflib
 import errno
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 
@@ -212,3 +214,24 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
     """`` (did you mean `x`?)`` with the known name that is most like ``name``; empty if none is."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def did_you_mean_path(name: str | Path, *patterns: str) -> str:
+    """As :func:`did_you_mean`, with what lies beside a path that does not exist, written as the path is.
+
+    Args:
+        name: the path.
+        patterns: of the names that may be meant; none means all.
+    """
+    path = Path(name)
+
+    def likeness(other: Path) -> float:
+        # An ending that both have makes no names alike.
+        first, second = (path.stem, other.stem) if path.suffix == other.suffix else (path.name, other.name)
+        return difflib.SequenceMatcher(None, first, second).ratio()
+
+    beside: list[Path] = []
+    with suppress(OSError, RuntimeError, ValueError):
+        beside += [one for pattern in patterns or ("*",) for one in path.parent.expanduser().glob(pattern)]
+    best = max(beside, key=likeness, default=None)
+    return f" (did you mean `{path.parent / best.name}`?)" if best is not None and likeness(best) >= 0.6 else ""

@@ -28,9 +28,30 @@ from finray.results import PlainConsole
 from finray.runtime import signals
 from finray.tracking.console import steps
 
+# Of `finray --help`, in the order in which they are needed.
+PANELS = {
+    "Before training": ("init", "convert", "plan", "inspect", "prepare", "config", "doctor"),
+    "Training": ("train", "watch", "runs", "report", "sync"),
+    "The trained model": ("evaluate", "generate", "chat", "serve", "export", "push", "pull"),
+    "Clusters and jobs": ("cluster", "submit", "jobs", "jobspec"),
+    "More": ("cache", "import-gguf", "version"),
+}
+
 
 class _Commands(TyperGroup):
     """The commands; one that is given a field as an option says how fields are set."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """The names of the commands, as in :data:`PANELS`."""
+        order = [name for names in PANELS.values() for name in names]
+        return sorted(super().list_commands(ctx), key=lambda name: order.index(name))
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        """A command, with its panel."""
+        found: Any = super().get_command(ctx, cmd_name)
+        if found is not None:
+            found.rich_help_panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
+        return found
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command that was named."""

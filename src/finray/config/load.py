@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from finray.config import replicas
 from finray.config.names import NAMES, asks_nothing, called_here, value_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
-from finray.errors import ConfigError, did_you_mean
+from finray.errors import ConfigError, did_you_mean, did_you_mean_path
 from finray.limits import cut, shown
 
 PRESET_KEY = "preset"
@@ -24,6 +24,8 @@ PRESET_KEY = "preset"
 DEFAULT_FILE = "finray.yaml"
 # The copy that a run directory keeps.
 _RUNS_CONFIG = "config.yaml"
+# Not `.json`, which YAML includes.
+_DATA_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet", ".arrow", ".feather")
 # The field that a mapping gives where it gives a section a name instead of fields.
 _NAMED_BY = {"model": "name", "data": "source", "adapter": "method", "run": "name"}
 # How like a field of another section a name must be: below this, suggestions mislead (`stage`: `parallel.zero_stage`).
@@ -136,7 +138,9 @@ def parse_yaml(text: str, *, name: str) -> Any:
         # PyYAML reads 2024-99-99 as a date, `1_` as a number, and fails as Python does.
         reason = str(error)
     raise ConfigError(
-        f"not valid YAML: {cut(' '.join(reason.split()))}", where=name if mark is None else f"{name}:{mark.line + 1}"
+        f"not valid YAML: {cut(' '.join(reason.split()))}",
+        where=name if mark is None else f"{name}:{mark.line + 1}",
+        repair="indent with spaces instead of tabs" if "'\\t'" in reason else None,
     )
 
 
@@ -230,12 +234,19 @@ def build_config(
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; duplicate keys and syntax errors are reported with their line."""
+    if path.suffix in _DATA_SUFFIXES and path.is_file():
+        raise ConfigError(
+            "this is a file of data, not a config",
+            where=str(path),
+            repair=f"`finray init my-run.yaml --data {path}` writes a config for it",
+        )
     try:
         with path.open(encoding="utf-8-sig") as stream:
             text = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
+        near = did_you_mean_path(path, "*.yaml", "*.yml") or did_you_mean(str(path), preset_names())
         raise ConfigError(
-            f"the config file does not exist{did_you_mean(str(path), preset_names())}",
+            f"the config file does not exist{near}",
             where=str(path),
             repair="`finray init` writes a starter file; `finray config presets` lists the presets",
         ) from None
@@ -285,7 +296,7 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
     """Set one field in place; what is wrong with the override, if anything is."""
     path, equals, text = override.partition("=")
     if not equals:
-        return [f"`{override}` is not an override: write section.field=value"]
+        return [f"`{override}` is not an override: write section.field=value, without spaces"]
     if "." not in path and path.strip() != PRESET_KEY:
         return [f"`{override}` names no section: write section.field=value{suggest_owner(path.strip())}"]
     try:

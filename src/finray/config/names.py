@@ -64,6 +64,11 @@ NAMES: dict[str, str] = {
     "hub_token": "not needed: HF_TOKEN in the environment",
     "hf_use_auth_token": "not needed: HF_TOKEN in the environment",
     "cache_dir": "not needed: HF_HOME in the environment",
+    # sections
+    "lora": "the section is `adapter`",
+    "peft": "the section is `adapter`",
+    "logging": "the section is `tracking`",
+    "eval": "the section is `evaluation`",
     # adapters
     "finetuning_type": "adapter.method",
     "use_peft": "adapter.method",
@@ -163,6 +168,8 @@ NAMES: dict[str, str] = {
     "scheduler": "train.schedule",
     "num_warmup_steps": "train.warmup_steps",
     "optim": "train.optimizer",
+    "betas": "`train.adam_beta1` and `train.adam_beta2`",
+    "adam_betas": "`train.adam_beta1` and `train.adam_beta2`",
     "adam_beta_1": "train.adam_beta1",
     "adam_beta_2": "train.adam_beta2",
     "adam_eps": "train.adam_epsilon",

@@ -37,6 +37,12 @@ class Section(BaseModel):
                 Path(value).expanduser()
             except RuntimeError:
                 raise ValueError(f"there is no home directory `{value.split('/')[0]}`") from None
+        if info.field_name in _PATHS and isinstance(value, str) and (odd := _VARIABLE.search(value)):
+            # Else there would be a directory of this name.
+            raise ValueError(
+                f"environment variables such as {odd[1]} are not expanded in a config; write it out, or give "
+                f"the field on the command line, where the shell expands them"
+            )
         return value
 
 
@@ -44,6 +50,7 @@ class Section(BaseModel):
 _PATHS = frozenset(
     ("output_dir", "name", "chat_template", "start_from", "source", "eval_source", "dir", "local_dir")
 ) | {"deepspeed_config"}
+_VARIABLE = re.compile(r"(?:^|/)(\$(?:[A-Za-z_]\w*|\{\w+\}))")
 NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 
 

@@ -14,7 +14,7 @@ from finray.checkpoint.copies import local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir
 from finray.checkpoint.store import ATTEMPT_FILE
 from finray.config.schema import ModelConfig
-from finray.errors import CheckpointError, ModelError
+from finray.errors import CheckpointError, ModelError, did_you_mean_path
 from finray.hardware import cpu_has_bf16
 from finray.models.artifacts import Artifact, load_artifact, read_artifact
 from finray.models.export import TOLERANCE, Exported, export
@@ -22,6 +22,8 @@ from finray.models.loading import DTYPES
 from finray.pretrained.tokenizers import TOKENIZER_FILES, check_exists, load_tokenizer
 
 _READ_BY_NAME = (*TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "*.bin", "*_config.json", "*.py")
+# Where runs are unless `run.output_dir` says otherwise; it is not there before the first run.
+_RUNS = "runs"
 _AGAIN = (
     "move final/ away if it exists, and run the command that trained the run: it makes final/ again from a checkpoint"
 )
@@ -40,7 +42,9 @@ def find_artifact(path: str | Path, *, base: str | None = None) -> Artifact:
     path = Path(local_copy(path)).expanduser()
     if not path.is_dir():
         raise ModelError(
-            "the directory does not exist", where=str(path), repair="give a run, checkpoint or model directory"
+            f"the directory does not exist{did_you_mean_path(path)}",
+            where=str(path),
+            repair="give a run, checkpoint or model directory; `finray runs` lists runs",
         )
     folder = path.resolve()
     run = RunDir(folder if (folder / CONFIG_FILE).exists() else folder.parent)
@@ -74,7 +78,7 @@ def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
     """
     model = local_copy(model)
     path = Path(model).expanduser()
-    if path.is_dir() or base is not None:
+    if path.is_dir() or base is not None or _is_beside_runs(path):
         return find_artifact(path, base=base)
     try:
         check_exists(str(model))
@@ -82,6 +86,12 @@ def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
         repair = "give a run, checkpoint or model directory, or a Hub id"
         raise ModelError(error.message, where=str(model), repair=repair) from None
     return Artifact(Path(model), None, {})
+
+
+def _is_beside_runs(path: Path) -> bool:
+    """Whether a path that does not exist is one of a run: it is not looked for on the Hub then."""
+    parent = path.parent
+    return len(path.parts) > 1 and (path.parts[0] == _RUNS or any(parent.glob(f"*/{CONFIG_FILE}")))
 
 
 def _require_listed(folder: Path, files: Collection[str]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special, stats
 
 from finray.evaluation.scores.base import FloatArray
 
@@ -77,6 +76,9 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
         total: the score, from sums of statistics and the number of rows.
         seed: for the resamples.
     """
+    # Here and below: its import takes a second, which reading scores can save.
+    from scipy import stats
+
     rows = len(statistics_NK)
     if rows and is_right_or_wrong(statistics_NK):
         found = stats.binomtest(int(statistics_NK.sum()), rows).proportion_ci(LEVEL, method="wilson")
@@ -87,6 +89,8 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
 
 
 def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
+    from scipy import stats
+
     rows = len(statistics_NK)
     whole = statistics_NK.sum(0)
     resampled = np.sort([total(sums, rows) for sums in _resampled_sums(statistics_NK, seed)])
@@ -132,6 +136,8 @@ def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> In
         truth_NC: which classes a row has. A class with less than two rows, or all but one, is left out.
         scores_NC: of each class; higher for rows that have it.
     """
+    from scipy import special, stats
+
     parts_N, areas = np.zeros(len(truth_NC)), list[float]()
     for truth, scores in zip(truth_NC.T, scores_NC.T, strict=True):
         there, others = int(truth.sum()), int((~truth).sum())
@@ -154,6 +160,8 @@ def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> In
 
 def spearman_interval(value: float, rows: int) -> Interval:
     """The 95 % interval of a rank correlation, by Fisher's transformation (Bonett and Wright 2000)."""
+    from scipy import stats
+
     if rows < 4 or abs(value) >= 1:
         return Interval(None, None, "none: too few rows, or the order is the same")
     reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * math.sqrt((1 + value**2 / 2) / (rows - 3))
@@ -172,6 +180,8 @@ def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: i
         total: the score, from sums of statistics and the number of rows.
         seed: for random draws.
     """
+    from scipy import stats
+
     rows, columns = first_NK.shape
 
     def difference(sums: FloatArray, rows: int) -> float:

@@ -18,7 +18,7 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
 from finray.data.sampling.splits import sample
-from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_you_mean_path
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
 from finray.evaluation.engines.base import Engine
 from finray.evaluation.outcome import Rate
@@ -137,6 +137,15 @@ class Case:
         folders = (path, path.parent) if path.is_dir() else ()
         run = next((RunDir(one) for one in folders if (one / CONFIG_FILE).is_file()), None)
         artifact = artifact_of(model, base=request.base)
+        if run is None and request.file is None and not request.harness:
+            what, repair = "there are no rows to evaluate", "give a file of rows with --file"
+            if not path.is_dir():
+                what = (
+                    f"the directory does not exist{did_you_mean_path(model)}; for a model from the Hub, give the rows "
+                )
+                what += "with --file"
+                repair = "give an existing run, or a file of rows with --file"
+            raise DataError(what, where=str(artifact.folder), repair=repair)
         if artifact.model.task not in tasks:
             raise ModelError(f"a model with the task `{artifact.model.task}` does not write answers", where=str(model))
         spec = task_spec(artifact.model.task)
@@ -208,15 +217,8 @@ class Case:
         elif run is not None:
             name, held, dataset, train = of_run(run, config, request.split)
             stream = stream_of(name, config.data)
-        elif request.harness:
-            return None
         else:
-            model = str(self.tuned.artifact.folder)
-            what, repair = "there are no rows to evaluate", "give a file of rows with --file"
-            if not Path(model).is_dir():
-                what = "the directory does not exist; for a model from the Hub, give the rows with --file"
-                repair = "give an existing run, or a file of rows with --file"
-            raise DataError(what, where=model, repair=repair)
+            return None
         if (dataset.kind() == "labelled") != self.spec.reads_labels:
             what = "rows with prompts and answers are not for" if self.spec.reads_labels else "rows with labels are for"
             repair = (

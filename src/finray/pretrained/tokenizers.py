@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finray.config.schema import ModelConfig
-from finray.errors import DataError, FinrayError, ModelError
+from finray.errors import DataError, FinrayError, ModelError, did_you_mean_path
 from finray.files import FileKind
 from finray.limits import cut, shown
 from finray.pretrained import hub
@@ -124,7 +124,9 @@ def check_exists(name: str) -> None:
     is_path = path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if is_path and not path.exists():
         raise ModelError(
-            "the model does not exist", where=f"model.name={name}", repair="check the path and the working directory"
+            f"the model does not exist{did_you_mean_path(name)}",
+            where=f"model.name={name}",
+            repair="check the path and the working directory",
         )
 
 
@@ -166,15 +168,17 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     """The error of a model or tokenizer that Transformers could not load."""
     text = str(error).strip().splitlines()
     repair = "give a model directory, a .gguf file, or a Hub id that you have access to (HF_TOKEN for gated models)"
-    if not Path(model.name).expanduser().exists() and (refused := hub.refusal()) is not None:
+    is_there = Path(model.name).expanduser().exists()
+    read_as = f"there is no directory {model.name} here{did_you_mean_path(model.name)}, and so it was read as a Hub id"
+    if not is_there and (refused := hub.refusal()) is not None:
         return ModelError(
             f"the {what} is not in the local cache, and the Hub cannot be reached",
             where=f"model.name={model.name}",
-            repair=f"{refused}; run the command again when it answers, or give a model directory (`finray plan "
-            f"--offline` plans without the Hub)",
+            repair=f"{read_as}; {refused}; run the command again when it answers, or give a model directory (`finray "
+            f"plan --offline` plans without the Hub)",
         )
-    if not Path(model.name).expanduser().exists():
-        repair = f"there is no directory {model.name} here, and so it was read as a Hub id: check the path, or {repair}"
+    if not is_there:
+        repair = f"{read_as}: check the path, or {repair}"
     elif Path(model.name).expanduser().is_dir():
         repair = "download the model again, with all of its files: weights as `.safetensors`, settings, tokenizer"
     if text and text[0].startswith("Weights only load failed"):

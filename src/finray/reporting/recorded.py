@@ -22,7 +22,7 @@ from finray.config.load import read_yaml
 from finray.config.paths import is_url
 from finray.config.redact import redact
 from finray.config.tasks import less_is_better
-from finray.errors import DataError, FinrayError
+from finray.errors import DataError, FinrayError, did_you_mean_path
 from finray.evaluation.outcome import METRICS_FILE
 from finray.files import FileKind
 from finray.records import EvalRecord, Note, RunSummary, SystemRecord, TrainRecord
@@ -187,6 +187,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     path = Path(local_copy(place, weights=False)).expanduser().absolute()
     if not is_run(path):
         what = "holds no run" if path.is_dir() else "is no directory" if path.exists() else "does not exist"
+        what += "" if path.exists() else did_you_mean_path(place)
         raise DataError(
             what, where=str(path), repair="give a run directory, such as runs/my-run; `finray runs` lists them"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,10 +85,12 @@ class TrainResult(Result):
         holds_out = numbers.best is not None or config.data.test_split or config.data.test_ratio
         # The commands that answer prompts and score text do not support other tasks.
         answers = config.model.task in SPECS and not SPECS[config.model.task].reads_labels
+        here = Path.cwd()
+        run = shlex.quote(str(self.run_dir.relative_to(here) if self.run_dir.is_relative_to(here) else self.run_dir))
         for line, works in (
-            (f'generate {self.run_dir} "your prompt"', answers),
-            (f"evaluate {self.run_dir}", config.model.task in SPECS and holds_out),
-            (f"export {self.run_dir} --output DIR", True),
+            (f'generate {run} "your prompt"', answers),
+            (f"evaluate {run}", config.model.task in SPECS and holds_out),
+            (f"export {run} --output DIR", True),
         ):
             if works:
                 console.print(f"next: finray {line}", highlight=False, soft_wrap=True)

@@ -25,6 +25,8 @@ OBJECT_STORE_BYTES = 256 * 2**20
 # In total less than the 15 s after which an unresponsive cluster is an error.
 _CONNECT_S, _ANSWER_S = 4.0, 8.0
 _END_S = 2.0
+# What Ray says when its node takes longer than the 30 s that its code allows (Ray 2.60, `_private/node.py`).
+GAVE_UP = "timed out during startup"
 
 # For a Ray of our own on this machine: authentication by token, no usage reports, no collection of what only a
 # dashboard reads, and no watch for preemption. Workers do not yield to Ray's own processes: a step of several threads
@@ -146,7 +148,7 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     try:
         observed = address is not None or options["log_to_driver"] or cluster.dashboard
         with _without_handlers(), nullcontext() if observed else _without_observers():
-            ray.init(**options)
+            _start(ray, options)
         signals.take_back()
         yield ray
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -158,6 +160,29 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
             ray.shutdown()
         # Ray's core leaves the default handler behind: SIGTERM would end this process silently.
         signals.take_back()
+
+
+def _start(ray: Any, options: Mapping[str, Any]) -> None:
+    """Connect; a Ray of our own is started once more if the machine was too slow for it.
+
+    Raises:
+        ClusterError: it was too slow again.
+    """
+    for is_last in (False, True):
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            if GAVE_UP not in str(error):
+                raise
+            # The second start is faster: the files that it reads are in memory.
+            with _all_ended():
+                ray.shutdown()
+            if is_last:
+                raise ClusterError(
+                    "Ray did not start on this machine within 30 s, twice: the machine has too much else to do",
+                    repair="run the same command again when it has less",
+                ) from None
 
 
 @contextmanager

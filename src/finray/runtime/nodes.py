@@ -24,7 +24,7 @@ from typing import Any
 
 from finray.errors import ClusterError
 from finray.runtime import watch
-from finray.runtime.cluster import require_alive
+from finray.runtime.cluster import GAVE_UP, require_alive
 
 HEAD_PORT, DASHBOARD_PORT = 6379, 8265
 # Fixed, so that a firewall can be configured: ports of Ray's processes on each node, and of its workers.
@@ -59,8 +59,6 @@ HEALTH_ENV = {
 COMPARED = ("python", "ray", "torch", "transformers", "finray")
 _LABEL, _NODE = "finray/", "finray/node"
 _START_S, _ASK_S, _END_S = 120.0, 8.0, 20.0
-# What `ray start` says when a node takes longer than the 30 s that its code allows (Ray 2.60, `_private/node.py`).
-_GAVE_UP = "timed out during startup"
 
 
 # --- versions --------------------------------------------------------------------------------------------------------
@@ -335,7 +333,7 @@ def _start(
     try:
         me = _run_node(address, [*words, *options], log, where=where)
     except ClusterError:
-        if _GAVE_UP not in log.read_text(encoding="utf-8", errors="replace"):
+        if GAVE_UP not in log.read_text(encoding="utf-8", errors="replace"):
             raise
         # The second start is faster: the files that it reads are in memory.
         me = _run_node(address, [*words, *options], log, where=where)

@@ -15,7 +15,7 @@ import typer.main
 import yaml
 
 import finray
-from finray.cli.main import app
+from finray.cli.main import PANELS, app
 from finray.config.load import preset_names, read_preset
 from tests.support import runs
 
@@ -45,6 +45,14 @@ def test_version_help_and_completion_are_found() -> None:
     assert code == 0
     for words in ("--install-completion", "--show-completion", "train"):
         assert words in out
+
+
+def test_help_lists_commands_in_the_order_in_which_they_are_needed() -> None:
+    out = runs.finray("--help")[1]
+    places = [out.index(f" {one} ") for one in ("init", "plan", "train", "evaluate", "serve", "cluster", "version")]
+    assert places == sorted(places)
+    listed = [name for names in PANELS.values() for name in names]
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def test_finray_runs_as_a_module() -> None:

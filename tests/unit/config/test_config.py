@@ -255,6 +255,20 @@ def test_nothing_is_finray_yaml_in_the_working_directory(tmp_path: Path, monkeyp
     assert load_config().data.source == "here"
 
 
+def test_what_a_wrong_file_may_mean_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("question,answer\nWhy: because,yes\n")
+    Path("my-run.yaml").touch()
+    for name, said in (
+        ("my-rum.yaml", r"does not exist \(did you mean `my-run.yaml`\?\)"),
+        ("smollm2-lor", r"does not exist \(did you mean `smollm2-lora`\?\)"),
+        ("other.yaml", "the config file does not exist\n"),
+        ("rows.csv", "this is a file of data, not a config\n  repair: `finray init my-run.yaml --data rows.csv`"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config(name)
+
+
 def test_what_is_wrong_in_a_mapping_has_the_path_that_it_has_in_a_file() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"model": "m", "data": "d", "train.": 1, "data.mix.0.weight": 3}, train={"max_stps": 3}, trian={})

@@ -110,6 +110,9 @@ def test_every_key_of_another_systems_file_is_told_what_it_is_here(text: str) ->
         ("train.batch_size", "`train.global_batch_size` is the batch of an optimizer step"),
         ("train.packing", "did you mean `data.packing`?"),
         ("optimizer", "did you mean `train.optimizer`?"),
+        ("train.betas", "`train.adam_beta1` and `train.adam_beta2`"),
+        ("lora", "the section is `adapter`"),
+        ("logging", "the section is `tracking`"),
     ],
 )
 def test_a_name_of_another_system_is_explained_in_files_and_in_overrides(key: str, said: str) -> None:

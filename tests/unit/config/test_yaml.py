@@ -109,6 +109,25 @@ def test_yaml_that_is_no_config_is_one_message(text: str, said: str, tmp_path: P
     assert len(str(caught.value)) < 1000
 
 
+def test_tabs_are_named_and_windows_line_endings_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"model:\n\tname: m\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert (caught.value.where, caught.value.repair) == (f"{path}:2", "indent with spaces instead of tabs")
+    path.write_bytes(b"model:\r\n  name: m\r\ndata:\r\n  source: d\r\n")
+    assert load_config(path).data.source == "d"
+
+
+@pytest.mark.parametrize("value", ["$HOME/rows.jsonl", "${HOME}/rows.jsonl", "/data/${USER}/rows.jsonl"])
+def test_a_variable_in_a_path_is_an_error_and_no_name_of_a_directory(value: str) -> None:
+    for field in ("data.source", "run.output_dir", "prepare.dir"):
+        with pytest.raises(ConfigError, match=rf"{field}: environment variables such as .* are not expanded"):
+            load_config({"model": {"name": "m"}, "data": {"source": "d"}}, {field: value})
+    # A dollar sign alone is a name like any other, and templates have their own use for it.
+    assert load_config({"model": {"name": "m"}, "data": {"source": "cost-in-$.csv"}}).data.source == "cost-in-$.csv"
+
+
 def test_aliases_that_grow_without_end_are_refused_at_once(tmp_path: Path) -> None:
     lines = ["a0: &a0 [lol]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))]
     merges = ["a0: &a0 {k: v}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 30))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
 from dataclasses import replace
@@ -348,7 +349,8 @@ def test_read_names_a_bad_row_by_file_and_row(tmp_path: Path, content: bytes, ro
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.jsonl", "does not exist"),
+        ("missing.jsonl", "does not exist$"),
+        ("conversation.jsonl", r"does not exist \(did you mean `.*/conversations.jsonl`\?\)$"),
         ("missing", "does not exist"),
         ("*.csv", "matches no file"),
         ("notes.pdf", "not supported"),
@@ -359,10 +361,12 @@ def test_read_names_a_bad_row_by_file_and_row(tmp_path: Path, content: bytes, ro
 def test_sources_that_are_not_there(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "notes.pdf").write_bytes(b"x")
     write(tmp_path / "a.jsonl")
+    write(tmp_path / "conversations.jsonl")
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").write_bytes(b"x")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as caught:
         resolve(str(tmp_path / name), split="train")
+    assert re.search(message, caught.value.message)
 
 
 def test_a_name_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

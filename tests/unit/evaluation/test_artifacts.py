@@ -16,7 +16,8 @@ from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import Precision
 from finray.errors import FinrayError, ModelError
 from finray.evaluation import artifacts
-from finray.evaluation.artifacts import export_model, find_artifact, inference_device, inference_dtype
+from finray.evaluation.artifacts import artifact_of, export_model, find_artifact, inference_device, inference_dtype
+from finray.pretrained import hub
 from tests.support import damaged, runs
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -177,6 +178,22 @@ def test_a_directory_that_is_not_there_and_a_run_without_checkpoints_are_errors(
         shutil.rmtree(folder)
     with pytest.raises(ModelError, match="no checkpoint yet"):
         find_artifact(run_dir)
+
+
+def test_a_misspelt_run_is_not_looked_for_on_the_hub(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`runs/rum` has the form of a Hub id."""
+    monkeypatch.setattr(hub, "refusal", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="the directory does not exist"):
+        artifact_of("runs/rum")
+    shutil.copytree(run_dir, tmp_path / "mine/run")
+    with pytest.raises(ModelError, match=r"the directory does not exist \(did you mean `mine/run`\?\)"):
+        artifact_of("mine/rum")
+    # Nothing beside it is a run.
+    (tmp_path / "org").mkdir()
+    assert artifact_of("org/model").folder == Path("org/model")
 
 
 def test_another_base_is_taken_where_one_is_named(run_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:

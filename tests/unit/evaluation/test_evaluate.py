@@ -385,10 +385,17 @@ def test_a_file_is_read_by_the_config_of_a_run_that_evaluated_as_it_went(
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_a_model_without_rows_is_told_of_files(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_a_model_without_rows_is_told_of_files(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DataError, match="no rows to evaluate") as caught:
         evaluate(tiny_model_dir, output=tmp_path)
     assert "--file" in str(caught.value.repair)
+    monkeypatch.chdir(tmp_path)
+    Path("a-model").mkdir()
+    with pytest.raises(DataError, match="did you mean `a-model`"):
+        evaluate("a-modle")
+    assert [one.name for one in tmp_path.iterdir()] == ["a-model"]
     with pytest.raises(ModelError):
         evaluate("no-such/model", file=write(tmp_path / "r.jsonl", [{"text": "x y"}]), output=tmp_path / "o")
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -56,9 +57,14 @@ def test_a_timeout_of_the_socket_says_the_same(silent: str, monkeypatch: pytest.
     assert hub.refusal() == f"the Hub was tried at {silent}: no answer within 0.5 s"
 
 
-def test_a_model_that_is_on_a_hub_that_does_not_answer_is_one_error(silent: str) -> None:
+def test_a_model_that_is_on_a_hub_that_does_not_answer_is_one_error(
+    silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nobody/nothings").mkdir(parents=True)
     with pytest.raises(ModelError) as caught:
         load_tokenizer(ModelConfig(name="nobody/nothing"))
+    assert "did you mean `nobody/nothings`" in str(caught.value.repair)
     assert caught.value.message == "the tokenizer is not in the local cache, and the Hub cannot be reached"
     assert f"tried at {silent}" in str(caught.value.repair)
     assert "--offline" in str(caught.value.repair)

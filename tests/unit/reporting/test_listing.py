@@ -81,7 +81,7 @@ def test_listing_runs_loads_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     code = (
         "import sys; from pathlib import Path; from finray.reporting.listing import list_runs;"
-        "list_runs(Path(sys.argv[1]), now=0); print(*{'torch', 'ray', 'transformers'} & sys.modules.keys())"
+        "list_runs(Path(sys.argv[1]), now=0); print(*{'torch', 'ray', 'transformers', 'scipy'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

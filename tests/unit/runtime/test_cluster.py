@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,28 @@ def test_one_of_several_processes_of_a_launcher_starts_no_ray_of_its_own(monkeyp
     assert "connection refused" in refused(ClusterConfig(address=f"127.0.0.1:{free_port()}")).message
     for alone in ({}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": ""}):
         cluster.require_one_process(alone)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_ray_that_was_too_slow_to_start_is_started_once_more(slow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    starts = []
+
+    def init(**options: Any) -> None:
+        starts.append(options)
+        if len(starts) <= slow:
+            # As Ray says it: of no class of its own.
+            raise Exception("The current node timed out during startup. This could happen because some of the raylet")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    if slow == 1:
+        with cluster.connected(ClusterConfig()) as found:
+            assert found is ray
+    else:
+        assert "the machine has too much else to do" in refused(ClusterConfig()).message
+    assert len(starts) == 2
 
 
 def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ def test_a_node_that_was_too_slow_for_ray_is_started_once_more(
 def test_ray_still_says_that_it_was_too_slow() -> None:
     from ray._private import node
 
-    assert nodes._GAVE_UP in Path(node.__file__).read_text(encoding="utf-8")
+    assert nodes.GAVE_UP in Path(node.__file__).read_text(encoding="utf-8")
 
 
 def test_a_lost_node_is_given_up_soon_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

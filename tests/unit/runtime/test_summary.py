@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,21 @@ def test_a_finished_run_recommends_what_works(
     TrainResult(tmp_path, tmp_path / "final", 2, replace(SUMMARY, best=best)).print(console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.split()[2] for line in lines if line.startswith("next: ")] == expected
+
+
+def test_a_recommended_command_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "my runs" / "first"
+    config = build_config({"model": {"name": "m"}, "data": {"source": "d.jsonl"}}, source="test")
+    run.mkdir(parents=True)
+    RunDir(run).keep_config(config)
+
+    def recommended() -> str:
+        console = Console(file=io.StringIO(), width=160)
+        TrainResult(run, run / "final", 2, SUMMARY).print(console)
+        line = console.file.getvalue().splitlines()[-1]  # type: ignore[attr-defined]
+        return shlex.split(str(line).removeprefix("next: "))[2]
+
+    assert recommended() == str(run)
+    # The user may be where the run was started, and then a short name is enough.
+    monkeypatch.chdir(tmp_path)
+    assert recommended() == "my runs/first"

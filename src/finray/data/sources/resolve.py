@@ -16,7 +16,7 @@ from typing import Any
 
 from finray.config.paths import is_url
 from finray.data.storage import COMPRESSION, file_suffix, find, storage_errors
-from finray.errors import DataError
+from finray.errors import DataError, did_you_mean_path
 from finray.limits import cut
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
@@ -167,7 +167,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
             return _of_files(name, files, split)
         raise DataError("the pattern matches no file", where=name, repair=_NOT_THERE)
     if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in (*TABLES, ".txt", ".md"):
-        raise DataError("the file does not exist", where=name, repair=_NOT_THERE)
+        raise DataError(f"the file does not exist{did_you_mean_path(name)}", where=name, repair=_NOT_THERE)
     return Source(name, subset=subset, revision=revision, split=split)
 
 
