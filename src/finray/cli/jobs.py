@@ -55,11 +55,11 @@ def submit(
     files, left_out = python_files(code, settings) if code is not None else ({}, ())
     server = Server(address)
     job = server.submit(settings, names, code=files, command=shlex.join(["finray", *sys.argv[1:]]))
-    for name in left_out if not show.mode().quiet else ():
-        show.note(f"{name} is not sent: an installed package has this name")
-    for field, name in own_code(settings) if not show.mode().quiet else ():
+    for name in left_out:
+        show.remark(f"{name} is not sent: an installed package has this name")
+    for field, name in own_code(settings):
         if lies_in(name, Path.cwd()) and (code is None or not lies_in(name, code)):
-            show.note(f"{field} {name} is code of this directory and not sent with the job; --code . sends it")
+            show.remark(f"{field} {name} is code of this directory and not sent with the job; --code . sends it")
     for name in SECRETS:
         if os.environ.get(name) and name not in names:
             show.remark(f"{name} is set here but not passed to the job; --env {name} passes it")
