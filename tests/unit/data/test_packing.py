@@ -60,6 +60,10 @@ def test_rows_of_one_length_share_packs_as_far_as_they_fit() -> None:
     assert (plan.tokens, len(one_length_each([], 10))) == (45, 0)
 
 
+def test_no_rows_fill_nothing() -> None:
+    assert [len(plan_packs([], 10)), plan_packs([], 10).fill, plan_packs([4, 5], 10).fill] == [0, 0.0, 0.9]
+
+
 def test_a_pack_that_takes_all_rows_costs_no_more_than_the_rows() -> None:
     plan = plan_packs([5, 3, 9], 2**24)
     assert [plan.pack(0), len(plan), plan.capacity] == [(2, 0, 1), 1, 2**24]
