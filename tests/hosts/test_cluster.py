@@ -152,6 +152,34 @@ def test_one_config_trains_on_one_machine_and_on_three(
         runs.assert_same_curve(output / "run", bed.shared / "alone" / "run", rel=1e-5)
 
 
+TASK = """
+import socket
+from finray.tasks.causal_lm import CausalLM
+
+class Told(CausalLM):
+    def loss_sum(self, batch):
+        print(f"the task is on {socket.gethostname()}", flush=True)
+        return super().loss_sum(batch)
+"""
+
+
+def test_a_submitted_run_has_its_code_on_all_machines(
+    cluster: list[hosts.Host], bed: hosts.Bed, tiny_model_dir: Path, tokenizer: object
+) -> None:
+    """It lies on the head alone, where the command is given."""
+    tiny.save_model("llama", bed.shared / "submitted" / "model", tokenizer)
+    rows = tiny.write_chat_rows(bed.shared / "submitted", 24)
+    changes = {"train.max_steps": 2, "cluster.num_workers": 3, "model.task": "mine.task:Told"}
+    plain = runs.tiny_run(bed.shared / "submitted" / "model", rows, bed.shared / "submitted", changes)
+    runs.write_config(plain, bed.shared / "submitted" / "run.yaml")
+    cluster[0].write("/tmp/home/code/mine/task.py", TASK.encode())
+    done = cluster[0].finray("submit", bed.shared / "submitted" / "run.yaml", "--code", "code", timeout=500)
+    assert done.code == 0, done.out + done.err
+    logs = bed.shared / "submitted" / "run" / "logs"
+    said = {line for file in logs.glob("rank-*.log") for line in file.read_text().splitlines()}
+    assert {f"the task is on {host.name}" for host in cluster} <= said
+
+
 def test_replicas_on_three_machines_answer_as_one_does(
     cluster: list[hosts.Host], bed: hosts.Bed, tokenizer: object
 ) -> None:

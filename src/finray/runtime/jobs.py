@@ -113,8 +113,9 @@ class Server:
         self._require_alive()
         from ray.job_submission import JobSubmissionClient
 
-        # It would say at each retry that the package is already there.
-        logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.WARNING)
+        # They would speak of packages and of connections, among what the job prints.
+        for name in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env"):
+            logging.getLogger(f"ray.{name}").setLevel(logging.WARNING)
         self._client = JobSubmissionClient(self.address)
 
     def _internal(self, error: RuntimeError) -> ConnectionError:

@@ -383,7 +383,9 @@ def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> A
 def environment() -> dict[str, str]:
     """The variables of a node's processes."""
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return HEALTH_ENV | inherited | NODE_ENV
+    # The `python` of a submitted job is the one that runs this command, also if its environment is not activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), *filter(None, [inherited.get("PATH")])])
+    return HEALTH_ENV | inherited | NODE_ENV | {"PATH": path}
 
 
 def _is_known(address: str, mark: str) -> bool:

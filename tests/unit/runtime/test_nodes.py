@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,14 @@ def test_a_lost_node_is_given_up_soon_unless_the_user_says_otherwise(monkeypatch
     assert found["RAY_health_check_period_ms"] == "1000"
     assert found["RAY_AUTH_MODE"] == "token"
     assert "RAY_ADDRESS" not in found
+
+
+def test_a_job_is_started_with_the_python_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry point is `python ...`, and an environment that was not activated is not in the path."""
+    monkeypatch.setenv("PATH", "/usr/bin")
+    python = shutil.which("python", path=nodes.environment()["PATH"])
+    assert python is not None
+    assert Path(python).parent == Path(sys.executable).parent
 
 
 def test_ray_knows_the_variables_that_say_when_a_node_is_given_up() -> None:
