@@ -150,7 +150,7 @@ def column(row: Columns, name: str) -> Any:
     value = _look_up(row, name)
     if value is _MISSING:
         raise DataError(
-            f"the column `{name}` is missing (columns: {', '.join(row)})",
+            f"the column `{name}` is missing (columns: {cut(', '.join(row), 500)})",
             repair="set the right column in data.field_mapping, or set data.format",
         )
     if value is None:
