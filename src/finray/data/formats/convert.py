@@ -121,7 +121,9 @@ class FormatChoice:
                 where="data.field_mapping",
             )
         read = {name: self.field_mapping.get(name, name) for name in names}
-        return RowFormat("template", read, self.input_template, self.output_template, present=present)
+        return RowFormat(
+            "template", read, self.input_template, self.output_template, present=present, system=self.system
+        )
 
 
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
