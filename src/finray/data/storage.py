@@ -99,6 +99,8 @@ def storage_errors(name: str) -> Iterator[None]:
             if is_compressed(name) and not is_arrows:
                 message, repair = "the file cannot be decompressed", "write it again; it may be cut off"
             raise DataError(f"{message}: {first_line(error)}", where=name, repair=repair) from None
+        if isinstance(error, FileNotFoundError):
+            raise DataError("the file does not exist", where=name, repair="check the name") from None
         if is_url(name):
             # File systems raise exceptions of their own libraries (botocore, aiohttp, ...), without a common base
             # class.
@@ -109,8 +111,6 @@ def storage_errors(name: str) -> Iterator[None]:
                 repair="check the name, the credentials and the endpoint in the environment (such as "
                 "AWS_ACCESS_KEY_ID)",
             ) from None
-        if isinstance(error, FileNotFoundError):
-            raise DataError("the file does not exist", where=name, repair="check the name") from None
         if isinstance(error, OSError):
             raise DataError(f"cannot be read: {error.strerror or error}", where=name) from None
         raise

@@ -41,6 +41,7 @@ _COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
     ("truncated", "warning", "Rows cut off", "were cut off at data.max_length: raise it to keep them whole"),
     ("dropped_too_long", "warning", "Rows too long", "were dropped: longer than data.max_length"),
     ("bad_rows", "warning", "Bad rows", "could not be used and were dropped"),
+    ("system_unused", "warning", "System message without effect", "are no conversations, and have no data.system"),
     ("system_ignored", "warning", "System message ignored", "have a system message that the chat template leaves out"),
     ("answers_rewritten", "warning", "Answers rewritten", "have an answer that the chat template changes"),
     ("joined_words", "warning", "Prompt and completion", "have no white space between the two, which are joined as is"),

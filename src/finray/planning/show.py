@@ -99,8 +99,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
             yield "", note
         yield (
             "run",
-            f"{several(data.steps, 'step')} of {several(data.global_batch_size, 'pack')}, {data.epochs:.2f} epochs, "
-            f"{data.seen_tokens:,} tokens{part and ' or more'}",
+            f"{part and 'for that part: '}{several(data.steps, 'step')} of {several(data.global_batch_size, 'pack')}, "
+            f"{data.epochs:.2f} epochs, {data.seen_tokens:,} tokens",
         )
     if result.earlier is not None:
         yield "", _goes_on(result.earlier, data)

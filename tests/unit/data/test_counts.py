@@ -190,3 +190,23 @@ def test_rows_with_a_label_and_rows_without_are_no_data_set(
     monkeypatch.syspath_prepend(str(tmp_path))
     error = preparing.refused(put("rows.jsonl", lines([{"n": 1}])), converter="mixes_labels:f")
     assert "rows with a label and rows without one" in error.message
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "unused"),
+    [
+        ({"text": "a"}, {}, 2),
+        ({"prompt": "a", "completion": " b"}, {"format": "prompt_completion"}, 2),
+        ({"q": "a", "o": "b"}, {"input_template": "{q} ", "output_template": "{o}"}, 2),
+        ({"prompt": "a", "completion": "b"}, {}, 0),
+        (talk("a", "b"), {}, 0),
+    ],
+)
+def test_rows_that_a_system_message_cannot_be_added_to_are_counted(
+    preparing: Preparing, put: Write, row: dict[str, Any], options: dict[str, Any], unused: int
+) -> None:
+    """It would have no effect without a word."""
+    file = put("rows.jsonl", lines([row, row]))
+    stats = preparing.dataset(file, system="Be brief.", **options).manifest.splits["train"]
+    assert stats.system_unused == unused
+    assert preparing.dataset(file, **options).manifest.splits["train"].system_unused == 0

@@ -370,6 +370,12 @@ def test_columns_that_fit_no_format_are_listed() -> None:
     assert "do not match `alpaca` (columns: text)" in refused({"text": ""}, format="alpaca")
 
 
+def test_very_many_columns_are_not_all_listed() -> None:
+    found = refused({f"column {number}": 1 for number in range(5000)})
+    assert "column 9, " in found
+    assert len(found) < 1500
+
+
 def test_columns_under_other_names() -> None:
     pair = example({"q": "a", "a": "b"}, field_mapping={"prompt": "q", "completion": "a"}, chat=False)
     assert pair == Completion("a", "b")

@@ -393,6 +393,7 @@ def test_a_section_that_does_not_fit_the_labels_is_refused(
     ("labels", "said"),
     [
         ([f"row {at}" for at in range(20)], "each row has a class of its own"),
+        (["good", 1, "bad"], "some classes are numbers, others names: 1, bad, good"),
         # As pandas writes whole numbers among which one is missing.
         ([1.0, 0.0, 1.0], "a few whole numbers with decimals"),
         (["good", "bad", " good", "Bad"], "only in case or white space: ` good`, `good`"),

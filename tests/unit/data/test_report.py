@@ -47,6 +47,7 @@ def test_what_the_converter_left_out_and_what_was_split_is_said() -> None:
         ("dropped_too_long", "dropped: longer than data.max_length"),
         ("unlearnable", "dropped: no token to learn"),
         ("bad_rows", "are bad and were left out; they are listed in bad-rows.jsonl"),
+        ("system_unused", "are no conversations: data.system has no effect on them"),
         ("system_ignored", "have a system message that the chat template leaves out"),
         ("answers_rewritten", "have an answer that the chat template rewrites"),
         ("empty_answers", "have an empty answer: the model learns to say nothing there"),
@@ -58,6 +59,10 @@ def test_what_the_converter_left_out_and_what_was_split_is_said() -> None:
 )
 def test_rows_that_lost_something_are_a_warning(counter: str, text: str) -> None:
     assert said(**{counter: 1_111}) == [*USUAL, f"warning: train: 1,111 of 12,000 rows {text}"]
+
+
+def test_several_rows_that_a_converter_made_of_one_are_not_more_than_all() -> None:
+    assert said(empty_answers=20_000)[-1].startswith("warning: train: 20,000 of 20,000 rows have an empty answer")
 
 
 def test_rows_that_lost_their_answer_are_named() -> None:

@@ -22,7 +22,7 @@ from finray.data.sources.memory import write_rows
 from finray.data.sources.pieces import plan_parts, read, read_piece
 from finray.data.sources.readers import Reading
 from finray.data.sources.resolve import Source, resolve, unread
-from finray.data.storage import Digests, Folder
+from finray.data.storage import Digests, Folder, opened
 from finray.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]
@@ -261,6 +261,28 @@ def test_hidden_files_behind_a_url_are_skipped_as_those_of_a_directory(tmp_path:
             folder.write(file, b'{"text": "one"}')
         source = resolve(folder.root, split="train")
         assert [source.short(file) for file in source.files] == ["more/rows.jsonl", "rows.jsonl"]
+
+
+def test_a_url_that_is_no_file_of_a_known_type_says_so(tmp_path: Path) -> None:
+    folder = Folder(f"memory:///{uuid.uuid4()}/a")
+    folder.write("rows.zip", b"x")
+    folder.write("rows", b"x")
+    for name, said in (("rows.zip", "files of type `.zip` are not supported"), ("rows", "files without a suffix")):
+        with pytest.raises(DataError, match=said):
+            resolve(f"{folder.root}/{name}", split="train")
+    with pytest.raises(DataError, match="there are no data files"):
+        resolve(folder.root, split="train")
+    # The only file of a directory is of its split there, as it is in a local one.
+    for place in (Folder(f"memory:///{uuid.uuid4()}/a"), Folder(tmp_path)):
+        place.write("validation.jsonl", b'{"text": "one"}')
+        with pytest.raises(DataError, match="there is no file for the split `train`"):
+            resolve(place.root, split="train")
+        assert len(resolve(f"{place.root}/validation.jsonl", split="train").files) == 1
+
+
+def test_a_url_whose_file_is_not_there_is_no_matter_of_credentials() -> None:
+    with pytest.raises(DataError, match="the file does not exist"), opened(f"memory:///{uuid.uuid4()}/a.jsonl"):
+        pass
 
 
 def test_files_of_a_directory_that_are_not_read_are_named(tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from io import StringIO
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from finray.planning.plan import DataPlan, Plan
 from finray.planning.sample_data import DataReport, examine
 from tests.support import runs
 
@@ -54,3 +57,22 @@ def test_each_source_is_looked_at_even_when_the_time_is_over(examined: Examine, 
     found = examined(tmp_path / "data", 0, eval_split="validation")
     assert (found.rows, found.complete) == (256, False)
     assert any(note.startswith("eval: 256 rows") for note in found.notes)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_steps_of_a_part_of_the_data_are_said_to_be_of_that_part(complete: bool) -> None:
+    counts = {
+        "rows": 600,
+        "tokens": 1200,
+        "supervised": 600,
+        "packs": 75,
+        "longest": 9,
+        "steps": 75,
+        "seen_tokens": 1200,
+    }
+    data = DataPlan(**counts, complete=complete, notes=(), global_batch_size=1, epochs=1.0, seconds=0.1)
+    console = Console(file=StringIO(), width=200)
+    Plan(data=data).print(console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("for that part: 75 steps" in text) is not complete
+    assert ("in the part that was read" in text) is not complete

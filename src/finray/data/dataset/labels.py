@@ -71,6 +71,10 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
     if config.classification.problem is None and 1 < len(values) <= _FEW_NUMBERS and all(map(float.is_integer, values)):
         text = "the labels are a few whole numbers with decimals (such as 1.0), and are learned as numbers"
         found.warnings.append((f"{text}; write them without decimals to learn classes", "classification.problem"))
+    numbers = [name for name in labels.names if _is_number(name)]
+    if labels.problem != "regression" and 0 < len(numbers) < len(labels.names):
+        text = f"some classes are numbers, others names: {cut(', '.join(labels.names), 100)}"
+        found.warnings.append((text, "data.source"))
     for names in _alike(labels.names):
         text = f"classes differ only in case or white space: {cut(', '.join(f'`{name}`' for name in names), 100)}"
         found.warnings.append((text, "data.source"))

@@ -42,6 +42,7 @@ class RowCounts:
     unlearnable: int = 0
     left_out: int = 0
     bad_rows: int = 0
+    system_unused: int = 0
     split_rows: int = 0
     split_tokens: int = 0
     system_ignored: int = 0

@@ -23,7 +23,7 @@ from finray.config.resolved import Problem
 from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartResult, files_of, part_note
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
-from finray.data.formats.examples import Example
+from finray.data.formats.examples import Chat, Example
 from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
 from finray.data.sources.pieces import bad_row, read_piece
 from finray.data.storage import Folder
@@ -109,6 +109,8 @@ class PartWriter:
                         break
                     began = True
                     for row, examples, encoded in self._encode_each(part, batch, convert, bad):
+                        if part.row_format.system and part.row_format.kind != "alpaca":
+                            files.counts["system_unused"] += sum(not isinstance(one, Chat) for one in examples)
                         try:
                             files.add(row, examples, encoded)
                         except DataError as error:

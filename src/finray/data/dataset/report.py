@@ -18,6 +18,7 @@ _WARNINGS = (
     ("dropped_too_long", "dropped: longer than data.max_length"),
     ("unlearnable", "dropped: no token to learn"),
     ("bad_rows", f"are bad and were left out; they are listed in {BAD_ROWS}"),
+    ("system_unused", "are no conversations: data.system has no effect on them"),
     ("system_ignored", "have a system message that the chat template leaves out"),
     ("answers_rewritten", "have an answer that the chat template rewrites"),
     ("empty_answers", "have an empty answer: the model learns to say nothing there"),
@@ -56,10 +57,11 @@ def report_lines(manifest: Manifest) -> list[str]:
             )
         named = {"answers_lost": stats.answers_lost_at, "truncated": stats.truncated_at}
         lines += [
-            f"warning: {split}: {getattr(stats, name):,} of {stats.source_rows:,} rows {text}"
+            # A converter may make several rows of one.
+            f"warning: {split}: {count:,} of {max(stats.source_rows, count):,} rows {text}"
             + (f", such as {', '.join(places)}" if (places := named.get(name)) else "")
             for name, text in _WARNINGS
-            if getattr(stats, name)
+            if (count := getattr(stats, name))
         ]
     return lines
 

@@ -121,7 +121,9 @@ class FormatChoice:
                 where="data.field_mapping",
             )
         read = {name: self.field_mapping.get(name, name) for name in names}
-        return RowFormat("template", read, self.input_template, self.output_template, present=present)
+        return RowFormat(
+            "template", read, self.input_template, self.output_template, present=present, system=self.system
+        )
 
 
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
@@ -150,7 +152,7 @@ def column(row: Columns, name: str) -> Any:
     value = _look_up(row, name)
     if value is _MISSING:
         raise DataError(
-            f"the column `{name}` is missing (columns: {', '.join(row)})",
+            f"the column `{name}` is missing (columns: {cut(', '.join(row), 500)})",
             repair="set the right column in data.field_mapping, or set data.format",
         )
     if value is None:

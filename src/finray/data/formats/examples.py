@@ -13,6 +13,7 @@ from typing import Any, Literal
 from finray.data.formats.labels import Label as Label
 from finray.data.formats.labels import LabelRules
 from finray.errors import DataError, did_you_mean
+from finray.limits import cut
 
 Kind = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template", "converter"]
 
@@ -197,7 +198,7 @@ def _labelled(present: tuple[str, ...], given: Mapping[str, str]) -> RowFormat:
 
     def missing(what: str, field: str, near: str) -> DataError:
         return DataError(
-            f"there is no column with {what} (columns: {', '.join(present)}){did_you_mean(near, present)}",
+            f"there is no column with {what} (columns: {cut(', '.join(present), 500)}){did_you_mean(near, present)}",
             where="data.field_mapping",
             repair=f"map it with data.field_mapping: {{{field}: COLUMN}}",
         )
@@ -237,7 +238,7 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
     for name, column in mapping.items():
         if _root(column, present) is None:
             return DataError(
-                f"`{name}` is mapped to `{column}`, which is not a column ({', '.join(present)})",
+                f"`{name}` is mapped to `{column}`, which is not a column ({cut(', '.join(present), 500)})",
                 where="data.field_mapping",
                 repair="map it to a column that the rows have",
             )
@@ -249,7 +250,7 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
     if {"chosen", "rejected"} <= set(present):
         labelled = "; of preference data, `completion: chosen` (or `messages: chosen`) maps the preferred answers"
     return DataError(
-        f"the columns do not match {named}{mapped} (columns: {', '.join(present)})",
+        f"the columns do not match {named}{mapped} (columns: {cut(', '.join(present), 500)})",
         where="data.format",
         repair="rows need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and "
         "`output`, or `text`; map other column names with data.field_mapping, or build prompts with "

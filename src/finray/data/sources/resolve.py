@@ -136,12 +136,15 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     """
     is_pattern = bool(_GLOB_CHARACTERS & set(name))
     if is_url(name):
-        files = [file for file in find(name) if file_suffix(file) in _READABLE]
-        if not files:
+        there = find(name)
+        files = [file for file in there if file_suffix(file) in _READABLE]
+        # A name that ends like the only file found is that file.
+        is_file = len(there) == 1 and posixpath.basename(there[0]) == posixpath.basename(name.rstrip("/"))
+        if not files and not is_file:
             raise DataError(
                 "there are no data files", where=name, repair="check data.source; a directory must hold data files"
             )
-        return _of_files(name, files, split, is_directory=len(files) > 1 and not is_pattern)
+        return _of_files(name, files or there, split, is_directory=not is_file and not is_pattern)
     name = name.removeprefix("file://")
     path = Path(name).expanduser()
     parent, colon, inside = name.rpartition(":")
@@ -281,9 +284,10 @@ def _of_files(name: str, files: list[str], split: str, *, is_directory: bool = F
             "the directory holds no data files", where=name, repair=f"files must end in {', '.join(TABLES)}, or be text"
         )
     if not is_directory and len(tables) + len(texts) < len(files):
-        file = next(file for file in files if file_suffix(file) not in (*TABLES, *TEXTS))
+        file = next(file for file in files if file_suffix(file) not in _READABLE)
+        suffix = PurePosixPath(file).suffix
         raise DataError(
-            f"files of type `{PurePosixPath(file).suffix}` are not supported",
+            f"files of type `{suffix}` are not supported" if suffix else "files without a suffix are not supported",
             where=file,
             repair=f"use one of {', '.join(TABLES)}, text or source files, or these with {', '.join(COMPRESSION)}",
         )
