@@ -222,7 +222,7 @@ def inspect(
 
 def generate(
     model: str | Path | TrainResult,
-    prompts: str | Mapping[str, Any] | Iterable[str | Sequence[Mapping[str, Any]]] = (),
+    prompts: str | Mapping[str, Any] | Iterable[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]] = (),
     *,
     file: str | Path | None = None,
     system: str | None = None,
@@ -245,7 +245,8 @@ def generate(
 
     Args:
         model: run, checkpoint or model directory, a Hub id, or the result of :func:`train`.
-        prompts: a text, or several, each a text or a conversation (a list of messages with ``role`` and ``content``).
+        prompts: a text or a conversation (a list of messages with ``role`` and ``content``), or several of these; or
+            rows with ``prompt`` or ``messages``.
         file: more prompts: one per line, or JSONL with ``prompt`` or ``messages``.
         system: system message before each prompt.
         tools: functions that the model may call, as in the column ``tools`` of training data; or a JSON file of them.
@@ -272,15 +273,11 @@ def generate(
     from finray.data.formats.convert import tools_of
     from finray.evaluation.engines.sampling import Sampling
     from finray.evaluation.generate import generate_text
-    from finray.evaluation.prompts import Prompt, read_prompts, read_tools
+    from finray.evaluation.prompts import given_prompts, read_prompts, read_tools
 
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    requests = [
-        Prompt.of(one, system) if isinstance(one, str) else Prompt(messages=tuple(dict(message) for message in one))
-        for one in texts
-    ]
+    requests = given_prompts(prompts, system)
     offered = read_tools(Path(tools).expanduser()) if isinstance(tools, str | Path) else tools_of(tools and list(tools))
-    requests = [replace(one, tools=offered) for one in requests]
+    requests = [replace(one, tools=one.tools or offered) for one in requests]
     if file is not None or not requests:
         path = None if file is None else Path(file).expanduser()
         requests += read_prompts([], path, system=system, tools=offered)

@@ -58,6 +58,7 @@ class RunHeader:
         held_out: rows for evaluation; ``eval_rows`` of them are evaluated.
         workers: of each, by rank, the ranks that torch's launchers give it, and its host; in words.
         labelled: each row has a label, and no token is a target.
+        evaluates: the workers evaluate before the first step.
     """
 
     step: int
@@ -84,6 +85,7 @@ class RunHeader:
     held_out: int = 0
     workers: Sequence[str] = ()
     labelled: bool = False
+    evaluates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

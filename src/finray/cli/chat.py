@@ -31,7 +31,7 @@ def chat(
     temperature: show.Temperature = 0.0,
     top_p: show.TopP = 1.0,
     top_k: show.TopK = 0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: show.Seed = 0,
     engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers or vllm.")] = "transformers",
     base: show.BaseModel = None,
 ) -> None:

@@ -161,13 +161,11 @@ def generate(
         Path | None, typer.Option(help="JSON list of functions that the model may call, as in a row's `tools`.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSONL to this file instead of printing.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 128,
     temperature: show.Temperature = 0.0,
     top_p: show.TopP = 1.0,
     top_k: show.TopK = 0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling; every prompt has its own random numbers.")
-    ] = 0,
+    seed: show.Seed = 0,
     stop: show.Stop = None,
     repetition_penalty: show.RepetitionPenalty = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts answered at the same time.")] = 32,
@@ -252,7 +250,7 @@ def evaluate(
     temperature: show.Temperature = 0.0,
     top_p: show.TopP = 1.0,
     top_k: show.TopK = 0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: show.Seed = 0,
     stop: show.Stop = None,
     repetition_penalty: show.RepetitionPenalty = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Number of rows processed at the same time.")] = None,

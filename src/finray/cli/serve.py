@@ -38,7 +38,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 means all addresses of this machine.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable that holds the API key which clients must send.")
     ] = None,

@@ -43,8 +43,13 @@ ConfigName = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0)]
+TopP = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability.")
+]
 TopK = Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling; every prompt has its own random numbers.")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")]
 RepetitionPenalty = Annotated[
     float | None,

@@ -252,12 +252,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        if isinstance(error, IsADirectoryError) and (path / _RUNS_CONFIG).is_file():
-            raise ConfigError(
-                "this is the directory of a run, not a config file",
-                where=str(path),
-                repair=f"give the config that it was started with, or its copy {path / _RUNS_CONFIG}",
-            ) from None
+        if isinstance(error, IsADirectoryError):
+            what, repair = "this is a directory", "give a YAML file"
+            if (path / _RUNS_CONFIG).is_file():
+                what = "this is the directory of a run"
+                repair = f"give the config that it was started with, or its copy {path / _RUNS_CONFIG}"
+            elif (path / "config.json").is_file():
+                what = "this is the directory of a model"
+                repair = f"`finray init my-run.yaml --model {path}` writes a config for it"
+            raise ConfigError(f"{what}, not a config file", where=str(path), repair=repair) from None
         raise ConfigError(
             f"the config file cannot be read: {reason}", where=str(path), repair="give a YAML file in UTF-8"
         ) from None

@@ -85,6 +85,25 @@ def read_prompts(
     return [replace(prompt, tools=prompt.tools or tools) for prompt in prompts]
 
 
+def given_prompts(given: Any, system: str | None) -> list[Prompt]:
+    """Prompts of a program: one or several, each a text, a conversation, or a row with `prompt` or `messages`.
+
+    Raises:
+        DataError: one of them is something else.
+    """
+    several = [given] if isinstance(given, str | Mapping) else list(given)
+    if several and all(isinstance(one, Mapping) and "role" in one for one in several):
+        several = [several]
+    found = list[Prompt]()
+    for number, one in enumerate(several, start=1):
+        if isinstance(one, str):
+            found.append(Prompt.of(one, system))
+            continue
+        rows = dict(one) if isinstance(one, Mapping) else {"messages": list(one)} if isinstance(one, Iterable) else {}
+        found.append(_prompt(Row("prompts", number, rows), system))
+    return found
+
+
 def _prompt(row: Row, system: str | None) -> Prompt:
     """A row's text or, as in training data, its messages up to the last question; with the row's tools."""
     messages, text = row.value.get("messages"), row.value.get("prompt")

@@ -140,7 +140,8 @@ def train(
         ExitStack() as stack,
     ):
         if (done := run.finished()) is not None:
-            handle(Note("the run is already finished; --fresh (in Python fresh=True) starts over"))
+            longer = "a higher train.epochs or train.max_steps continues it"
+            handle(Note(f"the run is already finished; {longer}, and --fresh (in Python fresh=True) starts over"))
             run.pull(final=True)
             chosen = run.mend_final(best=_best(config), warn=lambda message: handle(Note(message, level="warning")))
             if chosen not in (None, done.chosen_step):

@@ -199,6 +199,9 @@ def header_lines(header: RunHeader) -> list[str]:
     ]
     if header.step:
         lines.append(f"resuming   at step {header.step} of {header.total_steps}")
+    if header.evaluates:
+        # It can take minutes, in which nothing else is shown.
+        lines.append(f"evaluating {several(header.eval_rows, 'row')} before the first step (evaluation.on_start)")
     return lines
 
 
@@ -229,11 +232,12 @@ def steps(target: Console, *, quiet: bool = False) -> Iterator[Callable[..., Non
     status = target.status("evaluating") if target.is_terminal and not quiet else None
 
     def update(what: str, done: int, *, total: int, rate: str = "") -> None:
-        speed = f", {rate}" if rate else ""
         if status is not None:
+            speed = f", {rate}" if rate else ""
             status.update(f"{what}: {done}/{total}{speed}")
         elif done == total and not quiet:
-            target.print(f"{what}: {total} rows{speed}", highlight=False)
+            # The result has the rate.
+            target.print(f"{what}: {total} rows", highlight=False)
 
     with status or nullcontext():
         yield update

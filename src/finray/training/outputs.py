@@ -145,6 +145,10 @@ def make_header(
         accumulation=-(-micro_batches // strategy.world_size),
         method=method_of(config, resolved),
         labelled=resolved.problem is not None,
+        evaluates=evaluation is not None
+        and state.step == 0
+        and config.evaluation.on_start
+        and config.evaluation.mode == "inline",
     )
 
 

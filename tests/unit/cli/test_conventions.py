@@ -38,6 +38,11 @@ def test_every_command_has_the_common_options(path: tuple[str, ...]) -> None:
     assert runs.finray(*path, "-h")[:2] == runs.finray(*path, "--help")[:2]
 
 
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_option_and_argument_is_explained(path: tuple[str, ...]) -> None:
+    assert [param.name for param in COMMANDS[path].params if not param.help] == []
+
+
 def test_version_help_and_completion_are_found() -> None:
     assert runs.finray("--version")[:2] == (0, f"{finray.__version__}\n")
     assert json.loads(runs.finray("version", "--json")[1]) == {"version": finray.__version__}

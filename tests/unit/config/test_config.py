@@ -259,10 +259,14 @@ def test_what_a_wrong_file_may_mean_is_said(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text("question,answer\nWhy: because,yes\n")
     Path("my-run.yaml").touch()
+    Path("model").mkdir()
+    Path("model/config.json").touch()
     for name, said in (
         ("my-rum.yaml", r"does not exist \(did you mean `my-run.yaml`\?\)"),
         ("smollm2-lor", r"does not exist \(did you mean `smollm2-lora`\?\)"),
         ("other.yaml", "the config file does not exist\n"),
+        ("model", "the directory of a model, not a config file\n  repair: `finray init my-run.yaml --model model`"),
+        (".", "this is a directory, not a config file"),
         ("rows.csv", "this is a file of data, not a config\n  repair: `finray init my-run.yaml --data rows.csv`"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -13,7 +13,7 @@ from finray.data.formats.examples import Chat
 from finray.data.tokenize.encode import Tokenizer as Tokens
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.engines.sampling import Sampling
-from finray.evaluation.prompts import Prompt, prompt_ids, read_prompts, read_tools
+from finray.evaluation.prompts import Prompt, given_prompts, prompt_ids, read_prompts, read_tools
 from tests.support import families, tiny
 from tests.support.talk import assistant, calling, result, user
 
@@ -82,6 +82,26 @@ def test_rows_are_prompts_or_conversations_up_to_the_last_question(tmp_path: Pat
     path.write_text(text)
     expected = [Prompt(messages=tuple(answered)), Prompt("f"), Prompt(messages=tuple(answered))]
     assert read_prompts(["x"], path, system=None) == [Prompt("x"), *expected]
+
+
+def test_a_program_gives_texts_conversations_or_rows() -> None:
+    a, b = Prompt(messages=(asked("a"),)), Prompt(messages=(asked("b"),))
+    for given, expected in (
+        ("a", [Prompt("a")]),
+        (["a", [asked("b")]], [Prompt("a"), b]),
+        # One conversation is one prompt, not one for each of its messages.
+        ([asked("a")], [a]),
+        ([[asked("a")], [asked("b")]], [a, b]),
+        ({"prompt": "a"}, [Prompt("a")]),
+        ([{"messages": [asked("a")]}, {"prompt": "b"}], [a, Prompt("b")]),
+        ((), []),
+    ):
+        assert given_prompts(given, None) == expected
+    brief = {"role": "system", "content": "Be brief."}
+    assert given_prompts([asked("a")], "Be brief.") == [Prompt(messages=(brief, asked("a")))]
+    for wrong in ([1], [{"text": "a"}], [[{"role": "user"}]]):
+        with pytest.raises(DataError, match=r"^prompts:1: "):
+            given_prompts(wrong, None)
 
 
 def test_what_is_no_prompt_is_an_error_that_says_where(tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def test_the_headers_batch_is_true_also_where_it_is_not_divided_evenly(
     assert f"batch      {said}" in header_lines(header)
 
 
+def test_the_header_says_that_rows_are_evaluated_before_the_first_step(tmp_path: Path) -> None:
+    header = run_info(tmp_path).header
+    assert "evaluating" not in "".join(header_lines(header))
+    said = header_lines(replace(header, eval_rows=20, evaluates=True))[-1]
+    assert said == "evaluating 20 rows before the first step (evaluation.on_start)"
+
+
 def test_the_header_says_what_share_of_the_tokens_is_learned_where_tokens_are(tmp_path: Path) -> None:
     header = run_info(tmp_path).header
     assert any("5 rows, 50 tokens (40% learned) in 2 packs" in line for line in header_lines(header))

@@ -168,6 +168,17 @@ def test_the_header_counts_what_is_trained_on(
     assert (found.device, found.threads) == ("CPU", torch.get_num_threads())
     alone = outputs.make_header(config(), resolved, task, strategy, loader, None, state)
     assert (alone.eval_rows, alone.held_out) == (0, 0)
+    # Only what begins evaluates first, where that is not switched off or done elsewhere.
+    for step, rows, settings, first in (
+        (0, evaluation, {}, True),
+        (2, evaluation, {}, False),
+        (0, None, {}, False),
+        (0, evaluation, {"on_start": False}, False),
+        (0, evaluation, {"mode": "async"}, False),
+    ):
+        own = config(evaluation=settings)
+        begun = outputs.make_header(own, resolved, task, strategy, loader, rows, step=step, total_steps=20)
+        assert begun.evaluates is first
 
 
 @pytest.mark.parametrize(
