@@ -166,17 +166,18 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
     import ray
 
     with forks.server(tmp_path_factory.mktemp("forks")):
+        options = {
+            "address": "local",
+            "num_cpus": 4,
+            "include_dashboard": False,
+            "object_store_memory": 128 * 2**20,
+            "log_to_driver": False,
+            # It would kill workers for memory that others on this machine use.
+            "_system_config": {"memory_monitor_refresh_ms": 0},
+        }
         with cluster._without_observers():
-            context = ray.init(
-                address="local",
-                num_cpus=4,
-                include_dashboard=False,
-                object_store_memory=128 * 2**20,
-                log_to_driver=False,
-                # It would kill workers for memory that others on this machine use.
-                _system_config={"memory_monitor_refresh_ms": 0},
-            )
-        address = context.address_info["gcs_address"]
+            cluster._start(ray, options)
+        address = ray.get_runtime_context().gcs_address
         os.environ["RAY_ADDRESS"] = address
         yield address
         ray.shutdown()
