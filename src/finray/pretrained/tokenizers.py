@@ -184,6 +184,9 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     if text and text[0].startswith("Weights only load failed"):
         # Torch continues with how to load it nevertheless.
         text = ["its pickled weights contain more than tensors"]
+    if text and text[0].startswith("Couldn't instantiate the backend tokenizer"):
+        # A list of libraries follows.
+        text = ["there is no file of a tokenizer, such as `tokenizer.json`"]
     if "trust_remote_code" in str(error):
         repair = "read the code that comes with the model; if you trust it, set model.trust_remote_code to true"
     return ModelError(

@@ -117,3 +117,11 @@ def test_nobody_is_asked_where_the_user_is_offline(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(hub, "unreachable", lambda url: pytest.fail("it was asked"))
     assert hub.refusal() is None
+
+
+def test_a_model_without_a_tokenizer_is_told_what_is_missing(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_model_dir / "config.json").read_bytes())
+    with pytest.raises(
+        ModelError, match=r"cannot be loaded: there is no file of a tokenizer, such as `tokenizer.json`"
+    ):
+        load_tokenizer(ModelConfig(name=str(tmp_path)))
