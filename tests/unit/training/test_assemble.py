@@ -176,8 +176,8 @@ def test_the_header_counts_what_is_trained_on(
         (0, evaluation, {"on_start": False}, False),
         (0, evaluation, {"mode": "async"}, False),
     ):
-        own = config(evaluation=settings)
-        begun = outputs.make_header(own, resolved, task, strategy, loader, rows, step=step, total_steps=20)
+        own, state = config(evaluation=settings), SimpleNamespace(step=step, total_steps=20)
+        begun = outputs.make_header(own, resolved, task, strategy, loader, rows, state)
         assert begun.evaluates is first
 
 
