@@ -233,7 +233,7 @@ def test_generate_and_evaluate_and_export(tmp_path: Path, finished_run: Path) ->
     refused(finray("generate", tmp_path / "nowhere", "hello"), "does not exist")
     refused(finray("generate", tmp_path, "hello"), "neither an adapter nor a model")
     refused(finray("evaluate", tmp_path), "neither an adapter nor a model")
-    refused(finray("evaluate", "runs/nowhere"), "does not exist", "--file")
+    refused(finray("evaluate", "runs/nowhere"), "does not exist", "finray runs")
     refused(finray("evaluate", finished_run), "no held-out rows", "--file", "--split")
     refused(finray("export", finished_run, "--output", finished_run), "not empty")
     refused(finray("export", finished_run, "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as")
