@@ -100,7 +100,8 @@ def storage_errors(name: str) -> Iterator[None]:
                 message, repair = "the file cannot be decompressed", "write it again; it may be cut off"
             raise DataError(f"{message}: {first_line(error)}", where=name, repair=repair) from None
         if isinstance(error, FileNotFoundError):
-            raise DataError("the file does not exist", where=name, repair="check the name") from None
+            what = "bucket" if is_url(name) and "bucket does not exist" in str(error) else "file"
+            raise DataError(f"the {what} does not exist", where=name, repair="check the name") from None
         if is_url(name):
             # File systems raise exceptions of their own libraries (botocore, aiohttp, ...), without a common base
             # class.
