@@ -259,7 +259,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     rate = [Series("first", STEPS, [2e-4 * (1 - step / 400) for step in STEPS])]
     plots = [
-        curves(loss, title="Loss", x_label="step", y_label="loss", group="run", log=True),
+        curves(loss, title="Loss", x_label="step", y_label="loss", group="run"),
         curves(rate, title="Learning rate", x_label="step", y_label="learning rate", group="run"),
     ]
     template = (
