@@ -133,7 +133,7 @@ def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> In
     scale of the logit, which keeps the ends between 0 and 1. A row counts in all classes, so its parts are added first.
 
     Args:
-        truth_NC: which classes a row has. A class with less than two rows, or all but one, is left out.
+        truth_NC: which classes a row has. A class of all rows or none has no area, and counts in no mean.
         scores_NC: of each class; higher for rows that have it.
     """
     from scipy import special, stats
@@ -141,8 +141,10 @@ def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> In
     parts_N, areas = np.zeros(len(truth_NC)), list[float]()
     for truth, scores in zip(truth_NC.T, scores_NC.T, strict=True):
         there, others = int(truth.sum()), int((~truth).sum())
-        if min(there, others) < 2:
+        if not there or not others:
             continue
+        if min(there, others) == 1:
+            return Interval(None, None, "none: one row of a class has no spread")
         ranks = stats.rankdata(scores)
         above = (ranks[truth] - stats.rankdata(scores[truth])) / others
         below = 1 - (ranks[~truth] - stats.rankdata(scores[~truth])) / there
@@ -152,7 +154,7 @@ def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> In
     area = float(np.mean(areas)) if areas else 1.0
     error = float(np.linalg.norm(parts_N)) / max(1, len(areas))
     if not error or not 0 < area < 1:
-        return Interval(None, None, "none: too few rows, or the scores separate the classes")
+        return Interval(None, None, "none: the scores separate the classes")
     reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * error / (area * (1 - area))
     low, high = special.expit(special.logit(area) + np.array([-reach, reach])).tolist()
     return Interval(low, high, "DeLong")

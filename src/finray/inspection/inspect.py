@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config, ModelConfig
-from finray.data.dataset.manifest import PartEntry
+from finray.data.dataset.manifest import PartEntry, SplitStats
 from finray.data.dataset.plan import Settings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
@@ -99,13 +99,6 @@ def inspect(
         labels = {name: split.labels for name, split in splits.items()}
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
-    files = [
-        Check("Files", "warning" if line.startswith("warning: ") else "note", line.removeprefix("warning: "))
-        for line in remarks_on_files(config)
-    ]
-    files += [
-        Check(f"Files ({name})", "warning", without_rows(stats)) for name, stats in counted.items() if stats.empty_files
-    ]
     inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity, cut_at, labels)
     return Inspection(
         config=config,
@@ -113,11 +106,21 @@ def inspect(
         prepared=location,
         splits=inspector.split_views(),
         duplicates=inspector.duplicates(),
-        checks=(*files, *checks, *inspector.checks(kind=dataset.kind())),
+        checks=(*_file_checks(config, counted), *checks, *inspector.checks(kind=dataset.kind())),
         parity=parity,
         examples=inspector.examples(examples, chosen),
         classes=classes,
     )
+
+
+def _file_checks(config: Config, counted: Mapping[str, SplitStats]) -> list[Check]:
+    """What is odd about the files of the sources, and which of a directory are not read."""
+    found = [
+        Check("Files", "warning" if line.startswith("warning: ") else "note", line.removeprefix("warning: "))
+        for line in remarks_on_files(config)
+    ]
+    empty = {name: stats for name, stats in counted.items() if stats.empty_files}
+    return [*found, *(Check(f"Files ({name})", "warning", without_rows(stats)) for name, stats in empty.items())]
 
 
 def _refused(config: Config, encoder: Tokenizer, tokenizer: Any, tokens: SpecialTokens, error: DataError) -> Inspection:

@@ -267,7 +267,9 @@ def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, s
 
     def taken(path: Path, name: str) -> bool:
         try:
-            text = path.read_text(encoding="utf-8") if path.stat().st_size <= _MOST_BYTES else "\0"
+            if path.stat().st_size > _MOST_BYTES:
+                return False
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return False
         total = sum(len(one.encode()) for one in (text, *files.values()))

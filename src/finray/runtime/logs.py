@@ -13,7 +13,6 @@ from pathlib import Path
 
 from finray.config.redact import redact_text
 from finray.records import Note, PrepareProgress, Record, RunHeader
-from finray.tracking.console import describe, header_lines
 
 _PAUSE_S = 2.0
 _MOST_BYTES = 20 * 2**20
@@ -43,6 +42,9 @@ class RecordLog:
 
     def log(self, record: Record) -> None:
         """Append a record."""
+        # Workers import this module as well, and need no Rich.
+        from finray.tracking.console import describe, header_lines
+
         if isinstance(record, RunHeader):
             self._steps = record.total_steps
             self.write("\n".join(header_lines(record)))

@@ -159,6 +159,11 @@ def test_ranks_without_a_spread_have_no_interval() -> None:
     assert auroc_interval(truth[:, None], np.array([[4.0], [3], [2], [1]])).low is None
     assert auroc_interval(truth[:, None], np.array([[4.0], [2], [3], [1]])).low is not None
     assert auroc_interval(truth[1:, None], np.array([[2.0], [3], [1]])).low is None
+    # The score is a mean over both classes, one of which has one row; one without rows counts in neither.
+    two = np.stack([truth, [True, False, False, False], [False] * 4], axis=1)
+    scores = np.array([[4.0, 3, 1], [2, 4, 1], [3, 2, 1], [1, 1, 1]])
+    assert auroc_interval(two, scores).low is None
+    assert auroc_interval(two[:, ::2], scores[:, ::2]) == auroc_interval(two[:, :1], scores[:, :1])
     assert spearman_interval(1.0, 50).low is None
     assert spearman_interval(0.5, 3).low is None
 

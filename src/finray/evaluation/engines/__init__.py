@@ -41,14 +41,13 @@ def make_engine(
     loading = Loading.of(artifact, batch_size=batch_size, merge=merge, dtype=dtype, notify=notify)
     if name == "auto":
         name = "transformers"
-        if find_spec("vllm") is not None:
+        if find_spec("vllm") is None:
+            notify("using finray's own engine, because vLLM is not installed (pip install vllm)")
+        else:
             try:
                 return _named("vllm")(loading)
             except ModelError as error:
                 notify(f"using finray's own engine: {error.message}")
-        elif torch.cuda.is_available():
-            # Without a GPU it is not the usual choice, and a line for each answer would be noise.
-            notify("using finray's own engine, because vLLM is not installed (pip install vllm)")
     return _named(name)(loading)
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from finray.errors import ModelError
-from finray.evaluation import engines
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import Answer, Continuation, Sampling, make_engine
 from finray.evaluation.engines import vllm as module
@@ -381,16 +380,3 @@ def test_no_vllm_and_no_gguf(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ModelError) as caught:
             VLLMEngine.require()
         assert f"`pip install {package}`" in str(caught.value.repair)
-
-
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_a_missing_vllm_is_only_news_where_there_is_a_gpu(
-    has_gpu: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
-    monkeypatch.setattr(engines, "_named", lambda name: lambda loading: name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    said: list[str] = []
-    chosen: Any = make_engine("auto", artifact_of(tiny_model_dir), dtype=torch.float32, notify=said.append)
-    assert chosen == "transformers"
-    assert bool(said) is has_gpu
