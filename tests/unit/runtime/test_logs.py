@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,3 +90,9 @@ def test_what_the_command_shows_is_kept_with_times_and_how_it_ended(
     run.path = tmp_path / "file"
     train()
     assert shown == said * 4
+
+
+def test_a_worker_starts_without_what_only_a_terminal_needs() -> None:
+    script = "import sys, finray.runtime.worker; print(*{'rich', 'typer', 'scipy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
