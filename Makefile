@@ -84,8 +84,9 @@ unit: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m 'not long' tests/unit $(ARGS)
 
 # Several processes share the cores here: threads that wait for each other must not keep one busy.
+# A process that has crashed ends the run: with another in its place, pytest-xdist now and then waits for ever.
 test: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6 browser
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 $(ARGS)
 
 # `===` takes the build with CUDA even where a CPU build of the same version is at hand.
 $(CUDA_VENV)/.dev: pyproject.toml constraints.txt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster, "_ANSWER_S", 0.5)
+    # It would end that Ray, and this process with it.
+    monkeypatch.setattr(cluster, "_all_ended", nullcontext)
 
 
 def refused(config: ClusterConfig) -> ClusterError:
