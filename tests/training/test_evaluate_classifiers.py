@@ -86,6 +86,10 @@ def test_a_baseline_with_another_vocabulary_reads_the_rows_by_its_own(run: Path,
         assert said["other"] == said["tuned"]
         assert probability["other"] == pytest.approx(probability["tuned"], rel=3e-3)
     assert len({one["scores"]["tuned"]["probability"] for one in lines(found.folder)}) > 3
+    areas = [one.scores["roc_auc"] for one in found.models]
+    (area,) = [one for one in found.compared if one.score == "roc_auc"]
+    assert area.found.difference == pytest.approx(areas[1].value - areas[0].value, abs=1e-9)
+    assert area.found.p > 0.05
 
 
 @pytest.mark.parametrize("problem", ["multi_label", "regression"])

@@ -24,7 +24,7 @@ from finray.evaluation.classify import Classification, Classified, classify
 from finray.evaluation.estimates import Judged
 from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
-from finray.evaluation.statistics import Interval, auroc_interval, interval, spearman_interval
+from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
 from finray.evaluation.subjects import Case, Progress
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
@@ -83,6 +83,13 @@ class Pearson(SummedScore):
         spread = (xx - x * x) * (yy - y * y)
         return (xy - x * y) / math.sqrt(spread) if spread > 0 else 0.0
 
+    @staticmethod
+    def rows(x_N: FloatArray, y_N: FloatArray) -> FloatArray:
+        """(N, 5): what each row adds to the sums."""
+        # Around the means: sums of large squares would lose their difference.
+        x_N, y_N = x_N - x_N.mean(), y_N - y_N.mean()
+        return np.stack((x_N, y_N, x_N * x_N, y_N * y_N, x_N * y_N), axis=1)
+
 
 def judge(case: Case) -> Judged:
     """Score rows with classifiers; without baselines, compare with always predicting the most common label.
@@ -125,13 +132,15 @@ def judge(case: Case) -> Judged:
     if "f1_macro" not in totals and labels.problem != "regression":
         case.notes.append(f"{len(sums.names)} classes are too many: F1, precision and recall have no intervals")
     metrics = {name: one.scores.metrics for name, one in found.items() if one.scores is not None}
+    contrasts = {name: _contrasts(labels, truths, one) for name, one in predictions.items()}
 
     def estimate(model: str, name: str, value: float) -> Estimate:
         if name == "spearman":
             return Estimate(value, spearman_interval(value, len(held)))
         if name == "roc_auc":
-            truth_NC, scores_NC = _by_class(labels, truths, predictions[model])
-            return Estimate(value, auroc_interval(truth_NC, scores_NC))
+            if name not in contrasts[model]:
+                return Estimate(value, Interval(None, None, "none: one row of a class has no spread"))
+            return Estimate(value, auroc_interval(value, contrasts[model][name]))
         if name not in others[model]:
             return Estimate(value, Interval(None, None, "none: there are too many classes and rows"))
         score, statistics_NK = others[model][name]
@@ -144,7 +153,8 @@ def judge(case: Case) -> Judged:
         for model in predictions
     }
     confusion = {name: one.scores.confusion for name, one in found.items() if one.scores and one.scores.confusion}
-    judged = Judged(totals, statistics, values, classes=labels.names, confusion=confusion)
+    totals |= {"roc_auc": Mean(is_share=False), "spearman": Pearson()}
+    judged = Judged(totals, statistics, values, classes=labels.names, confusion=confusion, contrasts=contrasts)
     tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
 
     def prediction(index: int) -> Prediction:
@@ -192,12 +202,11 @@ def _statistics(
         for name, predicted in predictions.items():
             x = np.array([_number(one.label) for one in predicted])
             found[name]["mean_squared_error"] = np.square(x - y)[:, None]
-            # Around the means: sums of large squares would lose their difference.
-            x, centred = x - x.mean(), y - y.mean()
-            columns = (x, centred, x * x, centred * centred, x * centred)
-            others[name]["pearson"] = Pearson(), np.stack(columns, axis=1)
+            if np.ptp(x):
+                found[name]["pearson"] = Pearson.rows(x, y)
             others[name]["eval_loss"] = Mean(is_share=False), found[name]["mean_squared_error"]
-        return {"mean_squared_error": Mean(is_share=False, lower_is_better=True)}, found, others
+        error = Mean(is_share=False, lower_is_better=True)
+        return {"mean_squared_error": error, "pearson": Pearson()}, found, others
     place = {name: number for number, name in enumerate(sums.names)}
     truth_NC, classes, rows = _marked(truths, place), len(place), len(truths)
     has_counts = rows * classes**2 <= _MOST_NUMBERS
@@ -248,14 +257,24 @@ def _in_order(found: Classified, names: Sequence[str]) -> tuple[Classification, 
     )
 
 
-def _by_class(
-    labels: LabelSet, truths: Sequence[Label], predicted: Sequence[Classification]
-) -> tuple[npt.NDArray[np.bool_], FloatArray]:
-    """Which classes rows have, and their probabilities (N, C); where a row has one of two, only of the second."""
-    truth_NC = _marked(truths, {name: number for number, name in enumerate(labels.names)})
+def _contrasts(labels: LabelSet, truths: Sequence[Label], predicted: Sequence[Classification]) -> dict[str, FloatArray]:
+    """Numbers of the rows by which a model's AUROC or rank correlation is compared, if they have a spread."""
+    from scipy.stats import rankdata
+
+    if labels.problem == "regression":
+        x = np.array([_number(one.label) for one in predicted])
+        # Pearson's correlation of the ranks is Spearman's.
+        y = np.array([_number(one) for one in truths])
+        return {"spearman": Pearson.rows(rankdata(x), rankdata(y))} if np.ptp(x) else {}
     scores_NC = np.array([one.probabilities for one in predicted])
-    one_is_enough = labels.problem == "single_label" and len(labels.names) == 2
-    return (truth_NC[:, 1:], scores_NC[:, 1:]) if one_is_enough else (truth_NC, scores_NC)
+    if not scores_NC.size:
+        return {}
+    truth_NC = _marked(truths, {name: number for number, name in enumerate(labels.names)})
+    if labels.problem == "single_label" and len(labels.names) == 2:
+        # The second class's probabilities say all.
+        truth_NC, scores_NC = truth_NC[:, 1:], scores_NC[:, 1:]
+    found = auroc_rows(truth_NC, scores_NC)
+    return {} if found is None else {"roc_auc": found[1]}
 
 
 def _losses(truth_NC: npt.NDArray[np.bool_], probabilities_NC: FloatArray, is_single: bool) -> FloatArray:

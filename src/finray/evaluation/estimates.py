@@ -38,6 +38,8 @@ class Judged:
         confusion: by model, rows by their class and the predicted one, if each row has one class.
         harness: by model, metrics of lm-eval tasks.
         made_by: versions and settings that it depends on, besides models and data.
+        contrasts: by model and score, numbers of all rows (N, K) by which models are compared where the score is no sum
+            over rows.
     """
 
     totals: dict[str, Score]
@@ -48,6 +50,7 @@ class Judged:
     confusion: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     harness: dict[str, dict[str, Found]] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
+    contrasts: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
 
     def of_row(self, index: int) -> dict[str, dict[str, float]]:
         """By model, the scores of one row that are numbers."""
@@ -75,8 +78,10 @@ def compared_with(judged: Judged, *, seed: int) -> list[Compared]:
     """The last model against each other one, score by score; p is adjusted for several baselines."""
     (*others, tuned), found = judged.statistics, []
     for other in others:
-        for score, second in judged.statistics[tuned].items():
-            first = judged.statistics[other].get(score)
+        second_of = judged.statistics[tuned] | judged.contrasts.get(tuned, {})
+        first_of = judged.statistics[other] | judged.contrasts.get(other, {})
+        for score, second in second_of.items():
+            first = first_of.get(score)
             if first is None or (score == "loss" and not np.array_equal(first[:, 1], second[:, 1])):
                 continue  # Losses of other tokens.
             test = paired(first, second, judged.totals[score].total, seed=seed)

@@ -126,17 +126,21 @@ def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray
         yield from np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
 
 
-def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> Interval:
-    """The 95 % interval of the area under the ROC curve, or of the mean over classes, each against the rest.
+def auroc_rows(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> tuple[float, FloatArray] | None:
+    """The area under the ROC curve, or the mean over classes, each against the rest; and what each row adds to it.
 
-    From the placements of rows (DeLong, DeLong and Clarke-Pearson 1988), with ranks as in Sun and Xu (2014); on the
-    scale of the logit, which keeps the ends between 0 and 1. A row counts in all classes, so its parts are added first.
+    From the placements of rows (DeLong, DeLong and Clarke-Pearson 1988), with ranks as in Sun and Xu (2014). A row
+    counts in all classes, so its parts are added first.
 
     Args:
         truth_NC: which classes a row has. A class of all rows or none has no area, and counts in no mean.
         scores_NC: of each class; higher for rows that have it.
+
+    Returns:
+        The area, and (N, 1) numbers whose mean it is and whose standard error is DeLong's; None if one row of a class
+        has no spread.
     """
-    from scipy import special, stats
+    from scipy import stats
 
     parts_N, areas = np.zeros(len(truth_NC)), list[float]()
     for truth, scores in zip(truth_NC.T, scores_NC.T, strict=True):
@@ -144,7 +148,7 @@ def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> In
         if not there or not others:
             continue
         if min(there, others) == 1:
-            return Interval(None, None, "none: one row of a class has no spread")
+            return None
         ranks = stats.rankdata(scores)
         above = (ranks[truth] - stats.rankdata(scores[truth])) / others
         below = 1 - (ranks[~truth] - stats.rankdata(scores[~truth])) / there
@@ -152,7 +156,14 @@ def auroc_interval(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> In
         parts_N[truth] += (above - above.mean()) / math.sqrt(there * (there - 1))
         parts_N[~truth] += (below - below.mean()) / math.sqrt(others * (others - 1))
     area = float(np.mean(areas)) if areas else 1.0
-    error = float(np.linalg.norm(parts_N)) / max(1, len(areas))
+    return area, area + len(parts_N) / max(1, len(areas)) * parts_N[:, None]
+
+
+def auroc_interval(area: float, rows_N1: FloatArray) -> Interval:
+    """The 95 % interval of :func:`auroc_rows`, on the scale of the logit, which keeps the ends between 0 and 1."""
+    from scipy import special, stats
+
+    error = float(np.linalg.norm(rows_N1 - area)) / len(rows_N1)
     if not error or not 0 < area < 1:
         return Interval(None, None, "none: the scores separate the classes")
     reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * error / (area * (1 - area))

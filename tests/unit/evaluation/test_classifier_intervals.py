@@ -13,9 +13,10 @@ from sklearn import metrics as sk
 from torch.nn import functional
 
 from finray.config.resolved import LabelSet
-from finray.evaluation.classifiers import _in_order, _statistics
+from finray.evaluation import statistics
+from finray.evaluation.classifiers import Mean, Pearson, _contrasts, _in_order, _statistics
 from finray.evaluation.classify import Classification, Classified
-from finray.evaluation.statistics import auroc_interval, interval, spearman_interval
+from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, paired, spearman_interval
 from finray.tasks.classifier_scores import ScoreSums
 
 pytestmark = pytest.mark.long
@@ -34,14 +35,14 @@ def draw(seed: int) -> tuple[list[str], list[str]]:
 
 def plain_bootstrap(score: Callable[[Any], float], rows: int) -> tuple[float, float]:
     random = np.random.default_rng(7)
-    found = [score(random.integers(0, rows, rows)) for _ in range(1500)]
+    found = [score(random.integers(0, rows, rows)) for _ in range(600)]
     return tuple(np.quantile(found, (0.025, 0.975)).tolist())
 
 
-def check(statistics: Any, total: Any, right: Callable[[Any], float], rows: int, *, near: float) -> None:
+def check(rows_NK: Any, total: Any, right: Callable[[Any], float], rows: int, *, near: float) -> None:
     whole = right(np.arange(rows))
-    assert total(statistics.sum(0), len(statistics)) == pytest.approx(whole, rel=1e-9)
-    found, (low, high) = interval(statistics, total), plain_bootstrap(right, rows)
+    assert total(rows_NK.sum(0), len(rows_NK)) == pytest.approx(whole, rel=1e-9)
+    found, (low, high) = interval(rows_NK, total), plain_bootstrap(right, rows)
     assert found.low is not None
     assert found.high is not None
     if low == high:
@@ -62,12 +63,12 @@ def test_precision_and_recall_of_each_class() -> None:
     truths, says = np.array(truth), np.array(said)
     for kind, of in (("precision", sk.precision_score), ("recall", sk.recall_score)):
         for name in NAMES:
-            score, statistics = others["m"][f"{kind}_{name}"]
+            score, rows_NK = others["m"][f"{kind}_{name}"]
 
             def right(rows: Any, of: Any = of, name: str = name) -> float:
                 return float(of(truths[rows], says[rows], labels=[name], average=None, zero_division=0)[0])
 
-            check(statistics, score.total, right, ROWS, near=0.04)
+            check(rows_NK, score.total, right, ROWS, near=0.04)
 
 
 def test_f1_of_several_labels_is_compared() -> None:
@@ -98,9 +99,20 @@ def test_pearsons_correlation_of_numbers_far_from_zero() -> None:
     truth = 1e6 + random.normal(size=ROWS)
     said = truth + random.normal(size=ROWS)
     predicted = [Classification(float(one)) for one in said]
-    _, _, others = _statistics(ScoreSums("regression", ()), truth.tolist(), {"m": predicted})
-    score, statistics = others["m"]["pearson"]
-    check(statistics, score.total, lambda rows: float(pearsonr(truth[rows], said[rows])[0]), ROWS, near=0.04)
+    totals, found, _ = _statistics(ScoreSums("regression", ()), truth.tolist(), {"m": predicted})
+    check(
+        found["m"]["pearson"],
+        totals["pearson"].total,
+        lambda rows: float(pearsonr(truth[rows], said[rows])[0]),
+        ROWS,
+        near=0.04,
+    )
+
+
+def interval_of_auroc(truth: Any, scores: Any) -> Interval:
+    found = auroc_rows(truth, scores)
+    assert found is not None
+    return auroc_interval(*found)
 
 
 def one_hot(truth: Any, classes: int) -> Any:
@@ -120,7 +132,7 @@ def test_the_interval_of_auroc_is_delongs(rows: int, ties: bool) -> None:
     m, n = won.shape
     error = np.sqrt(won.mean(1).var(ddof=1) / m + won.mean(0).var(ddof=1) / n)
     odds = area / (1 - area) * np.exp(np.array([-1.959964, 1.959964]) * error / (area * (1 - area)))
-    found = auroc_interval(truth[:, None], scores[:, None])
+    found = interval_of_auroc(truth[:, None], scores[:, None])
     assert (found.low, found.high) == pytest.approx(tuple(odds / (1 + odds)), rel=1e-6)
 
 
@@ -135,7 +147,7 @@ def test_the_interval_of_a_mean_auroc_is_near_a_bootstrap() -> None:
         return float(sk.roc_auc_score(truth[rows], scores[rows], multi_class="ovr"))
 
     low, high = plain_bootstrap(right, 240)
-    found = auroc_interval(one_hot(truth, 3), scores)
+    found = interval_of_auroc(one_hot(truth, 3), scores)
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
 
 
@@ -145,7 +157,7 @@ def test_intervals_of_ranks_hold_the_truth_in_95_of_100_samples(rows: int) -> No
     area, correlation = norm.cdf(1 / np.sqrt(2)), 6 / np.pi * np.arcsin(0.6 / 2)
     for _ in range(1000):
         truth = np.arange(rows) % 2 == 0
-        span = auroc_interval(truth[:, None], (random.normal(size=rows) + truth)[:, None])
+        span = interval_of_auroc(truth[:, None], (random.normal(size=rows) + truth)[:, None])
         held[0] += (span.low or 0) <= area <= (span.high or 0)
         one, other = random.multivariate_normal((0, 0), ((1, 0.6), (0.6, 1)), rows).T
         span = spearman_interval(float(spearmanr(one, other)[0]), rows)
@@ -156,14 +168,14 @@ def test_intervals_of_ranks_hold_the_truth_in_95_of_100_samples(rows: int) -> No
 
 def test_ranks_without_a_spread_have_no_interval() -> None:
     truth = np.array([True, True, False, False])
-    assert auroc_interval(truth[:, None], np.array([[4.0], [3], [2], [1]])).low is None
-    assert auroc_interval(truth[:, None], np.array([[4.0], [2], [3], [1]])).low is not None
-    assert auroc_interval(truth[1:, None], np.array([[2.0], [3], [1]])).low is None
+    assert interval_of_auroc(truth[:, None], np.array([[4.0], [3], [2], [1]])).low is None
+    assert interval_of_auroc(truth[:, None], np.array([[4.0], [2], [3], [1]])).low is not None
+    assert auroc_rows(truth[1:, None], np.array([[2.0], [3], [1]])) is None
     # The score is a mean over both classes, one of which has one row; one without rows counts in neither.
     two = np.stack([truth, [True, False, False, False], [False] * 4], axis=1)
     scores = np.array([[4.0, 3, 1], [2, 4, 1], [3, 2, 1], [1, 1, 1]])
-    assert auroc_interval(two, scores).low is None
-    assert auroc_interval(two[:, ::2], scores[:, ::2]) == auroc_interval(two[:, :1], scores[:, :1])
+    assert auroc_rows(two, scores) is None
+    assert interval_of_auroc(two[:, ::2], scores[:, ::2]) == interval_of_auroc(two[:, :1], scores[:, :1])
     assert spearman_interval(1.0, 50).low is None
     assert spearman_interval(0.5, 3).low is None
 
@@ -192,3 +204,47 @@ def test_the_loss_of_rows_is_that_of_their_probabilities(problem: Any) -> None:
     totals, found, _ = _statistics(ScoreSums(problem, NAMES), truths, {"m": _in_order(said, NAMES)})
     assert totals["eval_loss"].lower_is_better
     assert found["m"]["eval_loss"].mean() == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_aurocs_of_two_models_are_compared_as_delong_does() -> None:
+    """Against the definition, pair by pair: the variance of the difference of two areas on the same rows."""
+    random = np.random.default_rng(7)
+    truth = random.random(200) < 0.4
+    shared = random.normal(size=200)
+    first, second = shared + random.normal(size=200) + truth, shared + random.normal(size=200) + 1.6 * truth
+    won = [
+        (scores[truth][:, None] > scores[~truth]) + 0.5 * (scores[truth][:, None] == scores[~truth])
+        for scores in (first, second)
+    ]
+    moved, (m, n) = won[1] - won[0], won[0].shape
+    error = np.sqrt(moved.mean(1).var(ddof=1) / m + moved.mean(0).var(ddof=1) / n)
+    rows = [auroc_rows(truth[:, None], scores[:, None]) for scores in (first, second)]
+    assert rows[0] is not None
+    assert rows[1] is not None
+    found = paired(rows[0][1], rows[1][1], Mean(is_share=False).total)
+    assert found.difference == pytest.approx(moved.mean())
+    assert (found.interval.low, found.interval.high) == pytest.approx(
+        (moved.mean() - 1.96 * error, moved.mean() + 1.96 * error), abs=0.15 * error
+    )
+    assert found.p == pytest.approx(2 * norm.sf(moved.mean() / error), abs=0.01)
+
+
+@pytest.mark.parametrize("score", ["roc_auc", "spearman"])
+def test_equal_models_differ_in_5_of_100_samples(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_RESAMPLES", 10)
+    monkeypatch.setattr(statistics, "_SWAPS", 200)
+    random, found = np.random.default_rng(13), []
+    labels = LabelSet("regression", ()) if score == "spearman" else LabelSet("single_label", ("a", "b"))
+    total: Any = Pearson().total if score == "spearman" else Mean(is_share=False).total
+    for _ in range(250):
+        truth = random.normal(size=60)
+        shared = truth + random.normal(size=60)
+        said = [shared + random.normal(size=60) for _ in range(2)]
+        if score == "spearman":
+            rows = [_contrasts(labels, truth.tolist(), [Classification(float(x)) for x in one]) for one in said]
+        else:
+            names = ["b" if one > 0 else "a" for one in truth]
+            rows = [_contrasts(labels, names, [Classification("a", (-x, x)) for x in one]) for one in said]
+        found.append(paired(rows[0][score], rows[1][score], total).p)
+    assert 0.02 <= np.mean(np.array(found) < 0.05) <= 0.08
+    assert 0.4 <= np.mean(found) <= 0.6
