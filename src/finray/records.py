@@ -159,6 +159,15 @@ class EvalRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalProgress:
+    """How far an evaluation after this step has come: ``part`` is what it does, ``share`` how much of that is done."""
+
+    step: int
+    part: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class SystemRecord:
     """What rank 0's machine was doing: numbers by name, taken at a ``time`` in seconds since 1970."""
 
@@ -176,7 +185,8 @@ class Beat:
     """What a rank says of itself to the driver every few seconds; see :class:`finray.training.pulse.Pulse`.
 
     ``step`` is -1 while it loads. ``phase`` is ``gone`` where it has ended in order, and ``lost`` where its connection
-    broke, which it makes again if it lives. ``node`` is Ray's name of its machine.
+    broke, which it makes again if it lives. ``node`` is Ray's name of its machine. ``part`` and ``share`` are those of
+    :class:`EvalProgress` during an evaluation.
     """
 
     attempt: str
@@ -189,11 +199,13 @@ class Beat:
     steps: int = 0
     work_s: float = 0.0
     longest_s: float = 0.0
+    part: str = ""
+    share: float = 0.0
 
 
 # What trackers take, and what the driver is told.
 Metrics = TrainRecord | EvalRecord | SystemRecord | Note
-Record = TrainRecord | EvalRecord | Note | RunHeader | PrepareProgress
+Record = TrainRecord | EvalRecord | EvalProgress | Note | RunHeader | PrepareProgress
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,18 @@ def test_so_many_prompts_are_answered_together(
     assert max(together) == size
 
 
+def test_an_evaluation_says_how_far_it_has_come(plain: Plain, tmp_path: Path) -> None:
+    asks = changed(asking(plain), {"train.max_steps": 2})
+    assembled = runs.assemble_alone(asks, tmp_path, answering=Answers(runs.config_of(plain), "fp32"))
+    told: list[tuple[str, float]] = []
+    assembled.loop.pulse.evaluates = lambda part, share: told.append((part, share))  # type: ignore[method-assign]
+    assembled.loop.run()
+    # Six packs, and three prompts.
+    passes = [("evaluating", number / 6) for number in range(6)]
+    answers = [("answering prompts", number / 3) for number in (1, 2, 3)]
+    assert told == [*passes, *answers, ("", 0.0)]
+
+
 def test_a_metric_of_answers_chooses_the_checkpoint_and_stops_the_run(plain: Plain, tmp_path: Path) -> None:
     stopping = asking(plain, every_steps=1, metric="seen", early_stopping={"patience": 2})
     stopping = changed(stopping, {"train.max_steps": 8})

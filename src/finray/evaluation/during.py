@@ -24,6 +24,7 @@ from finray.models.loading import DTYPES
 from finray.models.saved_layout import without_adapter
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.training.evaluator import Told
 from finray.training.task import Task
 
 
@@ -43,7 +44,9 @@ class Answers:
     def _tokenizer(self) -> Any:
         return load_tokenizer(self._config.model)
 
-    def __call__(self, task: Task, split: PreparedSplit, strategy: Strategy) -> dict[str, float]:
+    def __call__(
+        self, task: Task, split: PreparedSplit, strategy: Strategy, told: Told = lambda share: None
+    ) -> dict[str, float]:
         """The metrics in ``evaluation.metrics`` by name; each rank answers every ``world_size``-th prompt.
 
         Raises:
@@ -51,7 +54,7 @@ class Answers:
         """
         pairs = [prompt_and_answer(*split.row(row)) for row in range(len(split))]
         own = [prompt for prompt, _ in pairs[strategy.rank :: strategy.world_size]]
-        said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own)))
+        said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own, told)))
         # Prompts are dealt out one by one; put the answers back in order.
         answers = [said[row % strategy.world_size][row // strategy.world_size] for row in range(len(pairs))]
         first = strategy.rank == 0
@@ -59,7 +62,7 @@ class Answers:
         metrics: dict[str, float] = strategy.broadcast_object(found)
         return metrics
 
-    def _answer(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
+    def _answer(self, model: Any, prompts: Sequence[Sequence[int]], told: Told) -> list[str]:
         settings = self._config.evaluation
         texts = [""] * len(prompts)
         device = model.device
@@ -67,8 +70,9 @@ class Answers:
         with _attending_by_itself(model), amp:
             # The engine needs finray's attention, if the model has another.
             engine = TransformersEngine.of(model, self._tokenizer, batch_size=settings.batch_size)
-            for answer in engine.generate(prompts, Sampling(max_new_tokens=settings.max_new_tokens)):
+            for done, answer in enumerate(engine.generate(prompts, Sampling(max_new_tokens=settings.max_new_tokens))):
                 texts[answer.row] = answer.text
+                told((done + 1) / len(prompts))
         return texts
 
     def _scores(self, answers: list[str], references: list[list[int]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from finray.config.redact import redact_text
-from finray.records import Note, PrepareProgress, Record, RunHeader
+from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader, TrainRecord
 
 _PAUSE_S = 2.0
 _MOST_BYTES = 20 * 2**20
@@ -50,9 +50,9 @@ class RecordLog:
             self.write("\n".join(header_lines(record)))
         elif isinstance(record, Note):
             self.write(f"{'warning: ' * (record.level == 'warning')}{record.message}")
-        elif not isinstance(record, PrepareProgress):
+        elif isinstance(record, TrainRecord | EvalRecord):
             self.write(f"step {record.step}/{self._steps}  {describe(record)}")
-        elif record.done == record.total:
+        elif isinstance(record, PrepareProgress) and record.done == record.total:
             self.write(f"prepared {record.rows:,} rows in {record.seconds:.0f} s")
 
 

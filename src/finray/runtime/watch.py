@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from finray.errors import ClusterError
 from finray.planning.placement import Placement
-from finray.records import Beat, Note, Record, RunHeader
+from finray.records import Beat, EvalProgress, Note, Record, RunHeader
 from finray.runtime.progress import RESIZE, SAVE, Heard, Listener
 from finray.runtime.pulses import Hang, Pulses, named
 from finray.runtime.signals import Interrupted, Pending
@@ -100,10 +100,12 @@ class Watch:
         self._say_at, self._pause_s = clock() + SILENCE_S, SILENCE_S
 
     def heard(self, record: Heard) -> None:
-        """Show a record of the workers; heartbeats are kept for :class:`Pulses`."""
+        """Show a record of the workers; heartbeats are kept for :class:`Pulses`, and show how an evaluation goes on."""
         if isinstance(record, Beat):
             with self._pulses_change:
                 self._pulses.hear(record, self._clock())
+            if record.rank == 0 and record.part and record.phase == "other":
+                self._handle(EvalProgress(record.step, record.part, record.share))
             return
         if isinstance(record, RunHeader):
             self._has_begun, self.began_at = True, record.step

@@ -427,7 +427,7 @@ def beat(
             if (now := pulse()) is None:
                 sender.put(who)
             else:
-                of = now.step, now.phase, now.steps, now.work_s, now.longest_s
+                of = now.step, now.phase, now.steps, now.work_s, now.longest_s, now.part, now.share
                 sender.put(Beat(who.attempt, who.rank, who.host, who.pid, who.node, *of))
             sender.wait_closed(pause_s)
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader, TrainRecord
+from finray.records import EvalProgress, EvalRecord, Note, PrepareProgress, Record, RunHeader, TrainRecord
 
 PLAIN_EVERY_S = 2.0
 # Steps of a run whose lines stay on a terminal.
@@ -79,6 +79,23 @@ class ConsoleTracker(_View):
     ) -> None:
         super().__init__(console, "training", total_steps, clock, done=step)
         self._first: tuple[int, float] | None = None
+        self._evaluation: tuple[int, str] | None = None
+        self._from = self._next = self._since = 0.0
+
+    def evaluates(self, record: EvalProgress) -> None:
+        """Show how far an evaluation has come; as lines, ten of each."""
+        now = self._clock()
+        if self._evaluation != (record.step, record.part):
+            self._evaluation = (record.step, record.part)
+            self._from, self._since, self._next = record.share, now, 0.0
+        done = record.share - self._from
+        left = duration((1 - record.share) * (now - self._since) / done) if done > 0 else "--"
+        text = f"{record.part} {record.share:.0%}"
+        if self._progress is not None:
+            self._show(record.step, f"{text}  {left} left", now, "")
+        elif record.share >= self._next:
+            self._next = record.share + 0.1
+            self._console.print(f"step {record.step}/{self._total}  {text}  eta {left}", highlight=False)
 
     def log(self, record: TrainRecord | EvalRecord) -> None:
         """Show one record."""
@@ -171,6 +188,9 @@ class RunView:
             is_warning = record.level == "warning"
             text = f"warning: {record.message}" if is_warning else record.message
             self._console.print(text, style="bold yellow" if is_warning else None, highlight=False, soft_wrap=True)
+        elif isinstance(record, EvalProgress):
+            if self._progress is not None:
+                self._progress.evaluates(record)
         elif self._progress is not None:
             self._progress.log(record)
 

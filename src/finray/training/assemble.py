@@ -461,7 +461,7 @@ def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None
 
 def _answers(
     config: Config, task: Task, held_out: PreparedSplit | None, strategy: Strategy, answering: Answering | None
-) -> Callable[[], dict[str, float]] | None:
+) -> Callable[..., dict[str, float]] | None:
     """Metrics of answers to held-out prompts, computed when called; None if none are asked for."""
     count = config.evaluation.generate_rows
     if held_out is None or answering is None or count is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,13 +14,17 @@ from finray.training.task import Task
 
 # Maximum number of checkpoints with a pending evaluation, because each takes disk space. Beyond it, training waits.
 MOST_OUT = 4
+# Is given the share of an evaluation that is done, from 0 to 1.
+Told = Callable[[float], None]
 
 
 class Answering(Protocol):
     """Lets a model answer held-out prompts and scores the answers; implemented in higher-level packages and passed
     in."""
 
-    def __call__(self, task: Task, split: PreparedSplit, strategy: Strategy) -> dict[str, float]:
+    def __call__(
+        self, task: Task, split: PreparedSplit, strategy: Strategy, told: Told = lambda share: None
+    ) -> dict[str, float]:
         """Metrics of the answers to all rows of a split, distributed over the ranks. A collective.
 
         Raises:

@@ -172,10 +172,15 @@ class EvalLoader:
     weight: int
     held_out: int
 
+    @property
+    def passes(self) -> int:
+        """The most forward passes of a rank."""
+        return -(-len(self.plan) // self.world_size)
+
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """Batches; False marks a dummy batch, which is only there because other ranks have one more."""
         own = range(self.rank, len(self.plan), self.world_size)
         for pack in own:
             yield self.collate(self.plan.pack(pack)), True
-        if self.lockstep and len(own) < -(-len(self.plan) // self.world_size):
+        if self.lockstep and len(own) < self.passes:
             yield self.collate(self.plan.pack(0)), False

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from finray.parallel.base import NamedOptimizer, Strategy
 from finray.records import EvalRecord, Note, RunSummary, TrainRecord
 from finray.tracking.base import Trackers
 from finray.training.checkpointing import CheckpointWriter, Snapshot, take_snapshot
-from finray.training.evaluator import MOST_OUT, Evaluated, Evaluator
+from finray.training.evaluator import MOST_OUT, Evaluated, Evaluator, Told
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
 from finray.training.memory import MemoryWriter
 from finray.training.nonfinite import NonFiniteGuard
@@ -77,7 +78,7 @@ class Loop:
     precision: str
     clock: Callable[[], float]
     profiler: Profiler
-    answered: Callable[[], dict[str, float]] | None = None
+    answered: Callable[[Told], dict[str, float]] | None = None
     evaluator: Evaluator | None = None
     evaluated: Sequence[Evaluated] = ()
     pause: Callable[[float], None] = time.sleep
@@ -300,9 +301,10 @@ class Loop:
             return {}
         started = self.clock()
         self.task.model.eval()
-        metrics, confusion = evaluate(self.task, self.strategy, loader)
+        metrics, confusion = evaluate(self.task, self.strategy, loader, partial(self.pulse.evaluates, "evaluating"))
         if self.answered is not None:
-            metrics |= self.answered()
+            metrics |= self.answered(partial(self.pulse.evaluates, "answering prompts"))
+        self.pulse.evaluates("", 0.0)
         self.task.model.train()
         metric, _ = self._best
         if metric not in metrics:

@@ -20,6 +20,8 @@ class Pulse:
         steps: steps completed since the start.
         work_s: this rank's own time in these steps, before the all-reduces, in seconds.
         longest_s: seconds of the longest step so far.
+        part: what an evaluation is doing; empty outside of evaluations.
+        share: how much of that is done, from 0 to 1.
 
     Args:
         clock: seconds, monotonic.
@@ -29,6 +31,7 @@ class Pulse:
         self.step = self.steps = 0
         self.phase: Phase = "other"
         self.work_s = self.longest_s = 0.0
+        self.part, self.share = "", 0.0
         self._clock = clock
         self._began = 0.0
 
@@ -47,3 +50,7 @@ class Pulse:
         self.steps += 1
         self.longest_s = max(self.longest_s, self._clock() - self._began)
         self.phase = "other"
+
+    def evaluates(self, part: str, share: float) -> None:
+        """An evaluation after the current step has come so far; an empty ``part`` ends it."""
+        self.part, self.share = part, share

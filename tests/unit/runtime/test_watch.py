@@ -11,7 +11,7 @@ import pytest
 
 from finray.errors import ClusterError
 from finray.planning.placement import Placement
-from finray.records import Note, Record, RunHeader
+from finray.records import Beat, EvalProgress, Note, Record, RunHeader
 from finray.runtime import watch as module
 from finray.runtime.signals import Interrupted, Pending
 from finray.runtime.watch import Watch, refusal, waiting_text
@@ -72,6 +72,15 @@ def test_a_head_that_does_not_answer_is_said_at_once_and_waited_for(monkeypatch:
     assert run.at(70) == [missed]
     (ends,) = run.at(76)
     assert ends.startswith("Ray's head process is gone; saving a checkpoint")
+
+
+def test_the_heartbeats_of_rank_0_show_how_an_evaluation_goes_on(run: Run) -> None:
+    def beat(rank: int, part: str, phase: str = "other") -> Beat:
+        return Beat("a", rank, "host", 1, "node", 7, phase, part=part, share=0.25)
+
+    for one in (beat(0, ""), beat(0, "evaluating"), beat(1, "evaluating"), beat(0, "evaluating", "lost")):
+        run.watch.heard(one)
+    assert run.heard == [EvalProgress(7, "evaluating", 0.25)]
 
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once(run: Run) -> None:

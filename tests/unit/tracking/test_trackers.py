@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import json
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from finray.records import EvalRecord, Metrics, Note, RunHeader, TrainRecord
+from finray.records import EvalProgress, EvalRecord, Metrics, Note, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Trackers, make_tracker
 from finray.tracking.console import ConsoleTracker, RunView, describe, duration, header_lines
 from finray.tracking.jsonl import JsonlTracker, mean_loss, read_records
@@ -366,6 +366,30 @@ def test_plain_lines_show_progress_and_do_not_flood() -> None:
 def test_evaluations_are_always_shown() -> None:
     lines = plain_lines([EvalRecord(5, {"eval_loss": 1.0, "perplexity": 2.718}, 9, 0.1)] * 2, [], total=10)
     assert lines == ["step 5/10  eval loss 1.0000  perplexity 2.7180"] * 2
+
+
+def evaluating(shares: list[float], **options: Any) -> str:
+    target, clock = io.StringIO(), iter(range(0, 1000, 10))
+    with RunView(Console(file=target, width=160, **options)) as view:
+        view.handle(RunHeader(**{one.name: 1 for one in fields(RunHeader)} | {"workers": (), "total_steps": 10}))
+        assert view._progress is not None
+        view._progress._clock = lambda: float(next(clock))
+        for share in shares:
+            view.handle(EvalProgress(5, "evaluating", share))
+    return target.getvalue()
+
+
+def test_an_evaluation_of_some_length_says_how_far_it_is_and_does_not_flood() -> None:
+    lines = evaluating([0.04 * at for at in range(26)]).splitlines()
+    found = [line for line in lines if line.startswith("step")]
+    assert found[0] == "step 5/10  evaluating 0%  eta --"
+    # 4 % take ten seconds.
+    assert found[1] == "step 5/10  evaluating 12%  eta 3m40s"
+    assert len(found) == 9
+
+
+def test_an_evaluation_is_shown_beside_the_bar() -> None:
+    assert "evaluating 50%  10s left" in evaluating([0.0, 0.5], force_terminal=True)
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -88,7 +88,7 @@ class Run:
             metrics=lambda sums: {best[0]: sums[0]},
             confusion=lambda sums: [],
         )
-        evaluation: Any = SimpleNamespace(batches=batches, weight=77, rows=4)
+        evaluation: Any = SimpleNamespace(batches=batches, weight=77, rows=4, passes=1)
         optimizer: Any = SimpleNamespace(parameters={"w": weight}, rates=[])
 
         def update(rate: float, *, found_inf: torch.Tensor) -> None:
