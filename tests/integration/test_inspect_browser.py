@@ -194,8 +194,7 @@ def test_numbers_are_those_of_the_inspection(browser: Browser, inspected: tuple[
         assert page.inner_text("#serving [data-key=matching]") == page.inner_text("#serving [data-key=turns]") == "111"
 
 
-@pytest.mark.parametrize("width", [390, 768, 1440])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (768, "light"), (1440, "light")])
 def test_the_page_fits_asks_for_nothing_and_has_no_serious_fault_of_accessibility(
     browser: Browser, inspected: tuple[Path, Inspection], width: int, scheme: str
 ) -> None:

@@ -72,8 +72,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(first, second, third, output=folder / "page.html")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 768, 1440])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
 def test_pages_have_no_serious_fault_of_accessibility(
     browser: Browser, one: tuple[Path, Path], several: Path, scheme: str, width: int
 ) -> None:

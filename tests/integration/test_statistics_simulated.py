@@ -90,8 +90,12 @@ def graded(draw: np.random.Generator, rows: int, gain: float) -> tuple[FloatArra
 
 @pytest.mark.parametrize(("make", "rows"), [(right, 40), (right, 200), (graded, 8), (graded, 40)])
 def test_models_that_are_equally_good_differ_at_most_5_times_in_100(
-    make: Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]], rows: int
+    make: Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]],
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The intervals are not looked at.
+    monkeypatch.setattr(statistics, "_RESAMPLES", 2)
     draw = np.random.default_rng(3)
     p = [paired(*make(draw, rows, 0.0), mean, seed=trial).p for trial in range(TRIALS)]
     # 0.05 and two standard errors of a thousand trials. McNemar's exact test may stay below.
@@ -104,8 +108,12 @@ def test_models_that_are_equally_good_differ_at_most_5_times_in_100(
 
 @pytest.mark.parametrize(("make", "rows", "truth"), [(right, 60, 0.0), (graded, 40, 0.3)])
 def test_the_interval_of_a_difference_holds_the_truth_95_times_in_100(
-    make: Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]], rows: int, truth: float
+    make: Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]],
+    rows: int,
+    truth: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(statistics, "_SWAPS", 2)
     draw, held = np.random.default_rng(4), 0
     for trial in range(TRIALS):
         found = paired(*make(draw, rows, truth), mean, seed=trial).interval
