@@ -45,6 +45,13 @@ def save_classifier(family: str, folder: Path, tokenizer: Any) -> Path:
     model = tiny.build_classifier(family, classes=3, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     model.config.id2label, model.config.label2id = LABELS, {name: at for at, name in LABELS.items()}
     model.config.problem_type = "single_label_classification"
+    # Else all texts have one label.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in ("classifier.weight", "score.weight"):
+                parameter.mul_(30.0)
+            elif name.endswith(("classifier.bias", "pooler.dense.bias")):
+                parameter.zero_()
     model.save_pretrained(str(folder / "base"))
     tokenizer.save_pretrained(str(folder / "base"))
     torch.manual_seed(3)
