@@ -183,7 +183,7 @@ def test_numbers_in_words_are_those_of_the_files(browser: Browser, one: tuple[Pa
         }
         bars = {model: page.evaluate(BAR.format(model)) for model in scores}
         facts = page.evaluate(
-            "Object.fromEntries([...document.querySelectorAll('dl.facts div')]"
+            "Object.fromEntries([...document.querySelectorAll('header dl.facts div')]"
             ".map(one => [...one.children].map(part => part.innerText)))"
         )
         spent = dict(page.evaluate(SPENT))
@@ -207,9 +207,9 @@ def test_numbers_in_words_are_those_of_the_files(browser: Browser, one: tuple[Pa
     }
     phases = json.loads((run / "summary.json").read_text())["summary"]["phases"]
     for name, label in (("evaluate", "evaluation"), ("start_ray", "starting Ray"), ("data_wait", "waiting for data")):
-        text, width = spent[label]
+        share, width = spent[label]
         assert width == pytest.approx(phases[name] / phases["total"], abs=0.01)
-        assert float(text.rstrip("%")) == pytest.approx(100 * phases[name] / phases["total"], abs=0.06)
+        assert float(share.rstrip("%")) == pytest.approx(100 * phases[name] / phases["total"], abs=0.06)
     assert sum(width for _, width in spent.values()) == pytest.approx(1, abs=0.01)
     assert confusion == [["8", "1", "0"], ["2", "9", "1"], ["0", "0", "4"]]
     assert starts == [["0", "2 × CPU"], ["20", "4 × CPU"]]
