@@ -1,6 +1,6 @@
 """Run benchmark cases, and write the results to RESULTS.md.
 
-    python benchmarks/run.py cpu                      one or more groups of cases; `all` excludes gpu and against
+    python benchmarks/run.py cpu                      one or more groups of cases; `all` excludes the last four
     python benchmarks/run.py cpu --case speed         one case
     python benchmarks/run.py --list                   list the cases, with the planned minutes of each
     python benchmarks/run.py gpu --out gpu.json       on a machine with a GPU, without RESULTS.md
@@ -49,10 +49,11 @@ GROUPS = {
     "evaluation": ("Evaluation during training", ("evaluation",)),
     "classification": ("Classification", ("classification",)),
     "serving": ("Serving on a CPU", ("serving",)),
+    "pages": ("Pages", ("pages",)),
     "gpu": ("One GPU: finray's training step, and Trainer", ("gpu",)),
     "against": ("Another checkout", ("start",)),
 }
-ALL = [group for group in GROUPS if group not in ("gpu", "against", "serving")]
+ALL = [group for group in GROUPS if group not in ("gpu", "against", "serving", "pages")]
 
 
 def cases(group: str) -> list[Case]:

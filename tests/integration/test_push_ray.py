@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finray.config.adapter_files import WEIGHTS
@@ -41,11 +44,32 @@ def test_a_training_pushes_and_keeps_the_token_to_itself(plain: runs.Plain, tmp_
     assert "has read access only" in out + err
     assert not run.exists()
     hub.role = "write"
+    hub.repos["ada/poems"] = hubs.Repo(True, {"model.safetensors": b"of somebody else"})
+    code, out, err = runs.finray("train", config)
+    assert code == 2, out + err
+    assert "a model that was not pushed by finray" in out + err
+    assert not run.exists()
+    assert (hub.sent, hub.repos.pop("ada/poems").commits) == (0, [])
     # The Hub is down when the run ends: the run is finished, and the same command finishes the push.
     fault = hub.fail("POST", "validate-yaml", times=10**6, status=403, said="not now")
     env = {**hubs.environment(hub, tmp_path / "home"), "RAY_ADDRESS": None, "TMPDIR": None}
-    code, out, err = runs.cli("train", str(config), env=env)
-    assert code == 2, out + err
+    process = runs.start_cli("train", str(config), env=env)
+    commands = set[str]()
+
+    def look() -> None:
+        while process.poll() is None:
+            commands.update(" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+            time.sleep(0.3)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    out, err = process.communicate(timeout=600)
+    looking.join()
+    assert process.returncode == 2, out + err
+    # In the list of processes there were Ray's own and the workers, and no token.
+    assert any("raylet" in one for one in commands)
+    assert any("default_worker.py" in one or "ray::" in one for one in commands)
+    assert not [one for one in commands if hub.token in one]
     assert f"the run is finished, and its model is in {run / 'final'}" in out + err
     assert (run / "summary.json").is_file()
     repo = hub.repos["ada/poems"]

@@ -6,14 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
 
 from finray.records import Note
 from tests.support.browser import PATIENCE, chromium, opened, violations
-from tests.support.recorded import machine, prediction, write_evaluation, write_run
+from tests.support.recorded import answers, machine, prediction, write_evaluation, write_large, write_run
 from tests.support.runs import finray
 
 EVIL = "<script>document.title = 'stolen'</script><img src=x onerror=\"document.title = 'stolen'\">"
@@ -34,14 +33,6 @@ def report(*runs: Path, output: Path) -> Path:
     code, _, err = finray("report", *runs, "--output", output)
     assert code == 0, err
     return output
-
-
-def answers(rows: int, **changes: Any) -> list[dict[str, Any]]:
-    """Rows of which the tuned model wins two of three and loses every fifth of the others."""
-    return [
-        prediction(row, base=int(row % 3 == 0), tuned=int(row % 3 != 0 or row % 5 != 0), **changes)
-        for row in range(rows)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +153,20 @@ def test_curves_are_drawn_with_the_numbers_of_the_run(browser: Browser, one: tup
     assert min(drawn) > 200, drawn
 
 
+# Of the first score of a model: the ends of its interval and its value, as parts of the width of the scale.
+BAR = """(() => {{ const span = document.querySelector('#scores tr[data-model={}] .span');
+  const scale = span.getBoundingClientRect(), of = (x) => (x - scale.left) / scale.width;
+  const [bar, dot] = [...span.children].map((one) => one.getBoundingClientRect());
+  return [of(bar.left), of(bar.right), of((dot.left + dot.right) / 2)]; }})()"""
+# Of each part of the time: its share in words, and its width in the bar.
+SPENT = """(() => { const boxes = [...document.querySelectorAll('#time .stack i')];
+  const whole = document.querySelector('#time .stack').getBoundingClientRect().width;
+  return [...document.querySelectorAll('#time .keys > span')].map((one, at) => [
+    [...one.childNodes].find((part) => part.nodeType === 3).textContent.trim(),
+    [one.querySelector('b').innerText, boxes[at].getBoundingClientRect().width / whole],
+  ]); })()"""
+
+
 def test_numbers_in_words_are_those_of_the_files(browser: Browser, one: tuple[Path, Path]) -> None:
     run, path = one
     scores = json.loads((run / "evaluation" / "metrics.json").read_text())["models"]
@@ -171,6 +176,16 @@ def test_numbers_in_words_are_those_of_the_files(browser: Browser, one: tuple[Pa
             model: page.locator(f"#scores tr[data-model={model}] td b:not(.span b)").all_inner_texts()
             for model in scores
         }
+        ends = {
+            model: page.locator(f"#scores tr[data-model={model}] td:not(.name) .ends").all_inner_texts()
+            for model in scores
+        }
+        bars = {model: page.evaluate(BAR.format(model)) for model in scores}
+        facts = page.evaluate(
+            "Object.fromEntries([...document.querySelectorAll('header dl.facts div')]"
+            ".map(one => [...one.children].map(part => part.innerText)))"
+        )
+        spent = dict(page.evaluate(SPENT))
         table = "[...document.querySelectorAll('{} tr')].map(r => [...r.querySelectorAll('{}')].map(c => c.innerText))"
         confusion = page.evaluate(table.format("#confusion tbody", "td"))
         starts = page.evaluate(table.format("#starts tbody", "[data-key]"))
@@ -178,6 +193,23 @@ def test_numbers_in_words_are_those_of_the_files(browser: Browser, one: tuple[Pa
     for model, own in scores.items():
         value = own["exact_match"]["value"]
         assert cells[model] == [f"{100 * value:.1f}%", f"{own['loss']['value']:.4g}", f"{own['perplexity']:.4g}"]
+        low, high = own["exact_match"]["low"], own["exact_match"]["high"]
+        assert ends[model] == [
+            f"{100 * low:.1f}% to {100 * high:.1f}%",
+            f"{own['loss']['low']:.4g} to {own['loss']['high']:.4g}",
+        ]
+        # The scale of a share is all of it: where the bar begins and ends, and where the dot is.
+        assert bars[model] == pytest.approx([low, high, value], abs=0.02)
+    assert facts == {
+        **{"Model": "models/tiny", "Data": "rows.jsonl", "Method": "lora of rank 4", "Workers": "4 × CPU, fp32"},
+        **{"Trained": "0.01 M of 1.0 M parameters", "Rows": "100, 10 more held out", "Batch": "4 packs per step"},
+    }
+    phases = json.loads((run / "summary.json").read_text())["summary"]["phases"]
+    for name, label in (("evaluate", "evaluation"), ("start_ray", "starting Ray"), ("data_wait", "waiting for data")):
+        share, width = spent[label]
+        assert width == pytest.approx(phases[name] / phases["total"], abs=0.01)
+        assert float(share.rstrip("%")) == pytest.approx(100 * phases[name] / phases["total"], abs=0.06)
+    assert sum(width for _, width in spent.values()) == pytest.approx(1, abs=0.01)
     assert confusion == [["8", "1", "0"], ["2", "9", "1"], ["0", "0", "4"]]
     assert starts == [["0", "2 × CPU"], ["20", "4 × CPU"]]
     assert "step 12: look here" in text
@@ -343,23 +375,11 @@ def test_a_curve_is_hidden_by_its_name_from_the_keyboard(browser: Browser, sever
 
 
 def test_twenty_long_runs_make_a_page_that_can_be_mailed_and_answers(browser: Browser, tmp_path: Path) -> None:
-    rows = answers(5000, prompt="<|user|>" + "a question of some length, " * 30 + "<|assistant|>")
-    samples = [machine(step) for step in range(1, 10_000, 5)]
-    runs = [write_run(tmp_path / "run-00", steps=10_000, samples=samples)]
-    runs += [write_run(tmp_path / f"run-{number:02d}", steps=0) for number in range(1, 20)]
-    records = (runs[0] / "metrics.jsonl").read_bytes()
-    for run in runs[1:]:
-        (run / "metrics.jsonl").write_bytes(records)
-    for number, run in enumerate(runs[:2]):
-        said = [{"base": "I cannot say", "tuned": f"{number}: {row} said"} for row in range(5000)]
-        write_evaluation(run, [{**one, "answers": own} for one, own in zip(rows, said, strict=True)])
-    path = report(*runs, output=tmp_path / "page.html")
+    """How soon it answers is measured by `python benchmarks/run.py pages`."""
+    path = report(*write_large(tmp_path), output=tmp_path / "page.html")
     assert path.stat().st_size < 15_000_000
     with opened(browser, path) as found:
         page = found.page
-        # Shown by `pytest -rP`.
-        milliseconds = page.evaluate("[performance.getEntriesByType('navigation')[0].loadEventEnd, performance.now()]")
-        print("milliseconds until the page is there, until all is drawn:", *map(round, milliseconds))
         assert page.evaluate("document.querySelectorAll('figure.plot').length") == 14
         assert counts(page)["all"] == page.evaluate(
             "JSON.parse(document.getElementById('answers-data').textContent).sets[0].rows.length"

@@ -18,6 +18,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from tests.support import runs, served
 from tests.support.server import KEY, WAIT_S, Running, is_idle, serving
@@ -77,6 +78,33 @@ def test_base_and_adapters_answer_as_finray_generate_does_all_at_once(
         right = generated(folder, name, monkeypatch, tmp_path)
         assert [found[name, prompt] for prompt in PROMPTS] == right, name
     assert len(set(found.values())) > len(found) // 2, "models and prompts matter"
+
+
+def test_usage_log_probabilities_stop_and_seed_are_those_of_peft(server: Running, folder: Path, tokenizer: Any) -> None:
+    client, model, ids = server.client(), served.reference(folder, "two"), tokenizer(PROMPTS[0])["input_ids"]
+    asked: Any = {"model": "two", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked, logprobs=2)
+    right = served.greedy(model, ids, 24, (tokenizer.eos_token_id,))
+    text = whole.choices[0].text
+    assert text == tokenizer.decode(right, skip_special_tokens=True)
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), len(right))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, *right]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    chosen = logits[torch.arange(len(right)), right].tolist()
+    assert whole.choices[0].logprobs.token_logprobs == pytest.approx(chosen, abs=1e-4)
+    for one, line in zip(whole.choices[0].logprobs.top_logprobs, logits, strict=True):
+        # By their texts, and two parts of a character may have the same one.
+        best = zip(line.topk(2).indices.tolist(), line.topk(2).values.tolist(), strict=True)
+        assert one == pytest.approx({tokenizer.decode([token]): value for token, value in best}, abs=1e-4)
+    stop = next(text[at : at + 3] for at in range(4, len(text)) if "\ufffd" not in text[at : at + 3])
+    cut = client.completions.create(**asked, stop=[stop]).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
+    chat: Any = {"model": "two", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 12}
+    said = [client.chat.completions.create(**chat, seed=seed) for seed in (3, 3, 4)]
+    assert said[0].choices[0].message.content == said[1].choices[0].message.content
+    assert said[0].choices[0].message.content != said[2].choices[0].message.content
+    prompt = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert {one.usage.prompt_tokens for one in said} == {len(prompt)}
 
 
 def test_64_clients_stream_for_30_seconds_and_none_meets_an_error(server: Running) -> None:

@@ -205,6 +205,29 @@ def write_evaluation(run: Path, rows: Sequence[Mapping[str, Any]], *, name: str 
     return folder
 
 
+def answers(rows: int, **changes: Any) -> list[dict[str, Any]]:
+    """Rows of which the tuned model wins two of three and loses every fifth of the others."""
+    return [
+        prediction(row, base=int(row % 3 == 0), tuned=int(row % 3 != 0 or row % 5 != 0), **changes)
+        for row in range(rows)
+    ]
+
+
+def write_large(folder: Path) -> list[Path]:
+    """20 runs of 10,000 steps, two of them with answers to 5,000 rows."""
+    rows = answers(5000, prompt="<|user|>" + "a question of some length, " * 30 + "<|assistant|>")
+    samples = [machine(step) for step in range(1, 10_000, 5)]
+    runs = [write_run(folder / "run-00", steps=10_000, samples=samples)]
+    runs += [write_run(folder / f"run-{number:02d}", steps=0) for number in range(1, 20)]
+    records = (runs[0] / "metrics.jsonl").read_bytes()
+    for run in runs[1:]:
+        (run / "metrics.jsonl").write_bytes(records)
+    for number, run in enumerate(runs[:2]):
+        said = [{"base": "I cannot say", "tuned": f"{number}: {row} said"} for row in range(5000)]
+        write_evaluation(run, [{**one, "answers": own} for one, own in zip(rows, said, strict=True)])
+    return runs
+
+
 @contextmanager
 def at_work(run: Path) -> Iterator[None]:
     """As if a `finray train` worked on a run."""

@@ -96,15 +96,15 @@ def _serve(
             logging_config=logs,
         )
         application = deployment(ray_serve.ingress()(Replica)).bind(settings)
-        handle = ray_serve.run(application, name=_APP, route_prefix="/")
-        signals.take_back()
-        state = handle.state.remote().result()
-        if state["error"] is not None:
-            raise from_dict(state["error"])
-        for line in state["notes"]:
-            notify(line)
-        ready(state["names"])
         try:
+            handle = ray_serve.run(application, name=_APP, route_prefix="/")
+            signals.take_back()
+            state = handle.state.remote().result()
+            if state["error"] is not None:
+                raise from_dict(state["error"])
+            for line in state["notes"]:
+                notify(line)
+            ready(state["names"])
             while True:
                 time.sleep(_POLL_S)
                 status = ray_serve.status().applications[_APP]
@@ -112,13 +112,7 @@ def _serve(
                     why = status.message.strip().splitlines() or ["no reason was given"]
                     raise ClusterError(f"the model no longer answers: {why[-1][:300]}", repair="start the server again")
         except signals.Interrupted:
-            notify(f"stopping: running answers have {grace:g} s to finish; a second signal stops them")
-            try:
-                is_done = handle.drain.remote(grace).result(timeout_s=grace + _SLACK_S)
-            except TimeoutError:
-                is_done = False
-            if not is_done:
-                notify("some answers did not finish in that time")
+            _drain(ray_serve, grace, notify)
             raise
     except FinrayError:
         raise
@@ -131,6 +125,20 @@ def _serve(
     finally:
         # Ray's processes end with their Ray.
         signals.take_back()
+
+
+def _drain(ray_serve: Any, grace: float, notify: Callable[[str], None]) -> None:
+    """Let running answers end. The model may answer some time before :func:`ray.serve.run` has returned."""
+    found = ray_serve.status().applications.get(_APP)
+    if found is None or not any(one.replica_states.get("RUNNING") for one in found.deployments.values()):
+        return
+    notify(f"stopping: running answers have {grace:g} s to finish; a second signal stops them")
+    try:
+        is_done = ray_serve.get_app_handle(_APP).drain.remote(grace).result(timeout_s=grace + _SLACK_S)
+    except TimeoutError:
+        is_done = False
+    if not is_done:
+        notify("some answers did not finish in that time")
 
 
 def actor_options(resources: Mapping[str, float], engine: str, found: Found) -> dict[str, int]:
@@ -181,7 +189,7 @@ class Replica:
 
     async def drain(self, grace: float) -> bool:
         """See :meth:`finray.serving.server.Server.drain`."""
-        return bool(await self._server.drain(grace))
+        return self._server is None or bool(await self._server.drain(grace))
 
 
 def require_packages() -> None:

@@ -134,6 +134,10 @@ def find(settings: Settings) -> Found:
             where="--adapter",
             repair="start a separate server for each classifier",
         )
+    if is_classifier and settings.engine == "vllm":
+        raise ConfigError(
+            "vLLM does not run classifiers", where="--engine vllm", repair="leave out --engine, or use transformers"
+        )
     if not is_classifier:
         Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))))
     names, adapters = {name, BASE}, list[tuple[str, Artifact]]()

@@ -110,3 +110,15 @@ def test_the_versions_of_formats_are_those_that_are_written() -> None:
 def test_every_page_of_the_guide_is_in_the_table_of_pages() -> None:
     listed = set(re.findall(r"\]\(guide/([a-z-]+\.md)\)", (GUIDE.parent / "index.md").read_text(encoding="utf-8")))
     assert listed == {page.name for page in GUIDE.glob("*.md")}
+
+
+def test_the_quickstart_ends_with_a_report_and_every_picture_of_the_pages_is_there() -> None:
+    root = GUIDE.parents[1]
+    recipe = (root / "Makefile").read_text(encoding="utf-8").partition("\nquickstart:")[2].partition("\n\n")[0]
+    assert re.findall(r"^\t\$\(BIN\)/(finray \w+)", recipe, re.MULTILINE)[-1] == "finray report"
+    shown = {}
+    for page in (root / "README.md", *GUIDE.parent.rglob("*.md")):
+        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            shown[page.name, name] = (page.parent / name).read_bytes()
+    assert all(content.startswith(b"\x89PNG") for content in shown.values())
+    assert ("README.md", "docs/guide/images/report.png") in shown

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from io import StringIO
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from finray.reporting.listing import Follower, age, latest, size, watch
 from finray.results import PlainConsole
 from finray.tracking.console import RunView
 from tests.support.recorded import at_work, header, prediction, train, write_evaluation, write_run
-from tests.support.runs import finray
+from tests.support.runs import finray, start_cli
 
 
 def test_runs_are_listed_the_last_one_first(tmp_path: Path) -> None:
@@ -40,7 +42,10 @@ def test_runs_are_listed_the_last_one_first(tmp_path: Path) -> None:
     shown = finray("runs", tmp_path)[1]
     assert shown == finray("runs", "list", tmp_path)[1]
     assert shown.index("new") < shown.index("old")
-    assert "40/40" in shown
+    (line,) = (one for one in shown.splitlines() if "old" in one)
+    for part in ("finished", "40/40", f"eval loss {second['best']:.4g}", f"{second['bytes'] / 1024:,.1f} KiB"):
+        assert part in line
+    assert re.search(r" \d{4,}d ago", line)
 
 
 def test_runs_stand_in_the_directory_runs_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +177,27 @@ def test_a_run_is_watched_until_it_ends(tmp_path: Path) -> None:
     assert "model      models/tiny" in text
     assert "step 40/40" in text
     assert (found.run.state, found.run.step) == ("stopped", 40)
+
+
+def test_a_run_is_followed_live_by_a_command_in_another_shell(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=2, finished=False)
+    with at_work(path):
+        process = start_cli("watch", str(path))
+        assert process.stdout is not None
+        # What is not said ends the test.
+        patience = threading.Timer(120, process.kill)
+        patience.start()
+        lines = iter(process.stdout.readline, "")
+        assert any("step 1/40" in one for one in lines)
+        with (path / "metrics.jsonl").open("a") as stream:
+            stream.write(line(40))
+        assert any("step 40/40" in one for one in lines)
+        # It goes on for as long as somebody works on the run.
+        assert process.poll() is None
+    out, err = process.communicate(timeout=300)
+    patience.cancel()
+    assert (process.returncode, err) == (0, "")
+    assert "run: stopped at step 40 of 40" in out
 
 
 def test_who_comes_late_is_shown_the_last_steps() -> None:

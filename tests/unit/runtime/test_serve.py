@@ -1,7 +1,8 @@
-"""What `finray serve` asks of Ray for the process of the models, with a stand-in for Ray and for Ray Serve."""
+"""What `finray serve` asks of Ray, and how it ends, with a stand-in for Ray and for Ray Serve."""
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from finray.errors import ClusterError
 from finray.evaluation import engines
 from finray.models.artifacts import Artifact
 from finray.runtime import serve as module
+from finray.runtime.signals import Interrupted
 from finray.serving.models import Found, Settings
 
 
@@ -51,3 +53,42 @@ def test_vllm_gets_all_gpus_of_the_machine_and_another_engine_one(
     with pytest.raises(Asked):
         module._serve(stand_in, Settings("m", engine=engine), found, host="127.0.0.1", port=1, grace=1, **quiet)
     assert asked == {"num_cpus": 12, "num_gpus": expected}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "drained"),
+    [
+        # It answers requests already, although the command waits for Ray Serve to say so.
+        ({"RUNNING": 1}, [7.0]),
+        # It still loads the model.
+        ({"STARTING": 1}, []),
+        (None, []),
+    ],
+)
+def test_a_signal_during_the_start_lets_answers_end_where_there_may_be_any(
+    monkeypatch: pytest.MonkeyPatch, replicas: dict[str, int] | None, drained: list[float]
+) -> None:
+    import ray.serve
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise Interrupted(signal.SIGTERM)
+
+    found: list[float] = []
+    drain = SimpleNamespace(remote=lambda grace: SimpleNamespace(result=lambda timeout_s: found.append(grace) is None))
+    deployments = {"models": SimpleNamespace(replica_states=replicas)}
+    applications = {} if replicas is None else {"finray": SimpleNamespace(deployments=deployments)}
+    monkeypatch.setattr(ray.serve, "start", lambda **_: None)
+    monkeypatch.setattr(ray.serve, "ingress", lambda: lambda kind: kind)
+    bound = SimpleNamespace(bind=lambda settings: None)
+    monkeypatch.setattr(ray.serve, "deployment", lambda **_: lambda kind: bound)
+    monkeypatch.setattr(ray.serve, "run", interrupted)
+    monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications=applications))
+    monkeypatch.setattr(ray.serve, "get_app_handle", lambda name: SimpleNamespace(drain=drain))
+    stand_in = SimpleNamespace(cluster_resources=lambda: {"CPU": 1.0}, exceptions=ray.exceptions)
+    lines: list[str] = []
+    options: dict[str, Any] = {"notify": lines.append, "ready": pytest.fail}
+    model = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    with pytest.raises(Interrupted):
+        module._serve(stand_in, Settings("m"), model, host="127.0.0.1", port=1, grace=7.0, **options)
+    assert found == drained
+    assert ["stopping: running answers have 7 s" in line for line in lines] == [True] * len(drained)

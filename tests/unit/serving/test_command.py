@@ -10,6 +10,7 @@ import pytest
 
 from finray.runtime import cluster
 from tests.support import served, tiny
+from tests.support.labelled import bert_tokenizer, save_classifier
 from tests.support.runs import finray
 
 
@@ -65,6 +66,29 @@ def test_what_cannot_be_served_is_said_before_anything_is_started(
     assert (code, out) == (2, ""), err
     assert said in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--adapter", "more=one"), "a classifier cannot be served with adapters"),
+        (("--engine", "vllm"), "vLLM does not run classifiers"),
+        # The negative control.
+        (("--engine", "auto"), "Ray is started"),
+    ],
+)
+def test_what_a_classifier_cannot_be_served_with_is_said(
+    words: tuple[str, ...], said: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = save_classifier("bert", tmp_path, bert_tokenizer())
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("finray.evaluation.engines.vllm.find_spec", lambda name: name)
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    code, out, err = finray("serve", adapter, *words, "--port", port)
+    assert (code, out) == (1 if said == "Ray is started" else 2, "")
+    assert said in err
 
 
 def test_a_port_in_use_is_said_before_the_model_is_looked_at(folder: Path) -> None:

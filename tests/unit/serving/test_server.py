@@ -116,6 +116,19 @@ def test_only_who_has_the_key_is_answered(folder: Path, monkeypatch: pytest.Monk
         assert [one["id"] for one in answer.json()["data"]] == ["mine"]
 
 
+def test_a_server_that_stops_is_not_ready_and_refuses_what_is_new(folder: Path) -> None:
+    server = Server(Settings(str(folder / "base"), dtype="fp32"), lambda line: None)
+    ask = {"model": "base", "prompt": "the cat", "max_tokens": 2}
+    with TestClient(server.app()) as client:
+        assert client.get("/ready").status_code == client.post("/v1/completions", json=ask).status_code == 200
+        assert client.portal is not None
+        assert client.portal.call(server.drain, 60)
+        assert (client.get("/ready").status_code, client.get("/ready").json()) == (503, {"status": "stopping"})
+        refused = client.post("/v1/completions", json=ask)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+    assert "shutting down" in told(refused)
+
+
 @pytest.mark.parametrize(
     ("template", "rows", "why"),
     [
