@@ -148,7 +148,9 @@ def test_one_config_trains_on_one_machine_and_on_three(
         runs.write_config(runs.changed(plain, own), bed.shared / f"{strategy}.yaml")
         done = head.finray("train", bed.shared / f"{strategy}.yaml", timeout=500)
         assert done.code == 0, done.out + done.err
-        assert {one["host"] for one in runs.read_workers(output / "run")} == {"h1", "h2", "h3"}
+        workers = runs.read_workers(output / "run")
+        assert {one["host"] for one in workers} == {"h1", "h2", "h3"}
+        assert [(one["rank"], one["node_rank"], one["local_rank"]) for one in workers] == [(n, n, 0) for n in range(3)]
         runs.assert_same_curve(output / "run", bed.shared / "alone" / "run", rel=1e-5)
 
 
@@ -175,9 +177,13 @@ def test_a_submitted_run_has_its_code_on_all_machines(
     cluster[0].write("/tmp/home/code/mine/task.py", TASK.encode())
     done = cluster[0].finray("submit", bed.shared / "submitted" / "run.yaml", "--code", "code", timeout=500)
     assert done.code == 0, done.out + done.err
-    logs = bed.shared / "submitted" / "run" / "logs"
-    said = {line for file in logs.glob("rank-*.log") for line in file.read_text().splitlines()}
-    assert {f"the task is on {host.name}" for host in cluster} <= said
+    run_dir = bed.shared / "submitted" / "run"
+    # Each rank is where the run says that it is.
+    workers = runs.read_workers(run_dir)
+    assert {one["host"] for one in workers} == {host.name for host in cluster}
+    for one in workers:
+        said = (run_dir / "logs" / f"rank-{one['rank']:05d}.log").read_text().splitlines()
+        assert f"the task is on {one['host']}" in said
 
 
 def test_replicas_on_three_machines_answer_as_one_does(

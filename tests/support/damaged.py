@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import pytest
 from hypothesis import strategies as st
 
 from finray.checkpoint import CheckpointStore
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.remote import RemoteStore
+from finray.checkpoint.store import directory_name
+from tests.support.s3 import Bucket
 
 # Of any file: what is drawn must not depend on its size, which may be another at the next example.
 _PLACES = st.integers(0, 2**40)
@@ -86,3 +91,33 @@ def check_that_all_damage_is_named(run_dir: Path) -> list[str]:
     # Negative control: as they were, the newest is used, and nothing said.
     assert CheckpointStore(run_dir).latest(pytest.fail) is not None
     return names
+
+
+def check_that_all_damage_behind_a_url_is_named(objects: Objects, bucket: Bucket, copy: Path) -> list[str]:
+    """The same of a run in a bucket, read by somebody who has no file of the checkpoint but those that are whole."""
+
+    def latest(warn: Callable[[str], None]) -> int:
+        found = RemoteStore(copy, objects).latest(warn)
+        assert found is not None
+        return found.step
+
+    places = RemoteStore(copy, objects).places()
+    *_, before, newest = sorted(places)
+    prefix = objects.url.removeprefix(bucket.url())
+    files, older = (bucket.content(f"{prefix}/{places[step]}/") for step in (newest, before))
+    # Negative control: as they are, the newest is used, and nothing said.
+    assert latest(pytest.fail) == newest
+    for name, content in sorted(files.items()):
+        key = f"{prefix}/{places[newest]}/{name}"
+        for kind, damaged in damages(content, older.get(name)).items():
+            if damaged is None:
+                bucket.delete(key)
+            else:
+                bucket.put(key, damaged)
+            (copy / directory_name(newest) / name).unlink(missing_ok=True)
+            said: list[str] = []
+            assert (latest(said.append), len(said)) == (before, 1), (name, kind)
+            assert objects.at(f"{places[newest]}/{name}") in said[0], (kind, said)
+        bucket.put(key, content)
+    assert latest(pytest.fail) == newest
+    return [*files]
