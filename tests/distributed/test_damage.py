@@ -29,10 +29,8 @@ SECOND = "training_state/optimizer-00002-of-00002.safetensors"
 # Each kind, and the files that its ranks wrote beside the moments.
 WEIGHTS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
 KINDS: dict[str, tuple[Plain, set[str]]] = {
-    "ddp": (FULL, WEIGHTS),
     "fsdp": (FULL | FSDP, WEIGHTS),
     "fsdp-adapter": (FSDP, {"adapter_model.safetensors"}),
-    "zero-1": (FULL | ZERO | {"parallel.zero_stage": 1}, WEIGHTS),
     "zero-2-adapter": (ZERO | {"parallel.zero_stage": 2}, {"adapter_model.safetensors"}),
     "zero-3": (FULL | ZERO | {"parallel.zero_stage": 3}, WEIGHTS),
 }
@@ -72,8 +70,8 @@ def test_damage_of_any_file_of_any_rank_on_disk_is_named_and_the_checkpoint_befo
 ) -> None:
     names = {*damaged.check_that_all_damage_is_named(done[kind])}
     assert {SECOND, "manifest.json", *KINDS[kind][1]} <= names
-    library = {one for one in names if one.startswith("deepspeed/")}
-    assert len([one for one in library if "_rank_1_" in one]) == (kind.startswith("zero"))
+    # What DeepSpeed itself writes, for others.
+    assert any(one.startswith("deepspeed/") and "_rank_1_" in one for one in names) == kind.startswith("zero")
 
 
 @pytest.mark.parametrize("kind", KINDS)
