@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import damaged, runs
+from tests.support import runs
 from tests.support.group import run_group
 from tests.support.runs import Plain, changed
 
@@ -62,9 +62,6 @@ def test_a_resume_is_exact_to_the_bit(tmp_path: Path, plain: Plain) -> None:
     run_group(one, tmp_path / "undisturbed", world_size=2)
     run_group(one, runs.cut(tmp_path / "undisturbed", tmp_path / "resumed"), world_size=2)
     assert runs.trace(tmp_path / "resumed") == runs.trace(tmp_path / "undisturbed")
-    # And the files that two ranks wrote are all looked at before such a resume.
-    names = damaged.check_that_all_damage_is_named(tmp_path / "undisturbed")
-    assert sum("-of-00002" in one for one in names) >= 2, names
 
 
 def test_an_8_bit_state_of_one_process_goes_on_in_two(tmp_path: Path, plain: Plain) -> None:

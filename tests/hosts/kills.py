@@ -62,6 +62,12 @@ LOST_AT_MOST = {
     "head": EVERY,
 }
 KINDS = tuple(LOST_AT_MOST)
+# How a run may be spread over its workers: with all but the first, each holds a share of the weights.
+STRATEGIES: dict[str, Plain] = {
+    "DDP": {"parallel.strategy": "ddp"},
+    "FSDP2": {"parallel.strategy": "fsdp"},
+    "ZeRO-3": {"parallel.strategy": "deepspeed", "parallel.zero_stage": 3},
+}
 
 
 class RayHosts:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tests.hosts import kills
-from tests.support import forks, hosts, tiny
+from tests.support import forks, hosts, runs, tiny
 
 
 def main() -> None:
@@ -24,10 +24,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--kinds", nargs="*", default=[*kills.LOST_AT_MOST])
+    parser.add_argument("--strategy", choices=kills.STRATEGIES, default="DDP")
     given = parser.parse_args()
     if (why := hosts.missing()) is not None:
         sys.exit(why)
-    print(f"seed {given.seed}", flush=True)
+    print(f"seed {given.seed}, {given.strategy}", flush=True)
     chance = random.Random(given.seed)
     kinds = [given.kinds[number % len(given.kinds)] for number in range(given.kills)]
     planned, steps = kills.plan(kinds, chance), kills.steps_for(len(kinds))
@@ -35,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (shared := folder / "shared").mkdir()
-        plain = kills.small_run(shared, tiny.train_tokenizer())
+        plain = runs.changed(kills.small_run(shared, tiny.train_tokenizer()), kills.STRATEGIES[given.strategy])
         with hosts.bed(shared) as bed, forks.server(shared):
             run = kills.victim(kills.RayHosts(bed, workers=3), plain, shared / "kills", {}, steps=steps)
             try:

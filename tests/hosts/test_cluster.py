@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support import hosts, runs, tiny
+from tests.support import gated, hosts, runs, tiny
 
 TOKEN = "/tmp/home/.ray/auth_token"
 # What a small node needs; the rest is as a user has it.
@@ -70,6 +72,8 @@ def test_the_status_says_what_the_nodes_are(cluster: list[hosts.Host]) -> None:
     assert "this machine is already the head of a cluster" in again.out + again.err
 
 
+# docs/guide/cluster.md has them.
+NAMED = {*range(6379, 6385), *range(11000, 12000)}
 PROBE = """
 import json, sys, urllib.error, urllib.request
 import grpc
@@ -99,25 +103,36 @@ print(json.dumps(found))
 """
 
 
-def test_every_socket_is_on_loopback_or_refuses_without_the_token(cluster: list[hosts.Host]) -> None:
-    asked: list[Any] = []
-    for host in cluster:
-        open_to_all = set()
-        for line in host.check("ss", "-Hltn").splitlines():
-            address, _, port = line.split()[3].rpartition(":")
-            if not address.startswith("127."):
-                open_to_all.add(int(port))
-        named = {*range(6379, 6385), *range(11000, 12000)}
-        assert open_to_all <= named, f"{host.name} listens where nobody said"
-        assert open_to_all >= {6380, 6381, 6382, 6383, 6384}
-        asked += [[host.ip, port, [None, "0" * 64]] for port in sorted(open_to_all)]
-    # The negative control: with the token, the same questions are answered.
+def open_to_all(host: hosts.Host) -> dict[int, str]:
+    """The ports on which a host listens, but for loopback, and the command of whoever does so."""
+    found = {}
+    for line in host.check("ss", "-Hltnp").splitlines():
+        address, _, port = line.split()[3].rpartition(":")
+        if not address.startswith("127."):
+            named = re.search(r"pid=(\d+)", line)
+            command = host.read(f"/proc/{named[1]}/cmdline") if named else b""
+            found[int(port)] = command.replace(b"\0", b" ").decode()
+    return found
+
+
+def require_refused(cluster: list[hosts.Host], ports: dict[str, set[int]]) -> None:
+    """See that ports, by host, refuse whoever has no token or another one."""
     right = cluster[0].read(TOKEN).decode()
+    asked: list[Any] = [[host.ip, port, [None, "0" * 64]] for host in cluster for port in sorted(ports[host.name])]
+    # The negative control: with the token, the same questions are answered.
     asked += [[cluster[0].ip, port, [right]] for port in (6379, 6380, 6384)]
     answers = json.loads(cluster[1].check(sys.executable, "-c", PROBE, json.dumps(asked)))
     refused = {"401", "403", "UNAUTHENTICATED"}
     assert [one for one in answers if one[2] != right and one[3] not in refused] == []
     assert [one for one in answers if one[2] == right and one[3] in refused] == []
+
+
+def test_every_socket_is_on_loopback_or_refuses_without_the_token(cluster: list[hosts.Host]) -> None:
+    ports = {host.name: set(open_to_all(host)) for host in cluster}
+    for name, found in ports.items():
+        assert found <= NAMED, f"{name} listens where nobody said"
+        assert found >= {6380, 6381, 6382, 6383, 6384}
+    require_refused(cluster, ports)
 
 
 def test_the_doctor_asks_all_nodes(cluster: list[hosts.Host], bed: hosts.Bed) -> None:
@@ -148,8 +163,34 @@ def test_one_config_trains_on_one_machine_and_on_three(
         runs.write_config(runs.changed(plain, own), bed.shared / f"{strategy}.yaml")
         done = head.finray("train", bed.shared / f"{strategy}.yaml", timeout=500)
         assert done.code == 0, done.out + done.err
-        assert {one["host"] for one in runs.read_workers(output / "run")} == {"h1", "h2", "h3"}
+        workers = runs.read_workers(output / "run")
+        assert {one["host"] for one in workers} == {"h1", "h2", "h3"}
+        assert [(one["rank"], one["node_rank"], one["local_rank"]) for one in workers] == [(n, n, 0) for n in range(3)]
         runs.assert_same_curve(output / "run", bed.shared / "alone" / "run", rel=1e-5)
+
+
+def test_a_run_opens_nothing_but_torchs_sockets_and_the_one_of_its_records(
+    cluster: list[hosts.Host], bed: hosts.Bed, tokenizer: object
+) -> None:
+    """torch's cannot ask for a token. The one of the records does: tests/unit/runtime/test_progress.py."""
+    head, output = cluster[0], bed.shared / "open"
+    tiny.save_model("llama", bed.shared / "open-model", tokenizer)
+    own: runs.Plain = {"cluster.address": f"{head.ip}:6379", "cluster.num_workers": 3, "train.max_steps": 2}
+    plain = runs.tiny_run(bed.shared / "open-model", tiny.write_chat_rows(bed.shared, 24), output, own)
+    config = runs.write_config(gated.gated(plain, output), bed.shared / "open.yaml")
+    gated.allow(output, 1)
+    training = head.start_finray("train", config, cwd=hosts.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    hosts.wait_until(lambda: training.poll() is not None or runs.values(output / "run", "step"), "a step", timeout=300)
+    assert training.poll() is None
+    found = {host.name: open_to_all(host) for host in cluster}
+    others = {name: [who for port, who in ports.items() if port not in NAMED] for name, ports in found.items()}
+    require_refused(cluster, {name: NAMED & set(ports) for name, ports in found.items()})
+    gated.allow(output, 2)
+    assert training.wait(300) == 0
+    print(others)
+    assert [one for one in others["h1"] if "RayTrainWorker" not in one and "finray train" not in one] == []
+    assert [one for name in ("h2", "h3") for one in others[name] if "RayTrainWorker" not in one] == []
+    assert any("RayTrainWorker" in one for ports in others.values() for one in ports)
 
 
 TASK = """
@@ -175,9 +216,13 @@ def test_a_submitted_run_has_its_code_on_all_machines(
     cluster[0].write("/tmp/home/code/mine/task.py", TASK.encode())
     done = cluster[0].finray("submit", bed.shared / "submitted" / "run.yaml", "--code", "code", timeout=500)
     assert done.code == 0, done.out + done.err
-    logs = bed.shared / "submitted" / "run" / "logs"
-    said = {line for file in logs.glob("rank-*.log") for line in file.read_text().splitlines()}
-    assert {f"the task is on {host.name}" for host in cluster} <= said
+    run_dir = bed.shared / "submitted" / "run"
+    # Each rank is where the run says that it is.
+    workers = runs.read_workers(run_dir)
+    assert {one["host"] for one in workers} == {host.name for host in cluster}
+    for one in workers:
+        said = (run_dir / "logs" / f"rank-{one['rank']:05d}.log").read_text().splitlines()
+        assert f"the task is on {one['host']}" in said
 
 
 def test_replicas_on_three_machines_answer_as_one_does(

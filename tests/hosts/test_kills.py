@@ -16,17 +16,13 @@ from tests.support import forks, hosts, runs
 SEED = int(os.environ.get("FINRAY_TEST_SEED", "1"))
 # How often each thing is done.
 TIMES = int(os.environ.get("FINRAY_TEST_TIMES", "3"))
-STEPS = kills.steps_for(len(kills.KINDS))
+# Of kills.STRATEGIES, with blanks between them.
+STRATEGIES = os.environ.get("FINRAY_TEST_STRATEGIES", " ".join(kills.STRATEGIES)).split()
 
 
 @pytest.fixture(scope="module")
 def plain(bed: hosts.Bed, tokenizer: Any) -> runs.Plain:
     return kills.small_run(bed.shared, tokenizer)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(plain: runs.Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return kills.undisturbed(plain, tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +33,26 @@ def cluster(bed: hosts.Bed) -> Iterator[kills.RayHosts]:
 
 @pytest.mark.parametrize("number", range(TIMES))
 def test_whatever_is_killed_the_steps_since_the_last_checkpoint_are_lost_and_nothing_else(
-    bed: hosts.Bed, cluster: kills.RayHosts, plain: runs.Plain, undisturbed: Path, number: int
+    bed: hosts.Bed, cluster: kills.RayHosts, plain: runs.Plain, tmp_path: Path, number: int
 ) -> None:
-    """Each kind once in a run, in a random order; at each, how much is lost is looked at."""
+    """Each kind once, in a random order, in a run under each strategy; at each, how much is lost is looked at.
+
+    With as many numbers as strategies, each kind is once done under each.
+    """
     print(f"seed {SEED + number} (FINRAY_TEST_SEED={SEED})")
-    chance = random.Random(SEED + number)
-    run = kills.victim(cluster, plain, bed.shared / f"kills-{number}", {}, steps=STEPS)
-    kills.disturb(run, kills.plan(kills.KINDS, chance), chance)
+    chance, found = random.Random(SEED + number), list[kills.Kill]()
+    for index, strategy in enumerate(STRATEGIES):
+        own = runs.changed(plain, kills.STRATEGIES[strategy])
+        kinds = [kind for at, kind in enumerate(kills.KINDS) if (at + SEED + number - index) % len(STRATEGIES) == 0]
+        print(f"{strategy}: {', '.join(kinds)}")
+        steps = kills.steps_for(len(kinds))
+        run = kills.victim(cluster, own, bed.shared / f"kills-{number}-{strategy}", {}, steps=steps)
+        kills.disturb(run, kills.plan(kinds, chance), chance)
+        kills.require_same(run.run_dir, kills.undisturbed(own, tmp_path / strategy, steps=steps))
+        found += run.kills
+    assert sorted(one.kind for one in found) == sorted(kills.KINDS)
     # Now and then it was less than to the last checkpoint on storage: the memory of the cluster was used.
-    assert any(one.again > one.stored for one in run.kills)
-    kills.require_same(run.run_dir, undisturbed)
+    assert any(one.again > one.stored for one in found)
 
 
 def test_a_host_that_comes_back_and_still_writes_changes_nothing(

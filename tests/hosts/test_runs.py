@@ -18,17 +18,12 @@ from tests.support import forks, hosts, runs, s3, tiny
 
 OWN_MODEL = "/tmp/model"
 SECRETS = {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "MLFLOW_TRACKING_PASSWORD": "hunter2-planted"}
-STRATEGIES: dict[str, runs.Plain] = {
-    "DDP": {"parallel.strategy": "ddp"},
-    "FSDP2": {"parallel.strategy": "fsdp"},
-    "ZeRO-3": {"parallel.strategy": "deepspeed", "parallel.zero_stage": 3},
-}
 
 
 @pytest.fixture(scope="module")
 def cluster(bed: hosts.Bed, hosts_s3: s3.Server) -> Iterator[kills.RayHosts]:
     with forks.server(bed.shared):
-        yield kills.RayHosts(bed, workers=3)
+        yield kills.RayHosts(bed, workers=3, cpus=2)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,7 @@ def plain(bed: hosts.Bed, cluster: kills.RayHosts, tokenizer: object) -> runs.Pl
     tiny.save_model("llama", bed.shared / "model", tokenizer)
     rows = tiny.write_chat_rows(bed.shared, 24)
     changes = {"train.max_steps": 4, "train.global_batch_size": 6, "checkpoint.every_steps": 2}
-    placed = {"cluster.address": cluster.address, "cluster.num_workers": 3}
+    placed = {"cluster.address": cluster.address, "cluster.num_workers": 3, "cluster.cpus_per_worker": 2}
     return runs.tiny_run(bed.shared / "model", rows, bed.shared / "unused", changes | placed)
 
 
@@ -85,7 +80,9 @@ def test_three_hosts_have_the_curve_of_one_machine(
     """With S3 the hosts share nothing else. (DDP and FSDP2 on a shared disk: test_cluster.)"""
     bucket, shared = hosts_s3.bucket(), bed.shared / strategy
     output = bucket.url("runs") if storage == "S3" else str(shared)
-    changed = runs.changed(unshared if storage == "S3" else plain, STRATEGIES[strategy], {"run.output_dir": output})
+    changed = runs.changed(
+        unshared if storage == "S3" else plain, kills.STRATEGIES[strategy], {"run.output_dir": output}
+    )
     assert (str(bed.shared) in yaml.safe_dump(changed)) == (storage == "disk")
     cluster.head.write("/tmp/run.yaml", yaml.safe_dump(changed).encode())
     done = cluster.head.finray("train", "/tmp/run.yaml", timeout=500, env=SECRETS)
@@ -100,6 +97,28 @@ def test_three_hosts_have_the_curve_of_one_machine(
     assert sorted(one.rpartition(" on ")[2] for one in ranks) == ["h2", "h3", "h4"]
     runs.assert_same_curve(run_dir, alone, rel=1e-5)
     require_no_secret(cluster, bed, bucket, done.out + done.err)
+
+
+def test_ranks_of_one_host_follow_each_other_so_that_shards_stay_within_it(
+    cluster: kills.RayHosts, bed: hosts.Bed, plain: runs.Plain, alone: Path
+) -> None:
+    """Two hosts with two workers each, and the weights sharded over two ranks: only gradients go between hosts."""
+    changes = {"cluster.num_workers": 4, "cluster.cpus_per_worker": 1, "parallel.shard_size": 2}
+    changed = runs.changed(plain, kills.STRATEGIES["FSDP2"], changes, {"run.output_dir": str(bed.shared / "hybrid")})
+    done = cluster.head.finray("train", runs.write_config(changed, bed.shared / "hybrid.yaml"), timeout=500)
+    assert done.code == 0, done.out + done.err
+    run_dir = bed.shared / "hybrid" / "run"
+    workers = runs.read_workers(run_dir)
+    assert [one["rank"] for one in workers] == [0, 1, 2, 3]
+    assert [(one["node_rank"], one["local_rank"]) for one in workers] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    first, _, second, _ = (one["host"] for one in workers)
+    assert first != second
+    assert [one["host"] for one in workers] == [first, first, second, second]
+    assert [one.rpartition(" on ")[2] for one in read_starts(run_dir)[-1].header.workers] == [
+        *(first,) * 2,
+        *(second,) * 2,
+    ]
+    runs.assert_same_curve(run_dir, alone, rel=1e-5)
 
 
 class Crashing(CausalLM):

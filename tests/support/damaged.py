@@ -5,13 +5,19 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
 
-from finray.checkpoint import CheckpointStore
+from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.remote import RemoteStore
+from finray.checkpoint.store import directory_name
+from tests.support.s3 import Bucket
 
 # Of any file: what is drawn must not depend on its size, which may be another at the next example.
 _PLACES = st.integers(0, 2**40)
@@ -86,3 +92,38 @@ def check_that_all_damage_is_named(run_dir: Path) -> list[str]:
     # Negative control: as they were, the newest is used, and nothing said.
     assert CheckpointStore(run_dir).latest(pytest.fail) is not None
     return names
+
+
+def check_that_all_damage_behind_a_url_is_named(objects: Objects, bucket: Bucket, copy: Path) -> list[str]:
+    """The same of a run in a bucket, read by somebody who has no file of the checkpoint but those that are whole."""
+    store = RemoteStore(copy, objects)
+    places = store.places()
+    *_, before, newest = sorted(places)
+    prefix = objects.url.removeprefix(bucket.url())
+    files, older = (bucket.content(f"{prefix}/{places[step]}/") for step in (newest, before))
+
+    def latest(store: RemoteStore, warn: Callable[[str], None]) -> int:
+        found = store.latest(warn)
+        assert found is not None
+        return found.step
+
+    # Negative control: as they are, the newest is used, and nothing said.
+    assert latest(store, pytest.fail) == newest
+    # What is fetched a second time, as it may have changed on the way, is the same here.
+    with mock.patch("finray.checkpoint.objects._OTHERS", 1):
+        for name, content in sorted(files.items()):
+            key = f"{prefix}/{places[newest]}/{name}"
+            for kind, damaged in damages(content, older.get(name)).items():
+                if damaged is None:
+                    bucket.delete(key)
+                else:
+                    bucket.put(key, damaged)
+                (copy / directory_name(newest) / name).unlink(missing_ok=True)
+                said: list[str] = []
+                # A store reads a manifest once.
+                reader = RemoteStore(copy, objects) if name == manifest.NAME else store
+                assert (latest(reader, said.append), len(said)) == (before, 1), (name, kind)
+                assert objects.at(f"{places[newest]}/{name}") in said[0], (kind, said)
+            bucket.put(key, content)
+    assert latest(RemoteStore(copy, objects), pytest.fail) == newest
+    return [*files]

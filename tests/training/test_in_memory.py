@@ -16,7 +16,7 @@ from finray.parallel.ddp import DDPStrategy
 from finray.records import Note, Record, TrainRecord
 from finray.runtime.keepers import STEPS, Keeper
 from finray.training import memory as memories
-from finray.training.memory import Part, newest_whole
+from finray.training.memory import Part, whole
 from tests.support import damaged, runs
 
 
@@ -123,7 +123,9 @@ def test_what_is_stored_is_taken_where_it_is_newer(plain: runs.Plain, tmp_path: 
     assert runs.assemble_alone(plain, tmp_path / "run", memory=memory).loop.state.step == 4
 
 
-def test_damage_of_any_file_in_memory_is_named_and_what_is_stored_is_used(plain: runs.Plain, tmp_path: Path) -> None:
+def test_damage_of_any_file_in_memory_is_named_and_the_checkpoint_before_is_used(
+    plain: runs.Plain, tmp_path: Path
+) -> None:
     memory = Kept()
     killed_at(plain, tmp_path / "run", 7, memory)
     older, newest = (held[1] for held in memory.held.values())
@@ -148,6 +150,14 @@ def test_damage_of_any_file_in_memory_is_named_and_what_is_stored_is_used(plain:
     assert found is not None
     assert found.step == 6
     shutil.rmtree(found.path)
+    # Where nothing newer is stored, the one before in memory is used.
+    content, newest["adapter_model.safetensors"] = newest["adapter_model.safetensors"], b""
+    warnings: list[str] = []
+    found = memories.fetch_newest(memory, strategy, tmp_path / "elsewhere", after=0, warn=warnings.append)
+    assert found is not None
+    assert (found.step, len(warnings)) == (2, 1)
+    shutil.rmtree(found.path)
+    newest["adapter_model.safetensors"] = content
     # A part that nobody has any more.
     told: list[Record] = []
     memory.get = lambda part: None  # type: ignore[method-assign]
@@ -174,12 +184,14 @@ def part(step: int, rank: int, *, attempt: str = "a", world_size: int = 2) -> Pa
 
 
 def test_parts_of_all_ranks_of_one_attempt_make_a_checkpoint() -> None:
-    assert newest_whole([]) == []
-    assert newest_whole([part(2, 1), part(2, 0), part(4, 0)]) == [part(2, 0), part(2, 1)]
-    assert newest_whole([part(4, 0), part(4, 1, attempt="b"), part(2, 0), part(2, 1)]) == [part(2, 0), part(2, 1)]
-    assert newest_whole([part(4, 0, attempt="b", world_size=1), part(2, 0), part(2, 1)]) == [
-        part(4, 0, attempt="b", world_size=1)
-    ]
+    both = [part(2, 0), part(2, 1)]
+    assert whole([]) == []
+    assert whole([part(2, 1), part(2, 0), part(4, 0)]) == [both]
+    assert whole([part(4, 0), part(4, 1, attempt="b"), *both]) == [both]
+    alone = part(4, 0, attempt="b", world_size=1)
+    assert whole([alone, *both]) == whole([*both, alone]) == [[alone], both]
+    assert whole([alone, *both], after=2) == [[alone]]
+    assert whole([alone, *both], after=4) == []
 
 
 def test_a_keeper_keeps_the_newest_steps_and_forgets_what_is_done_again() -> None:

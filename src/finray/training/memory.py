@@ -157,30 +157,41 @@ class MemoryWriter:
         self._pool.shutdown(wait=False)
 
 
-def newest_whole(parts: Iterable[Part]) -> list[Part]:
-    """The parts of the newest step for which all ranks of one attempt have one, by rank; or none."""
+def whole(parts: Iterable[Part], *, after: int = 0) -> list[list[Part]]:
+    """The parts, by rank, of each step after a given one for which all ranks of one attempt have one; newest first."""
     found: dict[tuple[int, str], dict[int, Part]] = {}
     for part in parts:
         found.setdefault((part.step, part.attempt), {})[part.rank] = part
-    for key in sorted(found, reverse=True):
-        held = found[key]
-        if len(held) == next(iter(held.values())).world_size:
-            return [held[rank] for rank in sorted(held)]
-    return []
+    complete = [held for held in found.values() if len(held) == next(iter(held.values())).world_size]
+    ordered = [[held[rank] for rank in sorted(held)] for held in complete]
+    return sorted((one for one in ordered if one[0].step > after), key=lambda one: -one[0].step)
 
 
 def fetch_newest(
     memory: Memory, strategy: Strategy, run_dir: Path, *, after: int, warn: Callable[[str], None]
 ) -> Checkpoint | None:
-    """The newest complete checkpoint in memory, as a directory that the caller removes; None if none is newer than step
-    ``after``. A collective; ranks on one machine share the work and the directory.
+    """The newest complete checkpoint in memory that is intact, as a directory that the caller removes; None if none is
+    newer than step ``after``. A collective; ranks on one machine share the work and the directory.
     """
     first = strategy.rank == 0
     _clean(run_dir)
     strategy.all_gather_object(None)
-    wanted: list[Part] = strategy.broadcast_object(newest_whole(memory.parts()) if first else [])
-    if not wanted or wanted[0].step <= after:
-        return None
+    for wanted in strategy.broadcast_object(whole(memory.parts(), after=after) if first else []):
+        try:
+            return _fetch(memory, strategy, run_dir, wanted)
+        except CheckpointError as error:
+            if first:
+                warn(f"skipped a checkpoint in memory: {error}")
+    return None
+
+
+def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[Part]) -> Checkpoint:
+    """Write the parts of a checkpoint into a directory. A collective.
+
+    Raises:
+        CheckpointError: on every rank; a part is gone, or damaged.
+    """
+    first = strategy.rank == 0
     step, name = wanted[0].step, strategy.broadcast_object(f"{_prefix(run_dir)}{uuid.uuid4().hex[:8]}")
     # All ranks on one machine decide alike, because none has written yet.
     folder = _scratch_root(sum(part.size for part in wanted)) / name
@@ -209,9 +220,9 @@ def fetch_newest(
 
     try:
         on_all_ranks(strategy, fetch)
-    except CheckpointError as error:
-        if first:
-            warn(f"skipped a checkpoint in memory: {error}")
+    except CheckpointError:
         shutil.rmtree(folder, ignore_errors=True)
-        return None
+        # The next one may need its room, and all ranks are to see the same.
+        strategy.all_gather_object(None)
+        raise
     return Checkpoint(folder, step, tuple(file for part in wanted for file in part.digests if file != RECORDS))
