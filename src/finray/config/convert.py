@@ -243,6 +243,10 @@ class _Reading:
             self.lose("double_quantization", "not supported: 4bit is NF4 with double quantisation")
         if self.raw.get("chat_template") == "tokenizer_default":
             self.used.add("chat_template")
+        if (template := self.get("chat_template_jinja")) is not None:
+            self.put("model.chat_template", template, "chat_template_jinja")
+            if self.raw.get("chat_template") == "jinja":
+                self.used.add("chat_template")
         attention = self.get("attn_implementation", "flash_attn")
         if attention in ("flash_attention_2", "fa2", True) or self.get("flash_attention"):
             self.notes.append("finray uses FlashAttention 2 if it is installed")
@@ -454,6 +458,8 @@ class _Reading:
         self.interval("save", "checkpoint")
         if kept := self.get("save_total_limit"):
             self.put("checkpoint.keep_last", kept, "save_total_limit")
+        else:
+            self.notes.append("all checkpoints are kept there, and the newest two here: checkpoint.keep_last")
         if evaluates:
             self.interval("eval", "evaluation")
             if (patience := self.get("early_stopping_patience")) is not None:

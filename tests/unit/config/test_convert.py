@@ -376,6 +376,10 @@ def test_what_is_lost_of_a_source_of_axolotl(source: dict[str, Any], lost: list[
         ),
         ({"micro_batch_size": 0}, {}),
         ({"plugins": ["axolotl.integrations.other.Plugin", "axolotl.integrations.liger.LigerPlugin"]}, {}),
+        (
+            {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"},
+            {"model.chat_template": "{{ messages }}"},
+        ),
         ({"plugins": "axolotl.integrations.other.Plugin"}, {}),
         ({"tokens": {"pad_token": "<pad>"}}, {}),
         ({"tensor_parallel_size": 2}, {}),
@@ -394,6 +398,15 @@ def test_what_axolotl_assumes(tmp_path: Path) -> None:
     assert found["train.precision"] == "auto"
     assert (found["checkpoint.every_epochs"], found["checkpoint.keep_last"]) == (1.0, 4)
     assert (found["data.on_too_long"], found["tracking.log_every"]) == ("drop", 10)
+
+
+def test_that_fewer_checkpoints_are_kept_is_said(tmp_path: Path) -> None:
+    said = "all checkpoints are kept there, and the newest two here: checkpoint.keep_last"
+    assert load_config({}, {"model.name": "m", "data.source": "d"}).checkpoint.keep_last == 2
+    assert said in converted(LLAMA_FACTORY, tmp_path).notes
+    limited = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | {"save_total_limit": 3})
+    for text in (limited, AXOLOTL):
+        assert said not in converted(text, tmp_path).notes
 
 
 def test_a_text_among_conversations_does_not_change_what_is_learned_of_them(tmp_path: Path) -> None:
