@@ -400,6 +400,17 @@ def test_what_axolotl_assumes(tmp_path: Path) -> None:
     assert (found["data.on_too_long"], found["tracking.log_every"]) == ("drop", 10)
 
 
+def test_that_all_weights_are_in_bf16_there_is_said_of_a_full_fine_tuning(tmp_path: Path) -> None:
+    plain = {"base_model": "m", "datasets": [{"path": "org/rows", "type": "alpaca"}]}
+    for changes, expected in (
+        *(({}, True), ({"bf16": True}, True), ({"bf16": False}, False), ({"adapter": "lora"}, False)),
+        ({"bf16": False, "fp16": True}, False),
+    ):
+        notes = converted(yaml.safe_dump(plain | changes), tmp_path).notes
+        assert any("train.precision: bf16-true is as there" in note for note in notes) is expected
+    assert not any("bf16-true" in note for note in converted(LLAMA_FACTORY, tmp_path).notes)
+
+
 def test_that_fewer_checkpoints_are_kept_is_said(tmp_path: Path) -> None:
     said = "all checkpoints are kept there, and the newest two here: checkpoint.keep_last"
     assert load_config({}, {"model.name": "m", "data.source": "d"}).checkpoint.keep_last == 2
