@@ -110,7 +110,7 @@ def test_a_hub_that_is_not_there_stops_a_training_before_it_starts(
     monkeypatch.delenv("HF_TOKEN")
     code, out, err = runs.finray("train", runs.write_config(plain, tmp_path / "run.yaml"))
     assert code == 2, out + err
-    assert "pushing needs a token, and there is none" in out + err
+    assert "the Hub needs a token, and there is none" in out + err
     assert not (Path(plain["run"]["output_dir"]) / "run").exists()
     assert "HF_TOKEN" in out + err
     assert hub.token not in out + err

@@ -30,6 +30,7 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError, FinrayError
 from finray.files import FileKind, replace_text
+from finray.limits import cut
 from finray.records import RunSummary
 
 __all__ = ["CONFIG_FILE", "FINAL", "RESOLVED_FILE", "Earlier", "Finished", "RunDir", "open_run", "saved_config"]
@@ -441,7 +442,7 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
         # A run that was stopped before any choice was made has nothing that today's choices could contradict.
         is_open = chosen is None and not run.store().steps()
         differ = [one for one in differences(before, config) if not (is_open and one[1] == "auto")]
-        problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differ]
+        problems = [f"{path}: was {cut(repr(old))}, is now {cut(repr(new))}" for path, old, new in differ]
         (was, _), (now, steps) = length(before), length(config)
         if was != now == "train.max_steps" and (done := run.finished()) is not None:
             had = done.summary.total_steps

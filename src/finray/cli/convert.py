@@ -28,10 +28,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
 ) -> None:
     """Convert a LLaMA-Factory or Axolotl config, and list every line that is not carried over."""
-    if output is not None and output.exists() and not force:
-        raise ConfigError(
-            "the file already exists", where=str(output), repair="choose another file name, or use --force"
-        )
+    show.require_new(output, force=force)
     if dataset_info is not None and not dataset_info.is_file():
         raise ConfigError(
             "the file does not exist",
@@ -39,23 +36,16 @@ def convert(
             repair="give the path of dataset_info.json",
         )
     found = read_foreign(file, workers=workers, dataset_info=dataset_info)
-    text = found.text(file.name)
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
-    document = {
+    plain = {
         "system": found.system,
         "config": found.plain,
         "lost": [{"line": one.line, "key": one.key, "why": one.why} for one in found.lost],
         "unknown": found.unknown,
         "notes": found.notes,
-        "output": None if output is None else str(output),
     }
-    if show.mode().json:
-        show.document(document)
-    elif output is None:
-        show.say(text.rstrip())
-    else:
-        about = [f"{file} is a config of {found.system}", *(f"check this: {note}" for note in found.notes)]
-        about += ["not carried over:", *(f"  {one}" for one in found.lost)] if found.lost else []
-        about += [f"unknown keys: {', '.join(found.unknown)}"] if found.unknown else []
-        show.lines(document, *about, f"wrote {output}; check it, then run: finray plan {output}")
+    about = [f"{file} is a config of {found.system}", *(f"check this: {note}" for note in found.notes)]
+    about += ["not carried over:", *(f"  {one}" for one in found.lost)] if found.lost else []
+    about += [f"unknown keys: {', '.join(found.unknown)}"] if found.unknown else []
+    show.written(
+        found.text(file.name), output, plain, *about, f"wrote {output}; check it, then run: finray plan {output}"
+    )

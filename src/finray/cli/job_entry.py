@@ -24,18 +24,18 @@ def main() -> None:
         found = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
         os.environ.update(found)
-    code = Path(CODE).absolute()
-    # Workers inherit the directory of the job, and Ray would unpack the secrets on each of their machines.
-    if job_config := os.environ.get(_RAYS_JOB):
-        job = json.loads(job_config)
-        (job.get("runtime_env") or {}).pop("working_dir", None)
-        if code.is_dir():
-            # The code alone: Ray sends it to the machines of the workers, where it is the working directory too.
-            job["runtime_env"] = {**(job.get("runtime_env") or {}), "working_dir": str(code)}
-        os.environ[_RAYS_JOB] = json.dumps(job)
-    sys.argv = ["finray", "train", str(Path(CONFIG).absolute()) if code.is_dir() else CONFIG]
+    config, code = Path(CONFIG).absolute(), Path(CODE).absolute()
+    # Workers inherit the directory of the job, and Ray would unpack the secrets on each of their machines. They get the
+    # code alone: it is the working directory of the driver, and by Ray on the machines of the workers.
+    working_dir = {}
     if code.is_dir():
         os.chdir(code)
+        working_dir = {"working_dir": str(code)}
+    if job_config := os.environ.get(_RAYS_JOB):
+        job = json.loads(job_config)
+        inherited = {name: one for name, one in (job.get("runtime_env") or {}).items() if name != "working_dir"}
+        os.environ[_RAYS_JOB] = json.dumps({**job, "runtime_env": {**inherited, **working_dir}})
+    sys.argv = ["finray", "train", str(config)]
     from finray.cli.start import main as run
 
     run()

@@ -14,6 +14,7 @@ import typer
 from finray.cli import show
 from finray.config.environment import SECRETS
 from finray.config.own_code import lies_in, own_code, python_files
+from finray.config.paths import with_contents
 from finray.runtime.jobs import Job, Server, require_no_secret, secrets_named
 
 app = typer.Typer(help="Jobs of finray on a Ray cluster.", no_args_is_help=True)
@@ -46,9 +47,10 @@ def submit(
 ) -> None:
     """Train on a Ray cluster through its job server. The same command continues a run that was stopped.
 
-    The config, the variables given with --env and the Python files below --code are sent; data and models are not.
+    The config, its chat template and DeepSpeed's JSON, the variables given with --env and the Python files below --code
+    are sent; data and models are not.
     """
-    settings = show.load(config, overrides)
+    settings = with_contents(show.load(config, overrides))
     names = tuple(env or ())
     require_no_secret(settings)
     secrets_named(names, os.environ)

@@ -10,12 +10,13 @@ import typer
 
 from finray.cli import show
 from finray.config.load import DEFAULT_FILE, load_config
+from finray.config.paths import with_contents
 from finray.config.schema import Config
 from finray.errors import ConfigError
 from finray.jobspec.hosts import SLURM_HOURS, compose, ray_cluster, slurm
 from finray.jobspec.kubernetes import rayjob
 from finray.jobspec.replicas import replicas
-from finray.jobspec.spec import Machines, interval_warning, make_spec, overrides_for
+from finray.jobspec.spec import Machines, limit_notes, make_spec, overrides_for
 from finray.runtime.jobs import require_no_secret
 
 TARGETS = {"rayjob": rayjob, "compose": compose, "slurm": slurm, "ray-cluster": ray_cluster, "replicas": replicas}
@@ -68,10 +69,7 @@ def jobspec(
     """Write a job specification: KubeRay RayJob, Docker Compose, Slurm, Ray's cluster YAML, or `replicas`."""
     if to not in TARGETS:
         raise ConfigError(f"unknown target `{to}`", where="--to", repair=f"use one of {', '.join(TARGETS)}")
-    if output is not None and output.exists() and not force:
-        raise ConfigError(
-            "the file already exists", where=str(output), repair="choose another file name, or use --force"
-        )
+    show.require_new(output, force=force)
     settings = _settings(config, overrides, model, dataset)
     machines = Machines(
         nodes=nodes,
@@ -91,40 +89,19 @@ def jobspec(
         hosts=tuple(host or ()),
         user=user,
     )
-    require_no_secret(settings, option="--secret")
     spec = make_spec(settings, machines, takes_files=to in ("rayjob", "compose"))
     text = TARGETS[to](spec)
-    notes = list(spec.notes)
     limit = hours or (SLURM_HOURS if to == "slurm" else None)
-    each = step_seconds or (_reckoned(settings, gpu) if gpu is not None and limit is not None else None)
-    if limit is not None and settings.checkpoint.every_epochs is not None:
-        notes.append(
-            "the time between checkpoints is unknown with checkpoint.every_epochs: make sure that it fits into the "
-            "time limit"
-        )
-    elif limit is not None and each is not None:
-        warning = interval_warning(each, settings.checkpoint.every_steps, limit)
-        notes += [f"warning: {warning}"] if warning else []
-    elif hours is not None:
-        option = "--step-seconds" if gpu is not None else "--gpu or --step-seconds"
-        notes.append(
-            f"the time limit was not compared with the {settings.checkpoint.every_steps} steps between checkpoints, "
-            f"because the time of a step is unknown: {option} gives it"
-        )
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
+    seconds = step_seconds or (_reckoned(settings, gpu) if gpu is not None and limit is not None else None)
+    notes = [*spec.notes, *limit_notes(settings.checkpoint, limit, seconds, is_given=hours is not None)]
     for note in notes if not show.mode().json else ():
         show.note(note)
-    if show.mode().json:
-        show.document({"kind": to, "text": text, "notes": notes, "output": None if output is None else str(output)})
-    elif output is None:
-        show.write(text)
-    else:
-        show.say(f"wrote {output}")
+    show.written(text, output, {"kind": to, "text": text, "notes": notes}, f"wrote {output}")
 
 
 def _settings(config: str | None, overrides: list[str] | None, model: str | None, dataset: str | None) -> Config:
-    """The config that is named, or that of `--model` and `--dataset`."""
+    """The config that is named, or that of `--model` and `--dataset`, as it is sent away: with the contents of its
+    small files, and without a secret."""
     words = list(overrides or [])
     preset, changes = overrides_for(model, dataset)
     if config is not None and "=" in config and not Path(config).exists():
@@ -134,7 +111,9 @@ def _settings(config: str | None, overrides: list[str] | None, model: str | None
         raise ConfigError(
             "a config file and --model exclude each other", where="--model", repair="leave one of them out"
         )
-    return load_config(preset or config or DEFAULT_FILE, [*changes, *words])
+    found = with_contents(load_config(preset or config or DEFAULT_FILE, [*changes, *words]))
+    require_no_secret(found, option="--secret")
+    return found
 
 
 def _reckoned(config: Config, gpu: str) -> float | None:

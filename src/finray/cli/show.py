@@ -19,7 +19,7 @@ from rich.console import Console
 from finray.config.load import DEFAULT_FILE, load_config, preset_names
 from finray.config.redact import redact, redact_text
 from finray.config.schema import Config
-from finray.errors import explained
+from finray.errors import ConfigError, explained
 from finray.results import PlainConsole, Result
 from finray.tracking.console import RunView
 
@@ -131,6 +131,18 @@ def load(config: str | None, overrides: list[str] | None) -> Config:
     return found
 
 
+def require_new(output: Path | None, *, force: bool) -> None:
+    """See that a command replaces no file unless it is told to.
+
+    Raises:
+        ConfigError: it would.
+    """
+    if output is not None and output.exists() and not force:
+        raise ConfigError(
+            "the file already exists", where=str(output), repair="choose another file name, or use --force"
+        )
+
+
 def console() -> Console:
     """Where people read; wide where that is not a terminal, so that lines stay whole in a log."""
     stream = sys.stderr if mode().json else sys.stdout
@@ -165,6 +177,18 @@ def lines(plain: Any, *texts: str) -> None:
     """What a command came to, where lines say it."""
     if mode().json:
         document(plain)
+    else:
+        say("\n".join(texts))
+
+
+def written(text: str, output: Path | None, plain: dict[str, Any], *texts: str) -> None:
+    """A text that a command makes: in its file, with lines that say so, or on standard output."""
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    if mode().json:
+        document({**plain, "output": None if output is None else str(output)})
+    elif output is None:
+        write(text)
     else:
         say("\n".join(texts))
 

@@ -241,8 +241,10 @@ class _Reading:
             self.lose("quantization_method", "not supported: `model.quantization` has finray's own 4bit and 8bit")
         if self.get("double_quantization") is False:
             self.lose("double_quantization", "not supported: 4bit is NF4 with double quantisation")
-        if self.raw.get("chat_template") == "tokenizer_default":
+        if self.raw.get("chat_template") in ("tokenizer_default", "jinja"):
             self.used.add("chat_template")
+        if (template := self.get("chat_template_jinja")) is not None:
+            self.put("model.chat_template", template, "chat_template_jinja")
         attention = self.get("attn_implementation", "flash_attn")
         if attention in ("flash_attention_2", "fa2", True) or self.get("flash_attention"):
             self.notes.append("finray uses FlashAttention 2 if it is installed")
@@ -424,6 +426,8 @@ class _Reading:
             self.put("train.precision", "bf16")
         elif half is None or half == "auto" or half is False:
             self.put("train.precision", "fp16" if wide is True else "auto" if half == "auto" else "fp32")
+        if self.system == AXOLOTL and full and self.out["train"]["precision"] in ("auto", "bf16"):
+            self.notes.append("weights are bf16 there, fp32 here: train.precision: bf16-true is as there, with AdamW")
         again = self.get("gradient_checkpointing", "use_gradient_checkpointing")
         off = self.get("disable_gradient_checkpointing")
         whole = not off if self.system == LLAMA_FACTORY else bool(again) or bool(self.fsdp("activation_checkpointing"))
@@ -454,6 +458,8 @@ class _Reading:
         self.interval("save", "checkpoint")
         if kept := self.get("save_total_limit"):
             self.put("checkpoint.keep_last", kept, "save_total_limit")
+        else:
+            self.notes.append("all checkpoints are kept there, and the newest two here: checkpoint.keep_last")
         if evaluates:
             self.interval("eval", "evaluation")
             if (patience := self.get("early_stopping_patience")) is not None:

@@ -178,7 +178,7 @@ SENTENCES = {
     "dataset_prepared_path": "not needed: prepared data are in `<run.output_dir>/.prepared`, or in `prepare.dir`",
     "template": "the model's own chat template is used; `model.chat_template` names a Jinja file instead",
     "chat_template": "the model's own chat template is used; `model.chat_template` names a Jinja file instead",
-    "chat_template_jinja": "write it to a file, and set model.chat_template to that file",
+    "chat_template_jinja": "`model.chat_template` takes it, for all data",
     "eot_tokens": "not needed: the chat template's end-of-turn token ends an answer",
     "loss_watchdog_threshold": "not needed: a non-finite loss stops the run and names the step",
     "loss_watchdog_patience": "not needed: a non-finite loss stops the run and names the step",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from finray.config.paths import with_contents
 from finray.config.redact import MASK, redact_saved
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -96,7 +97,8 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     data tells.
     """
     # The configuration on disk has its secrets masked, so both sides are compared masked.
-    before, after = flatten(redact_saved(old.plain())), flatten(redact_saved(new.plain()))
+    # One may name a chat template's file, and the other be from a job that carries the template itself.
+    before, after = (flatten(redact_saved(with_contents(one).plain())) for one in (old, new))
     found = [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())

@@ -302,10 +302,18 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
         return [f"`{override}` is not an override: write section.field=value, without spaces"]
     if "." not in path and path.strip() != PRESET_KEY:
         return [f"`{override}` names no section: write section.field=value{suggest_owner(path.strip())}"]
+    section, _, name = path.strip().partition(".")
+    field = sections()[section].model_fields.get(name) if section in sections() else None
+    # Templates and instructions such as `{answer}` and `Answer: {answer}` are no YAML that anybody means.
+    is_text = field is not None and field.annotation in (str, str | None)
     try:
         value = parse_yaml(text, name=path)
     except ConfigError as error:
-        return [f"{cut(path)}: `{cut(text)}` is no value: {error.message}"]
+        if not is_text:
+            return [f"{cut(path)}: `{cut(text)}` is no value: {error.message}"]
+        value = text.strip()
+    if is_text and isinstance(value, Mapping):
+        value = text.strip()
     if (value is None or isinstance(value, str)) and re.match(r"(?!\s*[\"'])(.*\s)?#", text):
         # YAML takes the rest for a comment, which nobody writes on a command line.
         value = text.strip()

@@ -9,17 +9,27 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from finray.config.resume_adapter import with_start
 from finray.config.schema import Config, Section
+from finray.errors import ConfigError
+from finray.files import FileKind
 
 PREPARED = ".prepared"
+# A job's specification has a limit of its own: Kubernetes keeps at most 256 KiB of what is applied.
+_MOST_BYTES = 64 * 2**10
+_FILES = FileKind(ConfigError, repair="give a text file in UTF-8; DeepSpeed's is a JSON object", limit=_MOST_BYTES)
 
 
 def is_url(name: str) -> bool:
     """Whether a name has a scheme: `s3://bucket/key`, but not a local path."""
     return "://" in name and not name.startswith("file://")
+
+
+def is_template(value: str) -> bool:
+    """Whether ``model.chat_template`` is the template itself, and not the name of its file."""
+    return "{{" in value or "{%" in value
 
 
 def cache_dir(name: str) -> Path:
@@ -95,7 +105,32 @@ def with_absolute_paths(config: Config) -> Config:
     )
 
 
+def with_contents(config: Config) -> Config:
+    """The config with its chat template and DeepSpeed's JSON in place of the names of their files.
+
+    A job's config is then complete, for all its machines and for what reads it after the run. A file that is not on
+    this machine, or has more than 64 kB, keeps its name.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+
+    def small_file(name: object) -> Path | None:
+        path = Path(name).expanduser() if isinstance(name, str) and not is_template(name) else None
+        return path if path is not None and path.is_file() and path.stat().st_size <= _MOST_BYTES else None
+
+    changes: dict[str, Section] = {}
+    template, given = config.model.chat_template, config.parallel.deepspeed_config
+    if (path := small_file(template)) is not None and is_template(text := _FILES.text(path)):
+        changes["model"] = config.model.model_copy(update={"chat_template": text})
+    if (path := small_file(given)) is not None:
+        read = _FILES.json(path, dict[str, Any])
+        changes["parallel"] = config.parallel.model_copy(update={"deepspeed_config": read})
+    return config.model_copy(update=changes)
+
+
 S = TypeVar("S", bound=Section)
+V = TypeVar("V")
 
 
 def _absolute(section: S, *fields: str) -> S:
@@ -103,7 +138,7 @@ def _absolute(section: S, *fields: str) -> S:
     changed = {}
     for name in fields:
         value = getattr(section, name)
-        if value is not None and not is_url(value):
+        if value is not None and not is_url(value) and not is_template(value):
             path = Path(value).expanduser()
             # `directory:inside` and globs are paths too.
             parent = value.rpartition(":")[0]
@@ -112,5 +147,6 @@ def _absolute(section: S, *fields: str) -> S:
     return section.model_copy(update=changed)
 
 
-def _resolved(value: str | None) -> str | None:
-    return value if value is None or is_url(value) else str(Path(value).expanduser().absolute())
+def _resolved(value: V) -> V | str:
+    """A path made absolute; anything else as it is."""
+    return str(Path(value).expanduser().absolute()) if isinstance(value, str) and not is_url(value) else value

@@ -106,7 +106,9 @@ class ModelConfig(Section):
         description="What the model is trained to do: `causal_lm`, `sequence_classification`, or your own task as "
         "`package.module:Class`.",
     )
-    chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
+    chat_template: str | None = Field(
+        None, description="Jinja file that replaces the tokenizer's chat template, or the template itself."
+    )
     chat_template_arguments: dict[str, Any] = Field(
         default_factory=dict,
         description="Variables passed to the chat template, in training and in serving, such as `enable_thinking`.",
@@ -224,10 +226,10 @@ class ParallelConfig(Section):
         description="`deepspeed`: what is sharded: 1 the optimizer state, 2 gradients too, 3 weights too. null takes "
         "the stage of `parallel.deepspeed_config`, else 2.",
     )
-    deepspeed_config: str | None = Field(
+    deepspeed_config: str | dict[str, Any] | None = Field(
         None,
-        description='`deepspeed`: your own JSON file. Fields that it leaves out or sets to `"auto"` are filled in from '
-        "this config; a contradicting value is an error.",
+        description="`deepspeed`: your own JSON file, or its content. Fields that it leaves out or sets to "
+        '`"auto"` are filled in from this config; a contradicting value is an error.',
     )
     keep_deepspeed_shards: bool = Field(
         True,

@@ -37,7 +37,8 @@ class Section(BaseModel):
                 Path(value).expanduser()
             except RuntimeError:
                 raise ValueError(f"there is no home directory `{value.split('/')[0]}`") from None
-        if info.field_name in _PATHS and isinstance(value, str) and (odd := _VARIABLE.search(value)):
+        is_path = info.field_name in _PATHS and isinstance(value, str) and "{%" not in value
+        if is_path and (odd := _VARIABLE.search(value)):
             # Else there would be a directory of this name.
             raise ValueError(
                 f"environment variables such as {odd[1]} are not expanded in a config; write it out, or give "

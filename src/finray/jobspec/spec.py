@@ -14,9 +14,10 @@ import yaml
 
 from finray.config.load import build_config, preset_names
 from finray.config.own_code import own_code
+from finray.config.paths import is_template
 from finray.config.redact import holds_token, is_secret_name, redact_text
 from finray.config.replicas import legal_name
-from finray.config.schema import Config
+from finray.config.schema import CheckpointConfig, Config
 from finray.errors import ConfigError, did_you_mean
 
 # The version pinned in constraints.txt, with which images are built.
@@ -26,6 +27,8 @@ IMAGE = "finray:latest"
 MOUNT = "/etc/finray"
 # In total. `kubectl apply` keeps what it applied in an annotation of at most 256 KiB, as JSON, with escapes.
 _MOST_BYTES = 128 * 2**10
+# Until the first step of a job: its workers, the model, the data.
+_START_S = 300.0
 # Short names, for `--model llama3 --dataset alpaca`.
 MODELS = {
     "llama3": "llama3-8b-lora",
@@ -193,8 +196,7 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
     # `auto` requests GPUs if the user gave a number.
     gpu = wants_gpu is True or (wants_gpu == "auto" and bool(machines.gpus_per_node))
     total = math.ceil(workers * per_worker) if gpu else 0
-    nodes = machines.nodes
-    each = machines.gpus_per_node
+    nodes, each = machines.nodes, machines.gpus_per_node
     if each and not gpu:
         raise ConfigError(
             f"{each} GPUs on each machine, but with cluster.use_gpu: false no worker uses one",
@@ -260,8 +262,8 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
 
 
 def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, str]]:
-    """The config with small text files moved to :data:`MOUNT`, and these files by name: data, templates, DeepSpeed's
-    JSON, and modules of the user's own that are one file."""
+    """The config with small text files moved to :data:`MOUNT`, and these files by name: data, and modules of the
+    user's own that are one file."""
     plain = config.model_dump(mode="json", exclude_unset=True)
     files: dict[str, str] = {}
 
@@ -278,9 +280,8 @@ def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, s
         files[name] = text
         return True
 
-    fields = [("data", "source"), ("data", "eval_source"), ("model", "chat_template"), ("parallel", "deepspeed_config")]
-    places = [(plain.get(section, {}), key) for section, key in fields]
-    places += [(one, "source") for one in plain.get("data", {}).get("mix", [])]
+    data = plain.get("data", {})
+    places = [(data, "source"), (data, "eval_source"), *((one, "source") for one in data.get("mix", []))]
     for place, key in places:
         value = place.get(key)
         if value and not value.startswith(machines.shared):
@@ -303,10 +304,10 @@ def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list
             found.append(f"data.source {source} is a file: it must be at this path on every machine")
     if config.model.name.startswith((".", "/")) and not config.model.name.startswith(machines.shared):
         found.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
-    scoring = config.evaluation.scoring
+    scoring, given, template = config.evaluation.scoring, config.parallel.deepspeed_config, config.model.chat_template
     files = {
-        "parallel.deepspeed_config": config.parallel.deepspeed_config,
-        "model.chat_template": config.model.chat_template,
+        "parallel.deepspeed_config": given if isinstance(given, str) else None,
+        "model.chat_template": None if is_template(template or "") else template,
         "adapter.start_from": config.adapter.start_from,
         "evaluation.scoring.encoder": scoring.encoder if scoring and _is_file(scoring.encoder or "") else None,
     }
@@ -333,25 +334,40 @@ def _is_file(source: str) -> bool:
     )
 
 
-def interval_warning(seconds_per_step: float, every_steps: int, hours: float, start: float = 300.0) -> str | None:
-    """A warning if a job ends before its first checkpoint, else None.
+def limit_notes(
+    checkpoint: CheckpointConfig, hours: float | None, seconds_per_step: float | None, *, is_given: bool = True
+) -> list[str]:
+    """What is to be said of a job's time limit: it ends before its first checkpoint, or nobody knows.
 
     Args:
-        seconds_per_step: measured or estimated.
-        every_steps: ``checkpoint.every_steps``.
-        hours: the time limit.
-        start: seconds until the first step: workers, model, data.
+        checkpoint: when checkpoints are saved.
+        hours: the time limit; None if there is none.
+        seconds_per_step: measured or estimated; None if unknown.
+        is_given: whether the user has given the limit, and not the scheduler's default.
     """
-    interval, limit = seconds_per_step * every_steps, hours * 3600
-    if interval + start <= limit:
-        return None
-    fit = int((limit - start) / seconds_per_step)
+    if hours is None:
+        return []
+    if checkpoint.every_epochs is not None:
+        return [
+            "the time between checkpoints is unknown with checkpoint.every_epochs: make sure that it fits into the "
+            "time limit"
+        ]
+    if seconds_per_step is None:
+        unknown = (
+            f"the time limit was not compared with the {checkpoint.every_steps} steps between checkpoints, because the "
+            "time of a step is unknown: --step-seconds gives it, and --gpu estimates it"
+        )
+        return [unknown] if is_given else []
+    interval, limit = seconds_per_step * checkpoint.every_steps, hours * 3600
+    if interval + _START_S <= limit:
+        return []
+    fit = int((limit - _START_S) / seconds_per_step)
     repair = f"set checkpoint.every_steps to {fit} or less" if fit >= 1 else "ask for more time"
-    return (
-        f"the time limit of {_clock(limit)} is shorter than the {_clock(interval)} between checkpoints ({every_steps} "
-        f"steps of {seconds_per_step:.1f} s, after some {_clock(start)} to start); {repair}, or a job that is ended by "
-        "its limit without a signal starts over each time"
-    )
+    return [
+        f"warning: the time limit of {_clock(limit)} is shorter than the {_clock(interval)} between checkpoints "
+        f"({checkpoint.every_steps} steps of {seconds_per_step:.1f} s, after some {_clock(_START_S)} to start); "
+        f"{repair}, or a job that is ended by its limit without a signal starts over each time"
+    ]
 
 
 def _clock(seconds: float) -> str:

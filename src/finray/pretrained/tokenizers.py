@@ -11,6 +11,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
+from finray.config.paths import is_template
 from finray.config.schema import ModelConfig
 from finray.errors import DataError, FinrayError, ModelError, did_you_mean_path
 from finray.files import FileKind
@@ -274,11 +275,15 @@ def _plain_tokenizer(model: ModelConfig) -> Any:
         raise not_loaded("tokenizer", model, error) from None
     if (template := _template_file(model)) is not None:
         tokenizer.chat_template = _TEMPLATES.text(template)
+    elif model.chat_template is not None:
+        tokenizer.chat_template = model.chat_template
     return tokenizer
 
 
 def _template_file(model: ModelConfig) -> Path | None:
-    path = None if model.chat_template is None else Path(model.chat_template).expanduser()
+    """The file of the model's own chat template; None if there is none, or the config has the template itself."""
+    named = model.chat_template
+    path = None if named is None or is_template(named) else Path(named).expanduser()
     if path is not None and not path.exists():
         raise DataError(
             "the chat template does not exist",

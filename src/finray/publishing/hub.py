@@ -93,11 +93,11 @@ class Hub:
             raise HubError(
                 "the Hub is not used: HF_HUB_OFFLINE is set, or the Hub did not answer before",
                 where=constants.ENDPOINT,
-                repair="unset HF_HUB_OFFLINE, or push later with `finray push`",
+                repair="unset HF_HUB_OFFLINE, or try again later: `finray push`, `finray pull`",
             )
         token = get_token()
         if not token:
-            raise HubError("pushing needs a token, and there is none", where=constants.ENDPOINT, repair=_TOKEN)
+            raise HubError("the Hub needs a token, and there is none", where=constants.ENDPOINT, repair=_TOKEN)
         return cls(token, **options)
 
     def check(self, name: str, *, public: bool = False) -> Target:

@@ -418,7 +418,7 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tupl
         for path in dict.fromkeys(path for one in own for path in one):
             texts = [shown(one[path]) if path in one else "–" for one in own]
             if len(set(texts)) > 1:
-                found.append((path, [(text, text != texts[0]) for text in texts]))
+                found.append((path, [(cut(text), text != texts[0]) for text in texts]))
     return found
 
 
@@ -435,9 +435,8 @@ def changed_fields(run: RecordedRun) -> list[tuple[str, str, str]]:
             if isinstance(default, Section):
                 default = default.model_dump(mode="json")
             if shown(value) != shown(default):
-                found.append(
-                    (f"{name}.{field}", shown(value), "" if known is None or known.is_required() else shown(default))
-                )
+                usual = "" if known is None or known.is_required() else shown(default)
+                found.append((f"{name}.{field}", cut(shown(value)), usual))
     return found
 
 

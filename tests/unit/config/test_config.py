@@ -300,6 +300,15 @@ def test_a_number_sign_in_an_override_begins_no_comment() -> None:
     assert load_config(config, ["data.system=null"]).data.system is None
 
 
+@pytest.mark.parametrize("text", ["{answer}", "Answer: {answer}", r"Instruction: {instruction}\n{x}", "{{ messages }}"])
+def test_a_template_in_an_override_is_text_as_it_stands(text: str) -> None:
+    config = load_config(None, ["model.name=m", "data.source=d", f"model.chat_template={text}", f"data.system={text}"])
+    assert (config.model.chat_template, config.data.system) == (text, text)
+    # A field that takes more than text still takes YAML.
+    with pytest.raises(ConfigError, match=r"data.field_mapping"):
+        load_config(None, ["model.name=m", "data.source=d", f"data.field_mapping=[{text}"])
+
+
 def test_an_override_reaches_into_a_list() -> None:
     raw: dict[str, Any] = {"model": {"name": "m"}, "data": {"mix": [{"source": "a"}, {"source": "b"}]}}
     config = build_config(raw, source="test", overrides=["data.mix.1.weight=3"])

@@ -376,6 +376,10 @@ def test_what_is_lost_of_a_source_of_axolotl(source: dict[str, Any], lost: list[
         ),
         ({"micro_batch_size": 0}, {}),
         ({"plugins": ["axolotl.integrations.other.Plugin", "axolotl.integrations.liger.LigerPlugin"]}, {}),
+        (
+            {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"},
+            {"model.chat_template": "{{ messages }}"},
+        ),
         ({"plugins": "axolotl.integrations.other.Plugin"}, {}),
         ({"tokens": {"pad_token": "<pad>"}}, {}),
         ({"tensor_parallel_size": 2}, {}),
@@ -394,6 +398,26 @@ def test_what_axolotl_assumes(tmp_path: Path) -> None:
     assert found["train.precision"] == "auto"
     assert (found["checkpoint.every_epochs"], found["checkpoint.keep_last"]) == (1.0, 4)
     assert (found["data.on_too_long"], found["tracking.log_every"]) == ("drop", 10)
+
+
+def test_that_all_weights_are_in_bf16_there_is_said_of_a_full_fine_tuning(tmp_path: Path) -> None:
+    plain = {"base_model": "m", "datasets": [{"path": "org/rows", "type": "alpaca"}]}
+    for changes, expected in (
+        *(({}, True), ({"bf16": True}, True), ({"bf16": False}, False), ({"adapter": "lora"}, False)),
+        ({"bf16": False, "fp16": True}, False),
+    ):
+        notes = converted(yaml.safe_dump(plain | changes), tmp_path).notes
+        assert any("train.precision: bf16-true is as there" in note for note in notes) is expected
+    assert not any("bf16-true" in note for note in converted(LLAMA_FACTORY, tmp_path).notes)
+
+
+def test_that_fewer_checkpoints_are_kept_is_said(tmp_path: Path) -> None:
+    said = "all checkpoints are kept there, and the newest two here: checkpoint.keep_last"
+    assert load_config({}, {"model.name": "m", "data.source": "d"}).checkpoint.keep_last == 2
+    assert said in converted(LLAMA_FACTORY, tmp_path).notes
+    limited = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | {"save_total_limit": 3})
+    for text in (limited, AXOLOTL):
+        assert said not in converted(text, tmp_path).notes
 
 
 def test_a_text_among_conversations_does_not_change_what_is_learned_of_them(tmp_path: Path) -> None:

@@ -206,6 +206,16 @@ def test_a_config_of_a_model_that_is_none_is_one_error(content: bytes, tmp_path:
     assert "config.json" in str(caught.value.where)
 
 
+def test_a_chat_template_may_be_in_the_config_itself(tiny_model_dir: Path, tmp_path: Path) -> None:
+    from finray.config.schema import ModelConfig
+    from finray.pretrained.tokenizers import load_tokenizer
+
+    text = "{% for m in messages %}<{{ m.role }}>\n{% endfor %}" + "{# a long comment #}" * 20
+    (tmp_path / "t.jinja").write_text(text)
+    for given in (text, str(tmp_path / "t.jinja")):
+        assert load_tokenizer(ModelConfig(name=str(tiny_model_dir), chat_template=given)).chat_template == text
+
+
 def test_a_chat_template_that_is_no_text_is_one_error(tiny_model_dir: Path, tmp_path: Path) -> None:
     from finray.config.schema import ModelConfig
     from finray.pretrained.tokenizers import load_tokenizer

@@ -151,7 +151,8 @@ def test_the_name_is_that_of_all_that_shapes_the_rows_and_of_nothing_else(
 
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}", encoding="utf-8")
-    names = [name(change) for change in ({}, {"model.chat_template": str(template)}, *SHAPING)]
+    templates = [{"model.chat_template": text} for text in (str(template), "{{ messages }}", "{{ messages }}!")]
+    names = [name(change) for change in ({}, *templates, *SHAPING)]
     assert len(set(names)) == len(names)
     assert {name(change) for change in NOT_SHAPING} == {names[0]}
 

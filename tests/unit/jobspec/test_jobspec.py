@@ -24,7 +24,7 @@ from finray.errors import ConfigError
 from finray.jobspec.hosts import STOPPED, compose, ray_cluster, slurm
 from finray.jobspec.kubernetes import rayjob
 from finray.jobspec.replicas import replicas
-from finray.jobspec.spec import DATASETS, MODELS, Machines, interval_warning, make_spec, overrides_for
+from finray.jobspec.spec import DATASETS, MODELS, Machines, limit_notes, make_spec, overrides_for
 from tests.support.runs import finray
 
 pytestmark = pytest.mark.long
@@ -268,11 +268,25 @@ def test_the_slurm_script_hands_on_the_signal_and_queues_a_stopped_run_again(
 
 
 def test_a_limit_that_is_shorter_than_the_way_to_a_checkpoint_is_warned_of() -> None:
-    said = interval_warning(seconds_per_step=60.0, every_steps=100, hours=1)
-    assert said is not None
+    steps = small(checkpoint__every_steps=100).checkpoint
+    (said,) = limit_notes(steps, 1, 60.0)
+    assert said.startswith("warning: ")
     for part in ("60 min", "100 min between checkpoints", "100 steps of 60.0 s", "checkpoint.every_steps to 55"):
         assert part in said
-    assert interval_warning(seconds_per_step=60.0, every_steps=50, hours=1) is None
+    assert "ask for more time" in limit_notes(steps, 0.09, 60.0)[0]
+    # With the five minutes until the first step, 55 of a minute each are the most that fit into an hour.
+    assert limit_notes(small(checkpoint__every_steps=55).checkpoint, 1, 60.0) == []
+    assert limit_notes(small(checkpoint__every_steps=56).checkpoint, 1, 60.0) != []
+
+
+def test_a_limit_that_cannot_be_compared_is_said_of_one_that_was_given() -> None:
+    steps, epochs = small().checkpoint, small(checkpoint__every_epochs=1).checkpoint
+    assert "the time of a step is unknown" in limit_notes(steps, 1, None)[0]
+    # Who gives no limit has not thought of one.
+    assert limit_notes(steps, 1, None, is_given=False) == []
+    assert limit_notes(steps, None, None) == []
+    for each in (None, 1.0):
+        assert "unknown with checkpoint.every_epochs" in limit_notes(epochs, 1, each)[0]
 
 
 def test_the_command_warns_of_a_short_limit_by_the_speed_of_a_gpu(tmp_path: Path) -> None:
@@ -286,17 +300,12 @@ def test_the_command_warns_of_a_short_limit_by_the_speed_of_a_gpu(tmp_path: Path
     assert "not compared" not in err
 
 
-def test_a_limit_that_cannot_be_compared_is_said() -> None:
+def test_the_command_says_of_a_given_limit_alone_that_it_was_not_compared() -> None:
     words = ("jobspec", "smollm2-lora", "--to", "slurm")
-    code, _, err = finray(*words, "--hours", "1")
-    assert code == 0
-    assert "the time limit was not compared with the 100 steps between checkpoints" in err
-    assert "--gpu or --step-seconds" in err
-    # Who gives no limit has not thought of one.
-    for more in ((), ("--hours", "1", "--step-seconds", "1")):
+    said = "the time limit was not compared with the 100 steps between checkpoints"
+    for more, expected in (("--hours", "1"), True), ((), False), (("--hours", "1", "--step-seconds", "1"), False):
         code, _, err = finray(*words, *more)
-        assert code == 0
-        assert "not compared" not in err
+        assert (code, said in err) == (0, expected)
 
 
 def test_a_model_and_a_data_set_are_enough() -> None:
@@ -347,8 +356,6 @@ def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     texts = {
         "my rows.jsonl": '{"prompt": "$1 for ${x}", "completion": "2  "}\n' * 3,
-        "zero.json": '{"zero_optimization": {"stage": 3}}',
-        "chat.jinja": "{% for m in messages %}\n  {{ m }} \n{% endfor %}\n",
         "mine.py": "def score(answers, references):\n    return 0.0\n",
     }
     for name, text in texts.items():
@@ -356,8 +363,7 @@ def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, m
     Path("large.jsonl").write_text("x" * 2**18)
     Path("private.jsonl").write_text('{"prompt": "hf_abcdefghijklmnopqrstuv"}')
     fields = {
-        "parallel": {"strategy": "deepspeed", "deepspeed_config": "zero.json"},
-        "model": {"name": "org/m", "chat_template": str(tmp_path / "chat.jinja")},
+        "model": {"name": "org/m"},
         "data": {"mix": [{"source": "my rows.jsonl"}, {"source": "private.jsonl"}], "eval_source": "large.jsonl"},
         "evaluation": {"metrics": ["mine:score", "other.part:score"], "generate_rows": 2},
         "run": {"name": "r"},
@@ -365,14 +371,8 @@ def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, m
     spec = make_spec(build_config(fields, source="x"), Machines(), takes_files=True)
     assert sorted(spec.files.values()) == sorted(texts.values())
     wanted = build_config(yaml.safe_load(spec.config_text), source="x").plain()
-    moved = (
-        wanted["data"]["mix"][0]["source"],
-        wanted["model"]["chat_template"],
-        wanted["parallel"]["deepspeed_config"],
-    )
-    assert [spec.files[path.removeprefix("/etc/finray/")] for path in moved] == [
-        *(texts["my rows.jsonl"], texts["chat.jinja"], texts["zero.json"])
-    ]
+    moved = wanted["data"]["mix"][0]["source"]
+    assert spec.files[moved.removeprefix("/etc/finray/")] == texts["my rows.jsonl"]
     # What cannot come, or must not, is named as before.
     for start in (
         "data.source private.jsonl is a",
@@ -380,7 +380,7 @@ def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, m
         "evaluation.metrics other.part:score",
     ):
         assert [note for note in spec.notes if note.startswith(start)], (start, spec.notes)
-    assert len(spec.notes) == 4 + 3
+    assert len(spec.notes) == 2 + 3
 
     manifest, job = check_rayjob(rayjob(spec))
     assert {name: text for name, text in manifest["data"].items() if name != "config.yaml"} == spec.files
@@ -400,6 +400,30 @@ def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, m
             assert "$" not in contents[f"/etc/finray/{name}"].replace("$$", "")
     # A job that has nothing but its config is as it was.
     assert make_spec(build_config(fields, source="x"), Machines()).files == {}
+
+
+@pytest.mark.parametrize("to", ["rayjob", "compose", "slurm", "replicas"])
+def test_a_chat_template_and_deepspeeds_json_are_in_the_config_of_every_job(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    template = "{% for m in messages %}\n  $1 {{ m }} \n{% endfor %}\n"
+    Path("chat.jinja").write_text(template)
+    Path("zero.json").write_text('{"zero_optimization": {"stage": 3}}')
+    fields = ("model.chat_template=chat.jinja", "parallel.strategy=deepspeed", "parallel.deepspeed_config=zero.json")
+    code, out, err = finray("jobspec", "smollm2-lora", *fields, "--to", to)
+    assert code == 0, out + err
+    assert "must be at this path" not in err
+    texts = {
+        "rayjob": lambda: next(yaml.safe_load_all(out))["data"]["config.yaml"],
+        "compose": lambda: yaml.safe_load(out)["configs"]["config"]["content"].replace("$$", "$"),
+        "slurm": lambda: out.partition("<<'FINRAY_CONFIG'\n")[2].partition("FINRAY_CONFIG\n")[0],
+        "replicas": lambda: out,
+    }
+    (tmp_path / "job.yaml").write_text(texts[to]())
+    config = load_config(tmp_path / "job.yaml")
+    assert config.model.chat_template == template
+    assert config.parallel.deepspeed_config == {"zero_optimization": {"stage": 3}}
 
 
 def test_a_secret_in_the_config_is_in_no_job_and_the_message_names_the_option(tmp_path: Path) -> None:

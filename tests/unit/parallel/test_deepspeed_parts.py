@@ -273,6 +273,16 @@ def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
     assert deepspeed_config.load(config()) == {}
 
 
+def test_the_json_may_be_in_the_config_itself() -> None:
+    given = {"zero_optimization": {"stage": 3}, "train_batch_size": 7}
+    settings = config(deepspeed_config=given)
+    assert deepspeed_config.load(settings) == given
+    with pytest.raises(ConfigError, match="contradicts") as caught:
+        deepspeed_config.check(settings)
+    assert caught.value.where == "parallel.deepspeed_config"
+    assert caught.value.problems[0].startswith("`deepspeed_config: train_batch_size` is 7")
+
+
 def test_an_auto_that_is_deepspeeds_to_decide_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 3, "sub_group_size": "auto", "reduce_bucket_size": "auto"}}')

@@ -251,7 +251,7 @@ def test_the_machines_of_the_workers_do_not_get_the_secrets_of_a_job(
     monkeypatch.setattr(start, "main", lambda: seen.append((sys.argv, dict(os.environ), (tmp_path / SECRETS).exists())))
     job_entry.main()
     ((argv, environ, is_there),) = seen
-    assert argv == ["finray", "train", CONFIG]
+    assert argv == ["finray", "train", str(tmp_path / CONFIG)]
     assert environ["FINRAY_TEST_SECRET"] == "s3cret"
     assert not is_there
     expected = {"runtime_env": {"env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
@@ -276,9 +276,44 @@ def test_code_of_a_job_is_the_directory_of_its_driver_and_of_its_workers_without
     assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == {"runtime_env": {"working_dir": str(tmp_path / CODE)}}
 
 
+def submitting(monkeypatch: pytest.MonkeyPatch, see: Callable[[Any, Any], object]) -> None:
+    """A job server that takes every job."""
+    from finray.cli import jobs
+
+    def submit(self: Server, config: object, names: object, *, code: object, command: str) -> Any:
+        see(config, code)
+        return Job("finray-1", "/runs/run", "running")
+
+    monkeypatch.setattr(jobs.Server, "__init__", lambda self, address: None)
+    monkeypatch.setattr(jobs.Server, "submit", submit)
+
+
+def test_a_chat_template_and_deepspeeds_json_are_sent_with_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.runs import finray, write_config
+
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}\n{{ m }}{% endfor %}\n")
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')
+    config = {"model": {"name": "m", "chat_template": "chat.jinja"}, "data": {"source": "d"}}
+    config["parallel"] = {"strategy": "deepspeed", "deepspeed_config": "zero.json"}
+    write_config(config, tmp_path / "run.yaml")
+    monkeypatch.chdir(tmp_path)
+    sent: list[Any] = []
+    submitting(monkeypatch, lambda config, code: sent.append(config))
+    assert finray("submit", "run.yaml", "--detach")[0] == 0
+    assert sent[0].model.chat_template == (tmp_path / "chat.jinja").read_text()
+    assert sent[0].parallel.deepspeed_config == {"zero_optimization": {"stage": 3}}
+    # A secret in one of them would be written to files of the cluster.
+    (tmp_path / "chat.jinja").write_text("{{ messages }} hf_abcdefghijklmnopqrstuv")
+    code, out, err = finray("submit", "run.yaml", "--detach")
+    assert (code, len(sent)) == (2, 1)
+    assert "model.chat_template" in out + err
+    assert "hf_abc" not in out + err
+
+
 def test_code_that_is_not_sent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code of an installed package needs no word, and neither does what --code sends."""
-    from finray.cli import jobs
     from tests.support.runs import finray, write_config
 
     for name in ("mine.py", "parts/yours.py", "parts/torch.py"):
@@ -289,13 +324,7 @@ def test_code_that_is_not_sent_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     write_config(config, tmp_path / "run.yaml")
     monkeypatch.chdir(tmp_path)
     sent: list[Any] = []
-
-    def submit(self: Server, config: object, names: object, *, code: object, command: str) -> Any:
-        sent.append(code)
-        return Job("finray-1", "/runs/run", "running")
-
-    monkeypatch.setattr(jobs.Server, "__init__", lambda self, address: None)
-    monkeypatch.setattr(jobs.Server, "submit", submit)
+    submitting(monkeypatch, lambda config, code: sent.append(code))
     said = [finray("submit", "run.yaml", "--detach", *words)[2] for words in ((), ("--code", "parts"), ("--code", "."))]
     note = "tracking.trackers mine:Tracker is code of this directory and not sent with the job; --code . sends it"
     assert [note in one for one in said] == [True, True, False]

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+from finray.config.paths import is_template
 from finray.config.redact import is_secret_name
 from finray.config.schema import Config, DataConfig, ModelConfig
 from finray.data.formats.convert import FormatChoice
@@ -277,8 +278,10 @@ def tokenizer_identity(config: ModelConfig, digests: Digests) -> str:
         digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
         return digest.hexdigest()
     contents = [[file.name, digests.of(file)] for file in files]
-    # Only included if there are new tokens, so that existing prepared datasets stay valid.
-    added = [config.new_tokens] if config.new_tokens else []
+    # Only included if they are there, so that existing prepared datasets stay valid.
+    added: list[Any] = [config.new_tokens] if config.new_tokens else []
+    if config.chat_template is not None and is_template(config.chat_template):
+        added.append(config.chat_template)
     return _sha256([contents, [version("transformers"), version("tokenizers")], *added])
 
 

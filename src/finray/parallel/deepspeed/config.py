@@ -38,13 +38,13 @@ _REFUSED = (
 
 
 def load(config: Config) -> dict[str, Any]:
-    """The user's JSON; empty if there is none.
+    """The user's JSON, from its file or from the config; empty if there is none.
 
     Raises:
         ConfigError: it cannot be read, or is not an object.
     """
-    if config.parallel.deepspeed_config is None:
-        return {}
+    if not isinstance(config.parallel.deepspeed_config, str):
+        return config.parallel.deepspeed_config or {}
     path = Path(config.parallel.deepspeed_config)
     where = f"parallel.deepspeed_config={path}"
     try:
@@ -72,11 +72,11 @@ def check(config: Config) -> None:
 
 
 def _refuse(problems: Iterator[str], config: Config) -> None:
-    found = tuple(problems)
+    found, named = tuple(problems), config.parallel.deepspeed_config
     if found:
         raise ConfigError(
             "DeepSpeed's configuration contradicts the YAML",
-            where=f"parallel.deepspeed_config={config.parallel.deepspeed_config}",
+            where=f"parallel.deepspeed_config={named}" if isinstance(named, str) else "parallel.deepspeed_config",
             repair='make both agree, or write "auto" in the JSON: finray then fills in the value from the YAML',
             problems=found,
         )
@@ -97,7 +97,8 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
         precision: ``fp32``, ``bf16`` or ``fp16``; ``auto`` if not known yet.
         workers: number of training workers.
     """
-    name = Path(config.parallel.deepspeed_config or "").name
+    named = config.parallel.deepspeed_config
+    name = Path(named).name if isinstance(named, str) else "deepspeed_config"
 
     def place(path: str) -> str:
         return f"`{name}: {path}`"
