@@ -147,8 +147,8 @@ def test_a_ray_that_was_left_behind_is_in_nobodys_way(bed: hosts.Bed, plain: run
     """After a kill its address stays in a file, and `ray.init()` would wait for it for minutes."""
     host = bed.host()
     host.write("/tmp/ray/ray_current_cluster", b"10.77.0.99:6379")
-    own: runs.Plain = {"run.output_dir": str(bed.shared / "own"), "train.max_steps": 1, "cluster.num_workers": 1}
-    own["cluster.address"] = None
+    own: runs.Plain = {"run.output_dir": str(bed.shared / "own"), "train.max_steps": 1}
+    own |= {"cluster.address": None, "cluster.num_workers": 1, "cluster.cpus_per_worker": 1}
     config = runs.write_config(runs.changed(plain, own), bed.shared / "own.yaml")
     done = host.finray("train", config, "cluster.address=auto")
     assert done.code == 2
