@@ -42,7 +42,7 @@ from finray.data.sampling.packing import plan_packs
 from finray.models import adapters, attention, fused_lora
 from finray.models.blocks import compile_blocks, wrap_blocks
 from finray.models.head import Head, loss_sum
-from finray.models.quantised import QuantisedLinear, quantise_layers
+from finray.models.quantized import QuantizedLinear, quantize_layers
 from finray.parallel.ddp import DDPStrategy
 from finray.planning import estimate as planned
 from finray.planning.blueprint import draw_blueprint
@@ -82,7 +82,7 @@ TINY = ("qwen3", 640, 64, 192, 2, 4, 2, 16, True)
 class Setup:
     """How a model is trained; the switches are finray's optimizations."""
 
-    method: str = "lora"  # or `qlora` (NF4 with double quantisation), or `full`
+    method: str = "lora"  # or `qlora` (NF4 with double quantization), or `full`
     length: int = -2  # index of the pack length
     rank: int = RANK
     packing: bool = True  # or batches of concatenated rows
@@ -135,7 +135,7 @@ def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
     if setup.method != "full":
         model.eval().requires_grad_(False)
         if setup.method == "qlora":
-            _quantise(model)
+            _quantize(model)
         adapter = AdapterConfig(rank=setup.rank, alpha=2 * setup.rank, dropout=0.0, target_modules="all-linear")
         model = adapters.add_lora(model, adapter, seed=SEED)
         if setup.fused:
@@ -153,12 +153,12 @@ def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
     return task
 
 
-def _quantise(model: Any) -> None:
+def _quantize(model: Any) -> None:
     """Quantize all linear layers except the head to 4 bits, one after the other."""
     weights = {name: layer.weight.detach() for name, layer in model.named_modules() if type(layer) is torch.nn.Linear}
-    quantise_layers(model, 4, dtype=torch.bfloat16)
+    quantize_layers(model, 4, dtype=torch.bfloat16)
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, QuantizedLinear):
             layer.weight = torch.nn.Parameter(layer.pack(weights.pop(name)), requires_grad=False)
 
 
@@ -564,7 +564,7 @@ CASES = [
         _both(METHODS),
         *(_over(model, "LoRA ÷ QLoRA", "lora", "qlora", most=1.06) for model in (QWEN, LLAMA)),
     ),
-    _case("switches", "One optimisation at a time, packs of 4,096", _both(SWITCHES)),
+    _case("switches", "One optimization at a time, packs of 4,096", _both(SWITCHES)),
     _case(
         "peers",
         "finray and Trainer on rows of Alpaca's lengths",

@@ -11,7 +11,7 @@ from pathlib import Path
 from finray.config.load import build_config, preset_names, preset_text, read_preset
 from finray.config.schema import Config
 from finray.planning.blueprint import build_blueprint
-from finray.planning.flops import UTILISATION, Flops, flops_per_token, rounded
+from finray.planning.flops import UTILIZATION, Flops, flops_per_token, rounded
 from finray.planning.placement import GPUS as KINDS
 from finray.planning.plan import Plan, make_plan
 from finray.pretrained.bundled_configs import bundled_config
@@ -63,7 +63,7 @@ def tokens_per_second(config: Config, gpu: str, flops: Flops) -> float:
     """Expected tokens/s of all workers, if only arithmetic took time."""
     rate = KINDS[gpu].tflops
     assert rate is not None
-    return config.cluster.num_workers * UTILISATION * rate * 1e12 / flops.total
+    return config.cluster.num_workers * UTILIZATION * rate * 1e12 / flops.total
 
 
 def page(plans: Mapping[str, Plan]) -> str:
@@ -124,7 +124,7 @@ way (the tokenizer, the data) is listed as `not checked`. On a single GPU `bert-
 """
 _BELOW = f"""
 Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows with loss on every
-token; shorter rows need less. Tokens/s are computed, not measured: {UTILISATION:.0%} of the 16-bit matrix throughput in
+token; shorter rows need less. Tokens/s are computed, not measured: {UTILIZATION:.0%} of the 16-bit matrix throughput in
 the GPU's data sheet, times the GPUs, divided by the operations per token, for rows of {ROW} tokens with loss on half of
 them. Small models, short micro-batches and slow networks give less.
 """

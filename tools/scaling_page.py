@@ -21,7 +21,7 @@ from tools.volumes import Machines, exchanges, seconds
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.planning.blueprint import Blueprint, ModelShape, model_shape
 from finray.planning.estimate import Setup, Workload, estimate
-from finray.planning.flops import UTILISATION, flops_per_token
+from finray.planning.flops import UTILIZATION, flops_per_token
 from finray.planning.placement import GPUS
 from finray.pretrained.bundled_configs import bundled_config
 
@@ -104,7 +104,7 @@ def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> O
     machines = Machines(per_machine, rate * 1e9 / 8, INSIDE)
     flops = flops_per_token(shape, row=ROW, learned=1.0, checkpointing=True).total
     assert GPU.tflops is not None
-    compute = TOKENS * MICRO_BATCHES * flops / (UTILISATION * GPU.tflops * 1e12)
+    compute = TOKENS * MICRO_BATCHES * flops / (UTILIZATION * GPU.tflops * 1e12)
     hidden = shown = 0.0
     for one in exchanges(shape, setup, micro_batches=MICRO_BATCHES):
         took = seconds(one, machines)

@@ -135,7 +135,7 @@ def prepare(
     quiet: bool = False,
     **changed: Any,
 ) -> PreparedData:
-    """Tokenise the data of a config, without training.
+    """Tokenize the data of a config, without training.
 
     Args:
         config: defines the data.

@@ -116,7 +116,7 @@ def without_grouped_mm() -> Iterator[None]:
 
 
 def init_module(model: Any, module: torch.nn.Module) -> None:
-    """Let a model initialise one of its modules, buffers included."""
+    """Let a model initialize one of its modules, buffers included."""
     model._init_weights(module)
 
 
@@ -143,7 +143,7 @@ def without_bitsandbytes() -> Iterator[None]:
     """Let PEFT find no bitsandbytes, unless something has imported it already.
 
     PEFT imports it wherever it is installed, and it imports torch's compiler: 1.3 s at the start of every worker. Only
-    a base model in a file that is quantised has its layers, and Transformers has imported it for that. What PEFT found
+    a base model in a file that is quantized has its layers, and Transformers has imported it for that. What PEFT found
     out it keeps in a cache.
     """
     hidden = "bitsandbytes" not in sys.modules

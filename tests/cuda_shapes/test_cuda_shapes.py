@@ -142,7 +142,7 @@ def test_an_evaluation_keeps_sums_on_the_device() -> None:
 
 
 def test_what_waits_for_the_device_is_seen() -> None:
-    """Negative control: reading a number, a copy to the CPU, and a synchronisation in a step are each refused."""
+    """Negative control: reading a number, a copy to the CPU, and a synchronization in a step are each refused."""
 
     def number(loss: torch.Tensor) -> None:
         loss.item()
@@ -150,10 +150,10 @@ def test_what_waits_for_the_device_is_seen() -> None:
     def copy(loss: torch.Tensor) -> None:
         loss.to("cpu")
 
-    def synchronise(loss: torch.Tensor) -> None:
+    def synchronize(loss: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
-    for wait in (number, copy, synchronise):
+    for wait in (number, copy, synchronize):
         with task_on_cuda("llama") as (task, _):
             loss_sum = task.loss_sum
 

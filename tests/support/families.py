@@ -1,7 +1,7 @@
 """Tokenizers shaped like those of real families: their special tokens, their kind of BPE, their chat template.
 
 The vocabulary is small and made on the spot; what decides masks is real: which tokens are special, which of them
-swallow white space beside them, whether text is normalised, and whether BOS is added in front.
+swallow white space beside them, whether text is normalized, and whether BOS is added in front.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Family:
         bos: put in front of plain text by the tokenizer, and by the template where it names it.
         words: how text is cut into words: ``gpt2`` or ``newer`` (both byte-level), or ``sentencepiece`` (not at all;
             spaces are `▁` and unknown characters are bytes).
-        nfc: text is normalised before it is tokenised.
+        nfc: text is normalized before it is tokenized.
         strips: special tokens that swallow white space, as (left, right).
     """
 

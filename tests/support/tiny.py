@@ -77,7 +77,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_classifier(family: str, *, classes: int = 3, seed: int = 0, **overrides: Any) -> Any:
-    """A randomly initialised tiny classifier of a family of encoders or decoders, in fp32."""
+    """A randomly initialized tiny classifier of a family of encoders or decoders, in fp32."""
     kind, settings = (ENCODERS | FAMILIES)[family]
     config = AutoConfig.for_model(kind, **settings | overrides, num_labels=classes)
     torch.manual_seed(seed)
@@ -113,13 +113,13 @@ def train_tokenizer() -> Any:
 
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
-    """A randomly initialised tiny model of a family, in fp32."""
+    """A randomly initialized tiny model of a family, in fp32."""
     kind, settings = FAMILIES[family]
     config = AutoConfig.for_model(kind, **settings | overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        # Default initialisation is so small that every attention pattern is uniform, and a leak would not show.
+        # Default initialization is so small that every attention pattern is uniform, and a leak would not show.
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(4.0)

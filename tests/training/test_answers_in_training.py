@@ -140,7 +140,7 @@ def test_a_metric_of_answers_chooses_the_checkpoint_and_stops_the_run(plain: Pla
     assert "stopped early at step 3 of 8: seen has not improved" in note["message"]
 
 
-def test_a_killed_run_goes_on_counting_a_metric_that_is_maximised(plain: Plain, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_counting_a_metric_that_is_maximized(plain: Plain, tmp_path: Path) -> None:
     stopping = asking(plain, every_steps=2, metric="seen", early_stopping={"patience": 2})
     stopping = changed(stopping, {"train.max_steps": 12})
     run(stopping, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""``finray prepare`` and ``finray cache``: tokenise the data of a config; list, verify and remove what was prepared."""
+"""``finray prepare`` and ``finray cache``: tokenize the data of a config; list, verify and remove what was prepared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prepare(
         ),
     ] = None,
 ) -> None:
-    """Tokenise the data of a config on the CPUs of the cluster, without training."""
+    """Tokenize the data of a config on the CPUs of the cluster, without training."""
     from finray.runtime.prepare import prepare_and_report
 
     settings = show.load(config, overrides)

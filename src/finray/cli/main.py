@@ -405,7 +405,7 @@ def import_gguf(
     output: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
     dtype: Dtype = "bf16",
 ) -> None:
-    """Convert a GGUF file to a model directory with dequantised weights in safetensors."""
+    """Convert a GGUF file to a model directory with dequantized weights in safetensors."""
     from finray.models.export import convert_gguf
 
     convert_gguf(file, output, dtype=dtype)

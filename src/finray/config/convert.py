@@ -240,7 +240,7 @@ class _Reading:
         if self.get("quantization_method") not in (None, "bnb", "bitsandbytes"):
             self.lose("quantization_method", "not supported: `model.quantization` has finray's own 4bit and 8bit")
         if self.get("double_quantization") is False:
-            self.lose("double_quantization", "not supported: 4bit is NF4 with double quantisation")
+            self.lose("double_quantization", "not supported: 4bit is NF4 with double quantization")
         if self.raw.get("chat_template") in ("tokenizer_default", "jinja"):
             self.used.add("chat_template")
         if (template := self.get("chat_template_jinja")) is not None:

@@ -165,7 +165,7 @@ class PrepareConfig(Section):
 
     num_workers: PositiveInt | None = Field(
         None,
-        description="Number of processes that tokenise: the driver and Ray workers. 1 never uses Ray; null adds a "
+        description="Number of processes that tokenize: the driver and Ray workers. 1 never uses Ray; null adds a "
         "worker for each free CPU if there is enough work left.",
     )
     dir: str | None = Field(

@@ -155,7 +155,7 @@ NAMES: dict[str, str] = {
     "overwrite_cache": "not needed: changed data are prepared again; `finray cache` lists and removes prepared data",
     "dataloader_pin_memory": _READ_AHEAD,
     "dataloader_prefetch_factor": _READ_AHEAD,
-    # optimisation
+    # optimization
     "num_train_epochs": "train.epochs",
     "num_epochs": "train.epochs",
     "per_device_train_batch_size": "train.micro_batch_size",

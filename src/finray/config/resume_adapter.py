@@ -9,7 +9,7 @@ from finray.config.adapter_files import NOTES, SETTINGS, read_notes, read_settin
 from finray.config.schema import Config
 from finray.errors import ConfigError
 
-# Initialisations of an adapter that change the base weights too.
+# Initializations of an adapter that change the base weights too.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 
 
@@ -31,12 +31,12 @@ def with_start(config: Config) -> Config:
             repair=f"give a directory with `{SETTINGS}`, or a finished run",
         )
     settings, notes = read_settings(folder), read_notes(folder)
-    where, initialised = f"adapter.start_from={folder}", settings.init_lora_weights
+    where, initialized = f"adapter.start_from={folder}", settings.init_lora_weights
     if settings.peft_type != "LORA":
         raise ConfigError(f"an adapter of type {settings.peft_type} cannot be continued", where=where)
-    if isinstance(initialised, str) and initialised.startswith(_CHANGES_BASE):
+    if isinstance(initialized, str) and initialized.startswith(_CHANGES_BASE):
         raise ConfigError(
-            f"the adapter was initialised by {initialised}, which changes the base weights",
+            f"the adapter was initialized by {initialized}, which changes the base weights",
             where=where,
             repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
         )

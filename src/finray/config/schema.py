@@ -124,7 +124,7 @@ class ModelConfig(Section):
     quantization: Literal["none", "8bit", "4bit", "auto"] = Field(
         "none",
         description="Storage of the frozen linear layers under an adapter: unchanged (`none`), int8 with one scale per "
-        "row (`8bit`), or NF4 with double quantisation (`4bit`). `auto` is `8bit` on a single GPU, else `none`.",
+        "row (`8bit`), or NF4 with double quantization (`4bit`). `auto` is `8bit` on a single GPU, else `none`.",
     )
     new_tokens: list[str] = Field(
         default_factory=list,
@@ -159,7 +159,7 @@ class AdapterConfig(Section):
     method: Annotated[str, AfterValidator(named("finray.adapter_methods", "none"))] = Field(
         "lora",
         description="Which weights are trained: all of them (`none`), or an adapter: LoRA, rank-stabilised LoRA "
-        "(`rslora`), weight-decomposed LoRA (`dora`), or LoRA initialised from the principal singular vectors of the "
+        "(`rslora`), weight-decomposed LoRA (`dora`), or LoRA initialized from the principal singular vectors of the "
         "weights (`pissa`).",
     )
     rank: PositiveInt = Field(16, description="Rank r of the LoRA matrices.")
@@ -499,7 +499,7 @@ class Config(Section):
         if self.adapter.method == "none":
             if self.model.quantization in ("4bit", "8bit"):
                 raise ValueError(
-                    "model.quantization: quantised weights cannot be trained; set adapter.method to lora, or "
+                    "model.quantization: quantized weights cannot be trained; set adapter.method to lora, or "
                     "model.quantization to none"
                 )
             if self.adapter.start_from is not None:

@@ -56,7 +56,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 
 class TrainConfig(Section):
-    """Optimisation."""
+    """Optimization."""
 
     epochs: float | None = Field(
         None,

@@ -69,7 +69,7 @@ def evaluate(
     compared += more
     seen, held_out = None, list[Evaluated]()
     if rows is not None and rows.name == "train":
-        notes.append("the model was trained on these rows: their scores measure memorisation")
+        notes.append("the model was trained on these rows: their scores measure memorization")
     elif rows is not None and rows.train is None:
         notes.append("the training data is unknown, so overlap with it was not checked")
     elif rows is not None and rows.train is not None:

@@ -230,7 +230,7 @@ class Comparison(Result):
             console.print(
                 f"{len(found.rows)} of the {self.rows} rows are in the training data, whole or in part "
                 f"({len(found.equal)} whole, {len(found.shared)} share runs of 13 words): scores on them may measure "
-                "memorisation",
+                "memorization",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -1,4 +1,4 @@
-"""Overlap with the training data: a score on rows that a model was trained on measures memorisation.
+"""Overlap with the training data: a score on rows that a model was trained on measures memorization.
 
 Whole rows are compared by the digest of their tokens, and runs of 13 words by a hash, following Brown et al. 2020
 (appendix C). Runs of tokens would not work: for many tokenizers each digit is a token, so that rows of arithmetic share
@@ -22,7 +22,7 @@ from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.order import mix
 
 RUN = 13
-# Words at a time by which a template is recognised.
+# Words at a time by which a template is recognized.
 _TEMPLATE_RUN = 5
 # A run that is in more training rows than this is ignored.
 _COMMON = 10
@@ -40,7 +40,7 @@ _UNPUNCTUATED = str.maketrans("", "", string.punctuation)
 class Words:
     """Splits rows of token ids into words: lower case, without ASCII punctuation, at white space.
 
-    A word's hash depends on its characters, not on its tokenisation. No row is decoded: each vocabulary entry is
+    A word's hash depends on its characters, not on its tokenization. No row is decoded: each vocabulary entry is
     processed once, and a word's hash is combined from those of its tokens.
 
     Args:
@@ -82,7 +82,7 @@ class Words:
         begins = self._begins[ids] | (np.diff(owner, prepend=-1) != 0)
         starts = np.flatnonzero(begins)
         # The hash of letters l1 .. ln is the sum of li * BASE**(n - i): with powers that run on over all rows, words
-        # are sums over neighbours, and a final factor normalises each.
+        # are sums over neighbours, and a final factor normalizes each.
         up = np.multiply.accumulate(self._powers[self._lengths[ids]])
         down = np.multiply.accumulate(self._inverse[self._lengths[ids]])
         last = np.append(starts[1:], len(ids)) - 1

@@ -195,7 +195,7 @@ def _spread(values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
 
 
 def _served_prompts(example: Example, encoder: Tokenizer, tokenizer: Any) -> tuple[list[ServedPrompt], str]:
-    """The prompt of each answer as a server tokenises it, and the first refusal of the chat template."""
+    """The prompt of each answer as a server tokenizes it, and the first refusal of the chat template."""
     if isinstance(example, Completion):
         return [(0, tokenizer(example.prompt)["input_ids"])], ""
     if not isinstance(example, Chat):

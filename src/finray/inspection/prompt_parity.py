@@ -1,6 +1,6 @@
 """Checks that training continues exactly the prompt that a server will render.
 
-A server gets the messages before an answer, renders them with ``add_generation_prompt=True`` and tokenises only that.
+A server gets the messages before an answer, renders them with ``add_generation_prompt=True`` and tokenizes only that.
 The training row must begin with the same token ids, up to where learning starts; otherwise the model is given a prompt
 that it has never been trained on. Preparation refuses conversations whose text differs, except with
 ``data.train_on: all``; token ids are compared only here.

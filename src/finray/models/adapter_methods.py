@@ -49,7 +49,7 @@ class AdapterMethod:
         options: fields of ``peft.LoraConfig``, besides rank, alpha, dropout and targets.
         first_value: initial value of a matrix, given its kind, shape and generator; the same on every rank and
             strategy.
-        is_pissa: whether the matrices are initialised with the principal parts of the base weights (Meng et al. 2024).
+        is_pissa: whether the matrices are initialized with the principal parts of the base weights (Meng et al. 2024).
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)

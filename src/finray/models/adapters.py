@@ -1,4 +1,4 @@
-"""Adapters: PEFT injects them, finray initialises them; :mod:`finray.models.saved_layout` saves them."""
+"""Adapters: PEFT injects them, finray initializes them; :mod:`finray.models.saved_layout` saves them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_lora(
 ) -> Any:
     """Wrap a model with an adapter; trained weights are fp32, and their initial values depend only on ``seed``.
 
-    On the meta device there are no values: see :func:`finray.models.sharded.materialise`.
+    On the meta device there are no values: see :func:`finray.models.sharded.materialize`.
 
     Args:
         model: the base model.
@@ -100,7 +100,7 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         config = LoraConfig.from_pretrained(adapter.start_from)
         config.lora_dropout = adapter.dropout
         config.inference_mode = False
-        # Skip PEFT's random or SVD initialisation: values come from its file.
+        # Skip PEFT's random or SVD initialization: values come from its file.
         config.init_lora_weights = True
         return config
     # Task types for which PEFT also saves a head.
@@ -129,7 +129,7 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
 
 @torch.no_grad()
 def start(model: Any, adapter: AdapterConfig, *, seed: int, weight_of: Callable[[str], torch.Tensor]) -> None:
-    """Initialise the tensors of an adapter: from the adapter that it continues, or anew.
+    """Initialize the tensors of an adapter: from the adapter that it continues, or anew.
 
     Args:
         model: the PEFT model, sharded by any strategy.

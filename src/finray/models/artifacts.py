@@ -19,7 +19,7 @@ from finray.models import classifier
 from finray.models.adapters import load_adapter
 from finray.models.fused_lora import fuse
 from finray.models.loading import build_model, load_model
-from finray.models.sharded import materialise
+from finray.models.sharded import materialize
 from finray.pretrained.weights import stored_weights
 
 _DIGITS = re.compile(r"\d+")
@@ -167,7 +167,7 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
 
 
 def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
-    """An adapter on its base model quantised as in training (fp32 arithmetic), for comparison."""
+    """An adapter on its base model quantized as in training (fp32 arithmetic), for comparison."""
     assert artifact.base is not None
     saved = read_settings(artifact.folder).modules_to_save or []
     if artifact.labels is not None:
@@ -185,5 +185,5 @@ def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
         device=device,
         labels=artifact.labels,
     )
-    materialise(model, artifact.base, adapter, device=device, seed=0)
+    materialize(model, artifact.base, adapter, device=device, seed=0)
     return model.eval()

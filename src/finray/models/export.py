@@ -24,7 +24,7 @@ from finray.limits import cut
 from finray.models.adapters import load_adapter
 from finray.models.artifacts import Artifact, load_artifact, load_as_trained
 from finray.models.loading import DTYPES, load_model
-from finray.models.quantised import BITS
+from finray.models.quantized import BITS
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
 
@@ -46,9 +46,9 @@ class Exported(Result):
         dtype: of its weights.
         difference: difference of its logits from those of base + adapter, relative to their spread.
         onto: the base model that an adapter was merged onto.
-        trained_on: quantisation of that base in training, if any: ``4bit`` or ``8bit``.
-        rounding: difference of its logits from those of the quantised base + adapter, which learned to correct the
-            rounding too; None without quantisation, or if bitsandbytes is missing.
+        trained_on: quantization of that base in training, if any: ``4bit`` or ``8bit``.
+        rounding: difference of its logits from those of the quantized base + adapter, which learned to correct the
+            rounding too; None without quantization, or if bitsandbytes is missing.
     """
 
     folder: Path
@@ -181,7 +181,7 @@ def _require_range(model: Any, output: Path) -> None:
 
 
 def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
-    """Dequantise a GGUF file into a directory with safetensors, its tokenizer and its chat template.
+    """Dequantize a GGUF file into a directory with safetensors, its tokenizer and its chat template.
 
     Raises:
         ModelError: the file cannot be read, the `gguf` package is missing, or the output exists.

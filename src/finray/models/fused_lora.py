@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from finray.models.quantised import QuantisedLinear
+from finray.models.quantized import QuantizedLinear
 from finray.models.reordered import linear
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL
 
@@ -25,8 +25,8 @@ _NO_INPLACE = "_finray_no_inplace"
 def fuse(model: Any) -> int:
     """Give every plain LoRA layer of a PEFT model the fused forward; returns how many there were.
 
-    Layers other than ``W x + s B A x`` (DoRA, transposed weights, several adapters) keep PEFT's. W may be quantised
-    (:mod:`finray.models.quantised`), and a PiSSA adapter and its initial value become one product.
+    Layers other than ``W x + s B A x`` (DoRA, transposed weights, several adapters) keep PEFT's. W may be quantized
+    (:mod:`finray.models.quantized`), and a PiSSA adapter and its initial value become one product.
     """
     from peft.tuners.lora.layer import Linear
 
@@ -36,7 +36,7 @@ def fuse(model: Any) -> int:
             continue
         names, dropout = list(module.lora_A), module.lora_dropout[NAME]
         if (
-            type(module.base_layer) in (torch.nn.Linear, QuantisedLinear)
+            type(module.base_layer) in (torch.nn.Linear, QuantizedLinear)
             # With dropout, the two adapters of PiSSA read different inputs.
             and (names == [NAME] or (names == [NAME, PISSA_RESIDUAL] and not getattr(dropout, "p", 0.0)))
             and not module.use_dora.get(NAME)
@@ -82,7 +82,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             down,
             up,
             self.scaling[NAME],
-            base.unpack if isinstance(base, QuantisedLinear) else None,
+            base.unpack if isinstance(base, QuantizedLinear) else None,
             getattr(self, _NO_INPLACE, False),
         )
     return result

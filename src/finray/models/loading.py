@@ -14,7 +14,7 @@ from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
 from finray.models import adapters, attention, classifier, fused_lora, vocabulary
-from finray.models.quantised import quantise_layers
+from finray.models.quantized import quantize_layers
 from finray.pretrained.tokenizers import (
     check_exists,
     loading_options,
@@ -43,7 +43,7 @@ def load_model(
         model: the model section; its task names Transformers' class.
         dtype: storage dtype of the weights.
         attention_name: Transformers' name of the attention; None means its own choice.
-        on_meta: build the model on the meta device; no weights are read or initialised.
+        on_meta: build the model on the meta device; no weights are read or initialized.
         seed: for weights that the files lack (a head that the task adds), so that they are the same on every rank.
         labels: label set of the head; None keeps that of the configuration.
 
@@ -63,7 +63,7 @@ def load_model(
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(**loading_options(model), **classifier.head_options(labels))
-            # The model gets plain layers, even if the files hold quantised ones.
+            # The model gets plain layers, even if the files hold quantized ones.
             if getattr(config, "quantization_config", None) is not None:
                 del config.quantization_config
             with torch.device("meta"):
@@ -82,7 +82,7 @@ def load_model(
                 for name, value in classifier.new_values(loaded.config, shapes, seed).items():
                     loaded.get_parameter(name).data.copy_(value)
             if model.name.endswith(".gguf") and getattr(loaded.config, "quantization_config", None) is not None:
-                # The weights are dequantised, but the configuration still says quantised, and saving would fail.
+                # The weights are dequantized, but the configuration still says quantized, and saving would fail.
                 del loaded.config.quantization_config
                 loaded.hf_quantizer, loaded.is_quantized = None, False
         if (added := new_tokens(model)) is not None:
@@ -113,8 +113,8 @@ def check_loading(model: ModelConfig) -> None:
         raise not_loaded("model", model, error) from None
 
 
-def is_quantised(model: ModelConfig) -> bool:
-    """Whether a model's files hold quantised weights, according to its configuration."""
+def is_quantized(model: ModelConfig) -> bool:
+    """Whether a model's files hold quantized weights, according to its configuration."""
     from transformers import AutoConfig
 
     return getattr(AutoConfig.from_pretrained(**loading_options(model)), "quantization_config", None) is not None
@@ -176,8 +176,8 @@ def build_model(
 ) -> Any:
     """Load a model and add adapters: the PEFT model, or the Transformers model itself.
 
-    Frozen weights are stored in the dtype of ``precision``, or quantised to ``bits``; an adapter's are fp32. On the
-    meta device, and always with ``bits``, the model has no weights yet: :func:`finray.models.sharded.materialise` loads
+    Frozen weights are stored in the dtype of ``precision``, or quantized to ``bits``; an adapter's are fp32. On the
+    meta device, and always with ``bits``, the model has no weights yet: :func:`finray.models.sharded.materialize` loads
     them after sharding.
 
     Args:
@@ -185,7 +185,7 @@ def build_model(
         adapter: the adapter section.
         precision: ``fp32``, ``bf16`` or ``fp16``.
         attention_name: Transformers' name of the attention; None for the model's own choice.
-        bits: 4 or 8 for quantised frozen linear layers, else None.
+        bits: 4 or 8 for quantized frozen linear layers, else None.
         seed: for the initial values of the adapter, and of a head that the files lack.
         device: target device.
         on_meta: whether to build it on the meta device.
@@ -205,7 +205,7 @@ def build_model(
         loaded.requires_grad_(False)
         if bits is not None:
             keep = [*adapter.modules_to_save, *(classifier.modules_to_save(loaded) if has_head else ())]
-            quantise_layers(loaded, bits, dtype=dtype, keep=keep)
+            quantize_layers(loaded, bits, dtype=dtype, keep=keep)
         loaded = adapters.add_lora(
             loaded,
             adapter,

@@ -19,7 +19,7 @@ from finray.errors import ModelError
 from finray.models import adapters, vocabulary
 from finray.models.classifier import labels_in, may_be_new, new_values, stored_name
 from finray.models.loading import load_model
-from finray.models.quantised import QuantisedLinear
+from finray.models.quantized import QuantizedLinear
 from finray.models.saved_layout import NAME, without_adapter
 from finray.pretrained.tokenizers import new_tokens
 from finray.pretrained.weights import StoredWeights, folder_of, stored_weights
@@ -60,7 +60,7 @@ def cut_model(tensors: list[str]) -> str:
 
 
 @torch.no_grad()
-def materialise(
+def materialize(
     model: Any,
     config: ModelConfig,
     adapter: AdapterConfig,
@@ -87,7 +87,7 @@ def materialise(
     tensors |= {name: one for name, one in inner.named_buffers() if name in kept}
     rows_trained = {name for name in tensors if ".trainable_tokens_" in name}
     base = _BaseWeights(config, inner, {base_name(name) for name in tensors if name not in rows_trained}, seed=seed)
-    packed = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, QuantisedLinear)}
+    packed = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}
     for name, tensor in tensors.items():
         if name in packed:
             load_local(tensor, rows_of(packed[name].pack(base.read(base_name(name)).to(device))))
@@ -107,7 +107,7 @@ def _give_memory(model: Any, inner: Any, device: torch.device) -> None:
     """Allocate tensors on the meta device; tied ones stay tied, which torch does not ensure.
 
     Buffers are computed, because rotary frequencies and scales of embeddings are in no file. Meanwhile weights are
-    removed from the modules: initialisation code could not handle shards.
+    removed from the modules: initialization code could not handle shards.
     """
     places: dict[int, list[tuple[Any, str]]] = {}
     for module in model.modules():

@@ -1,6 +1,6 @@
 """Adds tokens to a model: in its tokenizer, embedding and head.
 
-A new row is initialised with the mean of the rows of the original vocabulary. Unused rows beyond the vocabulary are
+A new row is initialized with the mean of the rows of the original vocabulary. Unused rows beyond the vocabulary are
 used before the tables grow, and are not part of the mean.
 """
 
@@ -29,7 +29,7 @@ def table_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def widen(model: Any, added: NewTokens) -> None:
-    """Add rows for new tokens, initialised with the mean of the known ones (not on the meta device)."""
+    """Add rows for new tokens, initialized with the mean of the known ones (not on the meta device)."""
     if added.rows > model.get_input_embeddings().weight.shape[0]:
         # Transformers' random values are replaced.
         with torch.random.fork_rng(devices=[]):

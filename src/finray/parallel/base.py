@@ -185,7 +185,7 @@ class Strategy(Protocol):
         """Accumulate a micro-batch's gradients; ``last`` marks the step's last one on this rank."""
 
     def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Make parameters equal that each rank has initialised itself, before the first step."""
+        """Make parameters equal that each rank has initialized itself, before the first step."""
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks in place, and return the sum of ``extra`` (1-D fp64)."""
@@ -210,7 +210,7 @@ class Strategy(Protocol):
 
 
 class ProcessGroup:
-    """One process of torch.distributed's default group, or the only process if that is not initialised.
+    """One process of torch.distributed's default group, or the only process if that is not initialized.
 
     The default behaviour of strategies: nothing is sharded, and gradients are ordinary ones.
     """

@@ -72,7 +72,7 @@ class Blueprint:
 
     @property
     def linear_weights(self) -> int:
-        """Elements of all linear layers but the head: what quantisation stores in fewer bits."""
+        """Elements of all linear layers but the head: what quantization stores in fewer bits."""
         return sum(linear.weights * count for linear, count in self.linears)
 
 

@@ -201,7 +201,7 @@ def check_push(config: Config, *, login: Callable[[], Hub] = Hub.login) -> Targe
 
 
 def check_quantization(config: Config) -> None:
-    """Check that the base model can be quantised.
+    """Check that the base model can be quantized.
 
     Raises:
         ConfigError: its file, or DeepSpeed's stage, does not allow that.
@@ -211,13 +211,13 @@ def check_quantization(config: Config) -> None:
     where = f"model.quantization={config.model.quantization}"
     if Path(config.model.name).suffix == ".gguf":
         raise ConfigError(
-            "a GGUF file is dequantised when it is loaded, and cannot be quantised again",
+            "a GGUF file is dequantized when it is loaded, and cannot be quantized again",
             where=where,
-            repair="convert it with `finray import-gguf`; the model directory can be quantised",
+            repair="convert it with `finray import-gguf`; the model directory can be quantized",
         )
     if config.parallel.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3:
         raise ConfigError(
-            "ZeRO-3 cannot shard quantised weights",
+            "ZeRO-3 cannot shard quantized weights",
             where=f"{where}, parallel.strategy=deepspeed",
             repair="parallel.strategy=fsdp, or parallel.zero_stage=2, or model.quantization=none",
         )

@@ -41,7 +41,7 @@ KERNELS_PER_ROW = 6
 # predicts them: this share fits the cases of `benchmarks/run.py memory` best, with glibc 2.36. On a GPU expandable
 # segments leave few.
 HOLES = {"cpu": 0.4, "cuda": 0.03}
-# Scales of quantised storage, in bits a weight: for 4 bits (NF4, double quantisation) a byte per 64 weights and four
+# Scales of quantized storage, in bits a weight: for 4 bits (NF4, double quantization) a byte per 64 weights and four
 # per 64 * 256, for 8 bits an fp32 number per row, of some hundred to some thousand weights.
 BITS_OVERHEAD = {4: 8 / 64 + 32 / (64 * 256), 8: 0.03}
 # DeepSpeed's default sizes, in elements: of its buckets, of the gathered weights that ZeRO-3 keeps for reuse, and of
@@ -62,7 +62,7 @@ class Setup:
     precision: Literal["fp32", "bf16"] = "fp32"  # of the forward and backward pass; bf16 stands for fp16 too
     weights: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and moments where all weights are trained
     checkpointing: str = "none"  # as `train.gradient_checkpointing`
-    storage_bits: int | None = None  # 4 or 8 where frozen linear layers are quantised
+    storage_bits: int | None = None  # 4 or 8 where frozen linear layers are quantized
     reshard: bool = True  # whether FSDP frees gathered weights after the forward pass
     ray: bool = True  # whether the worker is Ray's
     optimizer: str = "adamw"
@@ -125,7 +125,7 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     state, offloaded = _state(blueprint, setup, work)
     weights = {"gathered weights": gathered_bytes(blueprint, setup)}
     if setup.storage_bits and not full:
-        # The largest quantised weight is dequantised for its product (from 8 bits via fp32).
+        # The largest quantized weight is dequantized for its product (from 8 bits via fp32).
         largest = max((linear.weights for linear, _ in blueprint.linears), default=0)
         weights["unpacked weight"] = largest * (setup.element + (FP32 if setup.storage_bits == 8 else 0))
     gradients = gradient_bytes(blueprint, setup)

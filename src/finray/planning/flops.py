@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from finray.planning.blueprint import Blueprint
 
 # Share of its data sheet's rate that a GPU reaches in a step limited only by arithmetic.
-UTILISATION = 0.4
+UTILIZATION = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class SpeedPlan:
 def plan_speed(
     blueprint: Blueprint, lengths: Sequence[int], *, learned: float, checkpointing: bool, tflops: float, workers: int
 ) -> SpeedPlan:
-    """Throughput of the workers at :data:`UTILISATION`. Small models, short micro-batches and slow networks reach less.
+    """Throughput of the workers at :data:`UTILIZATION`. Small models, short micro-batches and slow networks reach less.
 
     Args:
         blueprint: the model with its adapter.
@@ -85,7 +85,7 @@ def plan_speed(
     """
     row = round(sum(length * length for length in lengths) / max(1, sum(lengths)))
     flops = flops_per_token(blueprint, row=row, learned=learned, checkpointing=checkpointing)
-    return SpeedPlan(workers * UTILISATION * tflops * 1e12 / flops.total)
+    return SpeedPlan(workers * UTILIZATION * tflops * 1e12 / flops.total)
 
 
 def rounded(value: float) -> int:

@@ -65,7 +65,7 @@ class LayerMemory:
 class Arithmetic:
     """The settings that determine the size of activations.
 
-    ``copies`` means that trained weights are materialised in that precision (FSDP, ZeRO), so that autocast has nothing
+    ``copies`` means that trained weights are materialized in that precision (FSDP, ZeRO), so that autocast has nothing
     to cast.
     """
 

@@ -16,7 +16,7 @@ from finray.config.resolved import LabelSet, Packing
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
-from finray.models.loading import check_loading, is_quantised, load_model
+from finray.models.loading import check_loading, is_quantized, load_model
 from finray.models.packing_cache import packing_of
 from finray.models.sharded import cut_model, left_out
 from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, stored_in
@@ -170,9 +170,9 @@ def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], 
     try:
         check_loading(config.model)
     except FinrayError as error:
-        if path.is_dir() and is_quantised(config.model):
+        if path.is_dir() and is_quantized(config.model):
             # The machine of the run may have what this one lacks.
-            found.warn(f"its files are quantised, but {error.message}", "model.name")
+            found.warn(f"its files are quantized, but {error.message}", "model.name")
         else:
             _not_had(error, "its weights", config, found, environ, offline=offline)
 

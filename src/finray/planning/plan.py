@@ -336,10 +336,10 @@ def _data(
     """The data and what a run makes of them; None if something is wrong with them."""
     if report.problems:
         for one in report.problems:
-            # Without its tokenizer they cannot be tokenised; that has been said.
+            # Without its tokenizer they cannot be tokenized; that has been said.
             if one.where == f"model.name={config.model.name}" and (model is None or model.plan.tokens is None):
                 if offline:
-                    found.skip("the data, which cannot be tokenised without it", "data.source")
+                    found.skip("the data, which cannot be tokenized without it", "data.source")
             elif offline and _is_out_of_reach(one):
                 found.skip("the data, which lies on the Hub", f"data.source={one.where}")
             else:

@@ -126,7 +126,7 @@ def _base_bits(
     before: Resolved | None,
     missing: Callable[[ConfigError], None],
 ) -> Literal[4, 8] | None:
-    """Bits of an adapter's base weights; None if they are not quantised."""
+    """Bits of an adapter's base weights; None if they are not quantized."""
     if config.model.quantization != "auto":
         return _BITS[config.model.quantization]
     if before is not None:

@@ -54,7 +54,7 @@ class DataReport:
 def examine(
     config: Config, *, budget_s: float = _BUDGET_S, clock: Callable[[], float] = time.perf_counter
 ) -> DataReport:
-    """Read, convert and tokenise the data of a config, or as much of it as the budget allows.
+    """Read, convert and tokenize the data of a config, or as much of it as the budget allows.
 
     Nothing is kept. Where the data is prepared already, that is looked at instead.
     """

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from finray.config.redact import redact_text
 from finray.errors import FinrayError
-from finray.planning.flops import UTILISATION, rounded
+from finray.planning.flops import UTILIZATION, rounded
 from finray.results import Table
 from finray.tracking.console import duration, several
 
@@ -145,6 +145,6 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
             whole = duration(speed.seconds) if speed.seconds >= 1 else "less than a second"
             took = f": a step in {speed.step_seconds:.2g} s, all of them in {whole}"
         rate = f"about {rounded(speed.tokens_per_s):,} tokens/s"
-        yield "speed", f"{rate}, computed at {UTILISATION:.0%} of the data sheet's rate{took}"
+        yield "speed", f"{rate}, computed at {UTILIZATION:.0%} of the data sheet's rate{took}"
         if model is not None and model.parameters < _SMALL:
             yield "", "a model as small as this waits for kernels to be launched: expect a fraction of that rate"

@@ -92,7 +92,7 @@ def silence_transformers() -> None:
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Let Transformers find no torch, for a process that only tokenises: its import takes a third of the time then.
+    """Let Transformers find no torch, for a process that only tokenizes: its import takes a third of the time then.
 
     Transformers does not look again: no model can be loaded in this process afterwards. Torch can still be imported.
     """

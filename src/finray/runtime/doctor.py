@@ -152,7 +152,7 @@ def judged_clocks(samples: Mapping[str, Sequence[tuple[float, float, float]]]) -
     if not bad:
         worst = max((abs(off) + unsure for off, unsure in skews.values()), default=0.0)
         return [Finding("good", "clocks", "", f"within {worst:.3f} s of this machine's")]
-    repair = "synchronise it with a time service (chrony, systemd-timesyncd): storage and leases compare times"
+    repair = "synchronize it with a time service (chrony, systemd-timesyncd): storage and leases compare times"
     return [
         Finding("problem", "clocks", name, f"{off:+.1f} s from this machine's", repair) for name, off in bad.items()
     ]

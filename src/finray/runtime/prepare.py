@@ -40,8 +40,8 @@ from finray.runtime import cluster as clusters
 from finray.runtime.failures import last_line, lost_process
 from finray.runtime.watch import SILENCE_S, waiting_for
 
-# Set if workers only tokenise; also keeps Ray from using their processes for anything else.
-_TOKENISES_ONLY = "FINRAY_TOKENISES_ONLY"
+# Set if workers only tokenize; also keeps Ray from using their processes for anything else.
+_TOKENIZES_ONLY = "FINRAY_TOKENIZES_ONLY"
 # A worker takes some four seconds to import and load before it writes its first part.
 _WORTH_HELP_S = 10.0
 _POLL_S = 0.1
@@ -82,7 +82,7 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
 def prepare_and_report(
     config: Config, *, export_jsonl: str | Path | None = None, handle: Handle = ignore, hide_torch: bool = False
 ) -> PreparedData:
-    """Prepare the data of a config and summarise it; see :func:`prepare`.
+    """Prepare the data of a config and summarize it; see :func:`prepare`.
 
     Args:
         config: defines the data.
@@ -141,7 +141,7 @@ class Helpers:
         self._preparation = preparation
         self._handle = handle
         # A converter of the user's may want a model.
-        own = {_TOKENISES_ONLY: "0" if preparation.config.data.converter else "1"}
+        own = {_TOKENIZES_ONLY: "0" if preparation.config.data.converter else "1"}
         self._options = {"num_cpus": cpus, "runtime_env": {"env_vars": {**env, **own}}}
         self._tasks: dict[Any, Part] = {}
         self._write: Any = None
@@ -266,6 +266,6 @@ def _writer(reference: Any) -> PartWriter:
     accept(secrets)
     config = build_config(plain, source="driver")
     settings = Settings.of(config)
-    with without_torch() if os.environ.get(_TOKENISES_ONLY) == "1" else nullcontext():
+    with without_torch() if os.environ.get(_TOKENIZES_ONLY) == "1" else nullcontext():
         tokenizer = load_tokenizer(config.model)
     return PartWriter(settings, settings.encoder(tokenizer), Folder(root))

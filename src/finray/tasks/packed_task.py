@@ -61,7 +61,7 @@ class PackedTask:
         """The parameters that are trained, by name, in a fixed order."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    def initialised_parameters(self) -> list[torch.nn.Parameter]:
+    def initialized_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that got their values here and not from a file: trained ones, and those of a frozen
         adapter."""
         named = self.model.named_parameters()

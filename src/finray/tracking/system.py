@@ -23,7 +23,7 @@ class System:
     Args:
         folder: on the disk whose free space is reported.
         clock: seconds, monotonic.
-        nvml: NVIDIA's library, initialised; None if there is none.
+        nvml: NVIDIA's library, initialized; None if there is none.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic, nvml: Any | None = None) -> None:
@@ -63,7 +63,7 @@ class System:
 
 
 def find_nvml() -> Any | None:
-    """NVIDIA's library, initialised; None if it, a driver or a GPU is missing."""
+    """NVIDIA's library, initialized; None if it, a driver or a GPU is missing."""
     try:
         import pynvml
 
@@ -83,7 +83,7 @@ _READERS: dict[str, Callable[[Any, Any], float]] = {
 
 
 def _gpus(nvml: Any) -> dict[str, float]:
-    """All GPUs of the machine: utilisation, memory, power and temperature, as far as the GPU reports them."""
+    """All GPUs of the machine: utilization, memory, power and temperature, as far as the GPU reports them."""
     found: dict[str, float] = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         device = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -91,7 +91,7 @@ def _gpus(nvml: Any) -> dict[str, float]:
             try:
                 found[f"gpu{index}_{name}"] = read(nvml, device)
             except nvml.NVMLError:
-                # A MIG slice has no utilisation, and some have no power.
+                # A MIG slice has no utilization, and some have no power.
                 continue
     return found
 

@@ -1,1 +1,1 @@
-"""The training package: step, loop, loss normalisation, optimizer, schedule, state. Does not depend on Ray."""
+"""The training package: step, loop, loss normalization, optimizer, schedule, state. Does not depend on Ray."""

@@ -27,7 +27,7 @@ from finray.errors import DataError, ModelError
 from finray.models import liger
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.roles import roles_of
-from finray.models.sharded import cut_model, left_out, materialise
+from finray.models.sharded import cut_model, left_out, materialize
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.parallel.ddp import DDPStrategy
 from finray.pretrained.tokenizers import load_tokenizer
@@ -213,7 +213,7 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
     on_meta = task.is_on_meta
     strategy.shard(task.module, blocks_of(task.model))
     if on_meta and on_all_ranks(
-        strategy, lambda: materialise(task.model, config.model, config.adapter, device=device, seed=seed)
+        strategy, lambda: materialize(task.model, config.model, config.adapter, device=device, seed=seed)
     ):
         warn(
             "the weights have different names in the model's files and in the model, so every worker had to read all "
@@ -276,7 +276,7 @@ def evaluate_checkpoint(
     config, strategy = settled(config, resolved), DDPStrategy(device)
     task = _task(config, resolved, device=device, seed=seed, on_meta=False, warn=lambda message: None)
     if task.is_on_meta:
-        materialise(task.model, config.model, config.adapter, device=device, seed=seed)
+        materialize(task.model, config.model, config.adapter, device=device, seed=seed)
     if checkpoint is not None:
         task.layout.load(checkpoint, [entry["path"] for entry in manifest.verify(checkpoint)["files"]])
     dataset = PreparedDataset(known.prepared, local_dir=local_dir_of(config))
@@ -351,7 +351,7 @@ def _resume(
     state.total_steps = steps
     if dataset.folder.is_remote:
         loader.split.prefetch(loader.rows_from(state.position))
-    strategy.broadcast_parameters(task.initialised_parameters())
+    strategy.broadcast_parameters(task.initialized_parameters())
     return state, notes
 
 

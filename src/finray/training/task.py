@@ -84,8 +84,8 @@ class Task(Protocol):
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The trainable parameters by name, in a fixed order."""
 
-    def initialised_parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters that were initialised here and not loaded: broadcast to make them equal on all ranks."""
+    def initialized_parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that were initialized here and not loaded: broadcast to make them equal on all ranks."""
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""

@@ -154,7 +154,7 @@ PAIRS = [
 ]
 
 
-def test_pairs_are_tokenised_as_transformers_does_with_their_token_types(classifying: Preparing, put: Write) -> None:
+def test_pairs_are_tokenized_as_transformers_does_with_their_token_types(classifying: Preparing, put: Write) -> None:
     for limit in (64, 8):
         dataset = classifying.dataset(put("rows.jsonl", lines(PAIRS)), model=CLASSIFIES, max_length=limit)
         split = dataset.all_rows("train")

@@ -248,7 +248,7 @@ def test_prompt_and_completion_are_joined_as_they_are(tokenizer: Any) -> None:
 
 
 def test_a_token_across_the_border_is_split_there(tokenizer: Any) -> None:
-    """`the` + ` dog`: tokenised whole, the space belongs to the dog; served, it belongs to the prompt."""
+    """`the` + ` dog`: tokenized whole, the space belongs to the dog; served, it belongs to the prompt."""
     whole = tokenizer("the dog", add_special_tokens=False)["input_ids"]
     (row,) = rows_of(make(tokenizer), Completion("the ", "dog"))
     served = tokenizer("the ", add_special_tokens=False)["input_ids"]

@@ -363,7 +363,7 @@ def test_a_line_break_that_must_not_be_learned() -> None:
     check("qwen-2.5", forbidden, train_on="all")
 
 
-def test_a_prompt_that_is_tokenised_otherwise_alone() -> None:
+def test_a_prompt_that_is_tokenized_otherwise_alone() -> None:
     """GPT-2's way to cut words: two line breaks are one token at the end of a prompt, and two before a word."""
     name = "smollm2"
     tokenizer = families.tokenizer(name)

@@ -18,7 +18,7 @@ from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError, DataError
 from finray.evaluation.scores.base import Answered, Score, blaming, score_named
 from finray.evaluation.scores.code import pass_at_k, passes
-from finray.evaluation.scores.match import normalised, number_in
+from finray.evaluation.scores.match import normalized, number_in
 from tests.support.pairs import json_pairs, pairs
 
 
@@ -145,10 +145,10 @@ def test_normalised_match_is_squads() -> None:
 
     for pair in pairs():
         for text in pair:
-            assert normalised(text) == white_space_fix(remove_articles(remove_punctuation(lower(text))))
+            assert normalized(text) == white_space_fix(remove_articles(remove_punctuation(lower(text))))
     found = score("normalised_match").value(rows())
     assert score("exact_match").value(rows()) < found < 0.9
-    assert normalised("  The U.S.,  an Élan!\n") == "us élan"
+    assert normalized("  The U.S.,  an Élan!\n") == "us élan"
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_template_that_renders_no_row_is_not_tried_on_all_of_them(
     assert 1 <= len(tried) <= most
 
 
-def test_completions_are_compared_with_the_tokenised_prompt(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_completions_are_compared_with_the_tokenized_prompt(tiny_model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"{tiny.WORDS[number]} is", "completion": f" {tiny.WORDS[number + 1]}"} for number in range(12)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -24,7 +24,7 @@ from finray.models.classifier import labels_in
 from finray.models.export import export
 from finray.models.loading import build_model
 from finray.models.saved_layout import SavedLayout
-from finray.models.sharded import materialise
+from finray.models.sharded import materialize
 from finray.planning.blueprint import build_blueprint
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def built(model: ModelConfig, *, seed: int = 1, on_meta: bool = False, **fields:
     options: dict[str, Any] = {"precision": "fp32", "attention_name": None, "bits": None, "device": CPU}
     made = build_model(model, adapter, seed=seed, on_meta=on_meta, **options)
     if on_meta:
-        materialise(made, model, adapter, device=CPU, seed=seed)
+        materialize(made, model, adapter, device=CPU, seed=seed)
     return made.eval()
 
 
@@ -159,12 +159,12 @@ def test_labels_without_a_name_for_an_id_are_one_message() -> None:
     assert labels_in(config) == LabelSet("single_label", ("a", "b"))
 
 
-def test_quantised_layers_are_those_of_the_body(model: ModelConfig) -> None:
-    from finray.models.quantised import QuantisedLinear
+def test_quantized_layers_are_those_of_the_body(model: ModelConfig) -> None:
+    from finray.models.quantized import QuantizedLinear
 
     options: dict[str, Any] = {"precision": "bf16", "attention_name": None, "seed": 1, "device": CPU}
     made = build_model(model, AdapterConfig(rank=4), bits=4, **options)
-    kinds = {name: isinstance(one, QuantisedLinear) for name, one in made.named_modules()}
+    kinds = {name: isinstance(one, QuantizedLinear) for name, one in made.named_modules()}
     assert kinds["base_model.model.model.layers.0.self_attn.q_proj.base_layer"]
     assert not any(packed for name, packed in kinds.items() if "score" in name)
 

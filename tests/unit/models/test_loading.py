@@ -15,7 +15,7 @@ from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.loading import build_model, load_model
-from finray.models.sharded import left_out, materialise
+from finray.models.sharded import left_out, materialize
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import stored_weights
 from tests.support import tiny
@@ -100,7 +100,7 @@ def test_a_revision_is_that_of_weights_config_and_tokenizer(hub: dict[str, Any],
     assert torch.equal(load_model(asked, dtype=torch.float32).lm_head.weight, expected)
     # What is sharded is read from the files, a row at a time.
     sharded = load_model(asked, dtype=torch.float32, on_meta=True)
-    materialise(sharded, asked, AdapterConfig(method="none"), device=torch.device("cpu"), seed=1)
+    materialize(sharded, asked, AdapterConfig(method="none"), device=torch.device("cpu"), seed=1)
     assert torch.equal(sharded.lm_head.weight, expected)
     assert load_tokenizer(asked).chat_template.startswith(revision or "main")
 
@@ -178,7 +178,7 @@ def test_a_sharded_model_is_not_filled_up_at_random_either(folder: Path) -> None
         model, adapter, precision="fp32", attention_name=None, bits=None, seed=0, device=cpu, on_meta=True
     )
     with pytest.raises(ModelError, match="would be random"):
-        materialise(built, model, adapter, device=cpu, seed=0)
+        materialize(built, model, adapter, device=cpu, seed=0)
 
 
 def test_layers_in_the_files_that_the_model_has_not_are_told(folder: Path) -> None:
@@ -217,8 +217,8 @@ def test_an_index_that_points_out_of_the_directory_is_not_followed(folder: Path)
         load_model(ModelConfig(name=str(folder)), dtype=torch.float32)
 
 
-def test_what_is_sharded_is_built_with_plain_layers_where_the_files_are_quantised(folder: Path) -> None:
-    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    model = load_model(configure(folder, quantization_config=quantised), dtype=torch.float32, on_meta=True)
+def test_what_is_sharded_is_built_with_plain_layers_where_the_files_are_quantized(folder: Path) -> None:
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model = load_model(configure(folder, quantization_config=quantized), dtype=torch.float32, on_meta=True)
     assert not hasattr(model.config, "quantization_config")
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear

@@ -22,7 +22,7 @@ from finray.models.attention import packed_attention
 from finray.models.export import Exported
 from finray.models.packed import JoinedRows, PackedModel
 from finray.models.packing_check import check_packing_of, shrunk
-from finray.models.quantised import QuantisedLinear, quantise_layers
+from finray.models.quantized import QuantizedLinear, quantize_layers
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.models.sharded import base_name
 from finray.pretrained.tokenizers import NewTokens
@@ -293,8 +293,8 @@ class Odd(torch.nn.Module):
 def test_layers_of_odd_shapes_stay_as_they_are(bits: int, keep: list[str], packed: set[str]) -> None:
     with torch.device("meta"):
         model = Odd()
-    assert quantise_layers(model, bits, dtype=torch.bfloat16, keep=keep) == len(packed)
-    found = {name for name, one in model.named_modules() if isinstance(one, QuantisedLinear)}
+    assert quantize_layers(model, bits, dtype=torch.bfloat16, keep=keep) == len(packed)
+    found = {name for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}
     assert found == packed
     layer: Any = model.fits
     assert (layer.in_features, layer.out_features, layer.bits, layer.weight.requires_grad) == (64, 8, bits, False)
@@ -307,7 +307,7 @@ def test_layers_of_odd_shapes_stay_as_they_are(bits: int, keep: list[str], packe
 def test_a_packed_layer_adds_its_bias_and_computes_in_autocasts_dtype(bits: int) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(64, 8)
-    layer = QuantisedLinear(plain, bits, torch.float32)
+    layer = QuantizedLinear(plain, bits, torch.float32)
     layer.weight = torch.nn.Parameter(layer.pack(plain.weight.detach()), requires_grad=False)
     x = torch.randn(3, 64)
     expected = x @ layer.dequantize().T + plain.bias
@@ -323,7 +323,7 @@ def test_a_packed_layer_adds_its_bias_and_computes_in_autocasts_dtype(bits: int)
 def test_without_bitsandbytes_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finray.errors.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="bitsandbytes, which is not installed") as caught:
-        quantise_layers(Odd(), 4, dtype=torch.bfloat16)
+        quantize_layers(Odd(), 4, dtype=torch.bfloat16)
     assert "finray[quantization]" in str(caught.value.repair)
 
 

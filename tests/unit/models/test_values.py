@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models.export import relative_difference
 from finray.models.loading import load_model
-from finray.models.sharded import materialise
+from finray.models.sharded import materialize
 
 
 def test_a_difference_is_in_parts_of_the_spread_of_logits_or_of_the_largest_of_a_classifiers() -> None:
@@ -47,7 +47,7 @@ def test_a_buffer_that_the_files_hold_is_read_from_them(tiny_model_dir: Path, tm
     with torch.device("meta"):
         model.model.register_buffer("kept", torch.zeros(3))
         model.model.register_buffer("computed", torch.zeros(3), persistent=False)
-    assert materialise(model, config, AdapterConfig(method="none"), device=torch.device("cpu"), seed=0) is False
+    assert materialize(model, config, AdapterConfig(method="none"), device=torch.device("cpu"), seed=0) is False
     assert model.model.kept.tolist() == [0.0, 1.0, 2.0]
     assert all(torch.equal(one, weights[name]) for name, one in model.named_parameters())
     assert model.model.computed.shape == (3,)

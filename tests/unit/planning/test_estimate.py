@@ -152,13 +152,13 @@ def test_fsdp_sums_an_embedding_and_a_head_that_are_not_tied_one_after_the_other
     assert bucket_bytes(untied, fsdp) == 4 * (2 * table + H) + 4 * (table + H)
 
 
-def test_quantised_storage_leaves_embeddings_and_norms_as_they_are() -> None:
+def test_quantized_storage_leaves_embeddings_and_norms_as_they_are() -> None:
     linear = LAYERS * (4 * H * H + 3 * H * WIDE)
     assert weight_bytes(LORA, replace(GPU, storage_bits=4)) == linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 2 * (
         BASE - linear
     )
     assert weight_bytes(LORA, replace(GPU, storage_bits=8)) > weight_bytes(LORA, replace(GPU, storage_bits=4))
-    # Weights that are trained are not quantised.
+    # Weights that are trained are not quantized.
     assert weight_bytes(FULL, replace(GPU, storage_bits=4)) == weight_bytes(FULL, GPU)
 
 

@@ -97,7 +97,7 @@ def test_context(blueprint: Blueprint, max_length: int, longest: int | None, lea
         ("You are trying to access a gated repo", {}, "HF_TOKEN is not set"),
         ("401 Client Error", {"HF_TOKEN": "x"}, "HF_TOKEN gives no access to it"),
         ("We couldn't connect to the Hub to load the files", {}, "cannot be reached"),
-        ("unrecognised model", {}, "unrecognised model"),
+        ("unrecognized model", {}, "unrecognized model"),
     ],
 )
 def test_models_that_the_hub_does_not_give(text: str, environ: dict[str, str], message: str) -> None:
@@ -184,7 +184,7 @@ def test_a_model_directory_has_a_problem_exactly_where_the_model_does_not_load(
         assert "safetensors" in str(one.repair) or "config.json" in str(one.repair)
 
 
-def test_quantised_files_that_do_not_load_here_are_a_warning(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_quantized_files_that_do_not_load_here_are_a_warning(tiny_model_dir: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model_dir, folder)
     settings = json.loads((folder / "config.json").read_text())
@@ -194,7 +194,7 @@ def test_quantised_files_that_do_not_load_here_are_a_warning(tiny_model_dir: Pat
     found = Findings()
     assert plan_model(config, found) is not None
     assert found.problems == ()
-    assert "its files are quantised" in found.warnings[0].message
+    assert "its files are quantized" in found.warnings[0].message
 
 
 @pytest.mark.parametrize("offline", [False, True])

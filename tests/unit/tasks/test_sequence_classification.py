@@ -17,8 +17,8 @@ from finray.models import attention, classifier
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import export
 from finray.models.loading import build_model, load_model
-from finray.models.quantised import QuantisedLinear
-from finray.models.sharded import materialise
+from finray.models.quantized import QuantizedLinear
+from finray.models.sharded import materialize
 from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import tiny
 
@@ -156,7 +156,7 @@ def built(
     labels = LabelSet("single_label", NAMES)
     made = build_model(model, adapter, seed=seed, on_meta=on_meta, labels=labels, **options)
     if on_meta or bits:
-        assert materialise(made, model, adapter, device=CPU, seed=seed) is False, "the whole model was read"
+        assert materialize(made, model, adapter, device=CPU, seed=seed) is False, "the whole model was read"
     return made.eval()
 
 
@@ -223,9 +223,9 @@ def test_a_head_of_another_number_of_classes_is_replaced(tmp_path: Path, tokeniz
     assert torch.equal(kept.classifier.weight, tiny.build_classifier("bert", classes=5).classifier.weight)
 
 
-def test_a_quantised_body_keeps_its_head(base: tuple[str, ModelConfig]) -> None:
+def test_a_quantized_body_keeps_its_head(base: tuple[str, ModelConfig]) -> None:
     made = built(base, bits=8)
-    packed = {name for name, one in made.named_modules() if isinstance(one, QuantisedLinear)}
+    packed = {name for name, one in made.named_modules() if isinstance(one, QuantizedLinear)}
     assert packed
     assert not any(word in name for name in packed for word in ("classifier", "score", ".head"))
 

@@ -243,18 +243,18 @@ def test_bytes_are_unpacked_and_packed_again() -> None:
     _, optimizer = moved("adamw_8bit", range(1))
     shared = optimizer.sharded_state()
     for number in ("1", "2"):
-        quantisation = shared[f"shared/qmap{number}"]
+        quantization = shared[f"shared/qmap{number}"]
         values = torch.randn(7, 130, generator=torch.Generator().manual_seed(2))
         values = values if number == "1" else values.abs()
-        packed, scales = pack(values, quantisation)
+        packed, scales = pack(values, quantization)
         assert packed.dtype == torch.uint8
         assert scales.shape == (4,)
-        again = unpack(packed, scales, quantisation)
+        again = unpack(packed, scales, quantization)
         # Steps of a byte are at most 1/64 of the largest value of the block.
         assert float((again - values).abs().max()) < float(scales.max()) / 64
         # What is in the map already is found again, and so is about the scale, whose byte may stand for less than one.
-        assert torch.equal(pack(again, quantisation, scales)[0], packed)
-        assert torch.allclose(pack(again, quantisation)[1], scales, rtol=0.01)
+        assert torch.equal(pack(again, quantization, scales)[0], packed)
+        assert torch.allclose(pack(again, quantization)[1], scales, rtol=0.01)
 
 
 def test_paged_is_said_to_be_unpaged_on_a_cpu() -> None:

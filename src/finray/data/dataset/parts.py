@@ -1,4 +1,4 @@
-"""Writes one part of a prepared dataset: reads, converts and tokenises its rows, and writes two Arrow files.
+"""Writes one part of a prepared dataset: reads, converts and tokenizes its rows, and writes two Arrow files.
 
 Any process can write a part, in any order and as often as needed: its files depend only on the source and the config.
 So one process and a cluster write the same bytes, and a killed preparation continues where it stopped.

@@ -435,7 +435,7 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f"{place}: a tool call must have a `name` and `arguments`")
-        # OpenAI stores arguments as JSON text; templates serialise them, so text would be quoted twice.
+        # OpenAI stores arguments as JSON text; templates serialize them, so text would be quoted twice.
         arguments = function.get("arguments", function.get("parameters", {}))
         # Calls without arguments are logged with empty ones.
         arguments = {} if arguments in (None, "") else _decoded(arguments, f"{place}.arguments", strict=True)

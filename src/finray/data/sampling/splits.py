@@ -1,6 +1,6 @@
 """Chooses the rows to train on: held-out rows by ratio, in whole groups, and mixtures of several sources.
 
-Both are pure functions of the prepared rows and the seed, so another ratio or weight needs no new tokenisation. Rows
+Both are pure functions of the prepared rows and the seed, so another ratio or weight needs no new tokenization. Rows
 are held out before mixing, so that no copy of a held-out row is trained on.
 """
 

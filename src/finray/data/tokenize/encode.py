@@ -1,7 +1,7 @@
 """Converts examples to token ids with a loss mask.
 
-Text is tokenised once, and masks follow from the positions of its tokens. If a token would straddle the border between
-prompt and answer, the two sides are tokenised separately, as a server does: it tokenises the prompt alone.
+Text is tokenized once, and masks follow from the positions of its tokens. If a token would straddle the border between
+prompt and answer, the two sides are tokenized separately, as a server does: it tokenizes the prompt alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finray.errors import DataError
 TrainOn = Literal["completion", "assistant", "last_assistant", "all"]
 OnTooLong = Literal["truncate", "drop", "error"]
 
-# Characters before white space that may affect its tokenisation, and the number of such endings cached.
+# Characters before white space that may affect its tokenization, and the number of such endings cached.
 _TAIL = 48
 _MOST_TAILS = 4096
 # Number of texts from which on it pays off to compute the widths of a vocabulary.
@@ -79,7 +79,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Text to tokenise: trained character spans, and ids to prepend and append (appended ones are trained on)."""
+    """Text to tokenize: trained character spans, and ids to prepend and append (appended ones are trained on)."""
 
     text: str
     spans: tuple[Span, ...]
@@ -172,10 +172,10 @@ class Tokenizer:
         return bool(sum(stop - start for start, stop in offsets) < len("a  b"))
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
-        """Tokenise a batch.
+        """Tokenize a batch.
 
         Raises:
-            DataError: an example cannot be tokenised; ``where`` is left to the caller, who knows file and row.
+            DataError: an example cannot be tokenized; ``where`` is left to the caller, who knows file and row.
         """
         planned = [self._jobs(example) for example in examples]
         jobs = [job for own, _ in planned for job in own]
@@ -206,7 +206,7 @@ class Tokenizer:
             for example, (own, notes) in zip(examples, planned, strict=True)
         ]
 
-    # --- what to tokenise -------------------------------------------------------------------------------------------
+    # --- what to tokenize -------------------------------------------------------------------------------------------
 
     def _jobs(self, example: Example) -> tuple[list[_Job], frozenset[str]]:
         if isinstance(example, Text):
@@ -310,7 +310,7 @@ class Tokenizer:
         return Tokens(ids, tuple(spans))
 
     def _apart(self, job: _Job) -> tuple[list[int], list[Span]]:
-        """Tokenise separately at the borders of trained spans, so that no token straddles one."""
+        """Tokenize separately at the borders of trained spans, so that no token straddles one."""
         borders = [0, *(border for span in job.spans for border in span), len(job.text)]
         pieces = [job.text[start:stop] for start, stop in pairwise(borders)]
         encoded = self._backend.encode_batch(pieces, add_special_tokens=False)
@@ -350,7 +350,7 @@ class Tokenizer:
         return spans
 
     def _differs_alone(self, text: str, start: int, ids: Sequence[int], token_at: Callable[[int], int | None]) -> bool:
-        """Whether the end of a prompt is tokenised differently when nothing follows, as in serving.
+        """Whether the end of a prompt is tokenized differently when nothing follows, as in serving.
 
         The rules by which tokenizers pre-split text only look ahead in runs of white space; so the tokens of that run
         are compared with those of the same run at the end of a text.
@@ -429,7 +429,7 @@ def _token_spans(encoding: Any, job: _Job, special: Collection[int]) -> list[Spa
     for start, stop in job.spans:
         if start == stop:
             continue
-        # Look-ups in Rust: a Python list of all offsets costs up to a quarter of tokenising.
+        # Look-ups in Rust: a Python list of all offsets costs up to a quarter of tokenizing.
         first = 0 if start == 0 else encoding.char_to_token(start)
         last = len(encoding) if stop >= len(job.text) else encoding.char_to_token(stop)
         if first is None or last is None:

@@ -46,7 +46,7 @@ class Widths:
 
     Args:
         widths: by token id.
-        composes: whether the tokenizer normalises text to Unicode NFC.
+        composes: whether the tokenizer normalizes text to Unicode NFC.
     """
 
     def __init__(self, widths: npt.NDArray[np.int64], *, composes: bool) -> None:

@@ -29,7 +29,7 @@ class Answered:
         reference: the answer in the data.
         columns: of the source row, if the score needs them.
         log_likelihoods: of each choice (nats), if the score needs them.
-        choice_lengths: UTF-8 bytes of each choice, for normalisation.
+        choice_lengths: UTF-8 bytes of each choice, for normalization.
         right: index of the choice that is the reference.
     """
 

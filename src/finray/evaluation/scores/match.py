@@ -16,8 +16,8 @@ _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*{\s*(-?\d+)\s*}\s*{\s*(-?\d+)\s*}")
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 
 
-def normalised(text: str) -> str:
-    """Text in lower case, without ASCII punctuation, English articles and repeated white space: SQuAD's normalisation
+def normalized(text: str) -> str:
+    """Text in lower case, without ASCII punctuation, English articles and repeated white space: SQuAD's normalization
     (Rajpurkar et al. 2016, evaluation script 1.1)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
@@ -66,11 +66,11 @@ class ExactMatch(SummedScore):
 
 
 class NormalisedMatch(SummedScore):
-    """Share of answers that equal the reference after :func:`normalised`."""
+    """Share of answers that equal the reference after :func:`normalized`."""
 
     def row(self, row: Answered) -> float:
         """1 or 0."""
-        return float(normalised(row.answer) == normalised(row.reference))
+        return float(normalized(row.answer) == normalized(row.reference))
 
 
 class NumericAnswer(SummedScore):

@@ -103,7 +103,7 @@ class ZeroOptimizer:
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """Clip, update, and distribute the new weights to all ranks; gradients are freed.
 
-        DeepSpeed synchronises in every step, so reading ``found_inf`` costs nothing.
+        DeepSpeed synchronizes in every step, so reading ``found_inf`` costs nothing.
         """
         zero = self._engine.optimizer
         for group in zero.param_groups:

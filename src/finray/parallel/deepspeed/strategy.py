@@ -157,7 +157,7 @@ class _OneByOne(torch.nn.Module):
 
 
 def _library(device: torch.device, *, fp16: bool) -> Any:
-    """Import and initialise DeepSpeed on this device, in the existing process group."""
+    """Import and initialize DeepSpeed on this device, in the existing process group."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     # Its logger is created on import.

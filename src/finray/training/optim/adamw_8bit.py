@@ -2,7 +2,7 @@
 
 Moments are stored as bytes that index a map of 256 values, with a scale for each block of 256 bytes. Blocks are counted
 from the first element on a rank. So a checkpoint has a row of scales for each shard; when it is loaded with other
-shards, moments are dequantised with the old blocks and quantised with the new ones.
+shards, moments are dequantized with the old blocks and quantized with the new ones.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One update. bitsandbytes synchronises after each parameter anyway, so reading a number here costs nothing."""
+        """One update. bitsandbytes synchronizes after each parameter anyway, so reading a number here costs nothing."""
         assert closure is None
         if self.found_inf is not None and bool(self.found_inf):
             return
@@ -105,7 +105,7 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
         return found
 
     def shared_state(self) -> dict[str, torch.Tensor]:
-        """The quantisation maps of the first and the second moment."""
+        """The quantization maps of the first and the second moment."""
         return {"qmap1": self.name2qmap["dynamic"], "qmap2": self.name2qmap["udynamic"]}
 
     def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
@@ -178,11 +178,11 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
             return reader.read(key, start, stop)
         whole, parts = reader.shapes[key][0], reader.shapes[scales_key][0]
         rows = -(-whole // parts)
-        quantisation = reader.read(f"{SHARED}/qmap{kind[-1]}")
+        quantization = reader.read(f"{SHARED}/qmap{kind[-1]}")
         found = []
         for part in range(start // rows, -(-stop // rows)):
             first, last = part * rows, min((part + 1) * rows, whole)
-            values = unpack(reader.read(key, first, last), reader.read(scales_key, part, part + 1)[0], quantisation)
+            values = unpack(reader.read(key, first, last), reader.read(scales_key, part, part + 1)[0], quantization)
             found.append(values[max(start, first) - first : min(stop, last) - first])
         return torch.cat(found)
 
@@ -200,16 +200,16 @@ def _store(state: dict[str, Any], number: str, values: torch.Tensor, scales: tor
     kept.copy_(values)
 
 
-def unpack(packed: torch.Tensor, scales: torch.Tensor, quantisation: torch.Tensor) -> torch.Tensor:
-    """Dequantise bytes that index a map, with a scale for each block, to fp32."""
-    flat = quantisation[packed.reshape(-1).long()]
+def unpack(packed: torch.Tensor, scales: torch.Tensor, quantization: torch.Tensor) -> torch.Tensor:
+    """Dequantize bytes that index a map, with a scale for each block, to fp32."""
+    flat = quantization[packed.reshape(-1).long()]
     return (flat * scales.repeat_interleave(BLOCK)[: flat.numel()]).view(packed.shape)
 
 
 def pack(
-    values: torch.Tensor, quantisation: torch.Tensor, scales: torch.Tensor | None = None
+    values: torch.Tensor, quantization: torch.Tensor, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to the nearest entries of an ascending map; returns the bytes and the scale of each block.
+    """Quantize to the nearest entries of an ascending map; returns the bytes and the scale of each block.
 
     Scales default to the largest absolute value of each block.
     """
@@ -217,5 +217,5 @@ def pack(
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(dim=1) if scales is None else scales
     scaled = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).reshape(-1)[: len(flat)]
-    between = (quantisation[1:] + quantisation[:-1]) / 2
+    between = (quantization[1:] + quantization[:-1]) / 2
     return torch.bucketize(scaled, between).to(torch.uint8).view(values.shape), scales

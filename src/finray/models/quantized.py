@@ -1,10 +1,10 @@
-"""Linear layers whose frozen weights are stored in 4 or 8 bits, quantised by bitsandbytes.
+"""Linear layers whose frozen weights are stored in 4 or 8 bits, quantized by bitsandbytes.
 
-The product is computed with dequantised weights, in the compute dtype, in forward and backward alike. LLM.int8()'s own
-product would quantise the inputs too, by columns of the whole batch: training on a row would then depend on its
+The product is computed with dequantized weights, in the compute dtype, in forward and backward alike. LLM.int8()'s own
+product would quantize the inputs too, by columns of the whole batch: training on a row would then depend on its
 neighbours in the pack.
 
-We do not use bitsandbytes' own layers: they store the quantisation state on the parameter, which FSDP2 replaces, and
+We do not use bitsandbytes' own layers: they store the quantization state on the parameter, which FSDP2 replaces, and
 change the layout of their weights when a CPU evaluates.
 
 Packed bytes are stored in a tensor of the compute dtype, because FSDP gathers the weights of a block in one dtype.
@@ -23,7 +23,7 @@ from finray.errors import ModelError, require_package
 BITS = {"4bit": 4, "8bit": 8}
 
 
-class QuantisedLinear(torch.nn.Linear):
+class QuantizedLinear(torch.nn.Linear):
     """A frozen linear layer with a packed weight.
 
     Args:
@@ -32,7 +32,7 @@ class QuantisedLinear(torch.nn.Linear):
         dtype: compute dtype, and dtype of the tensor that holds the packed bytes.
 
     Attributes:
-        scales: quantisation state besides the bytes; None until :meth:`pack`.
+        scales: quantization state besides the bytes; None until :meth:`pack`.
     """
 
     def __init__(self, layer: torch.nn.Linear, bits: int, dtype: torch.dtype) -> None:
@@ -73,7 +73,7 @@ class QuantisedLinear(torch.nn.Linear):
         return packed
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """Dequantise packed bytes to the weight (out, in)."""
+        """Dequantize packed bytes to the weight (out, in)."""
         from bitsandbytes import functional
 
         packed = packed.detach()
@@ -104,7 +104,7 @@ class QuantisedLinear(torch.nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """``x W'``; the weight is dequantised again in the backward pass instead of being stored."""
+    """``x W'``; the weight is dequantized again in the backward pass instead of being stored."""
 
     @staticmethod
     def forward(
@@ -125,8 +125,8 @@ def _per_element(bits: int, dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits // bits
 
 
-def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
-    """Replace the linear layers of a model on the meta device by quantised ones; returns their number.
+def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
+    """Replace the linear layers of a model on the meta device by quantized ones; returns their number.
 
     The head, fully trained modules (``keep``, name suffixes) and layers of odd shapes are not replaced.
 
@@ -147,11 +147,11 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     ]
     if not found:
         raise ModelError(
-            "the model has no linear layers to quantise",
+            "the model has no linear layers to quantize",
             where="model.quantization",
             repair="set model.quantization to none",
         )
     for name, module in found:
         parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, QuantisedLinear(module, bits, dtype))
+        setattr(model.get_submodule(parent), own, QuantizedLinear(module, bits, dtype))
     return len(found)

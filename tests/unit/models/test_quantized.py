@@ -14,7 +14,7 @@ from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.artifacts import Artifact, load_as_trained
 from finray.models.loading import load_model
-from finray.models.quantised import QuantisedLinear, quantise_layers
+from finray.models.quantized import QuantizedLinear, quantize_layers
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.planning.blueprint import build_blueprint
 from finray.planning.estimate import Setup, adapter_bytes, weight_bytes
@@ -23,9 +23,9 @@ from tests.support import tiny
 pytestmark = pytest.mark.long
 
 
-def packed(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantisedLinear:
+def packed(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantizedLinear:
     plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer = QuantisedLinear(plain, bits, dtype)
+    layer = QuantizedLinear(plain, bits, dtype)
     content = layer.pack(weight)
     assert content.shape == layer.weight.shape
     assert content.dtype == dtype
@@ -50,7 +50,7 @@ def test_product_and_gradient_are_those_of_the_unpacked_weight(bits: int, error:
     torch.testing.assert_close(grad, expected_grad)
 
 
-def test_four_bits_are_nf4_with_double_quantisation() -> None:
+def test_four_bits_are_nf4_with_double_quantization() -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     torch.manual_seed(0)
@@ -74,9 +74,9 @@ def storages(model: Any) -> int:
     """Bytes of everything that a model keeps: weights, buffers, and the scales beside packed weights."""
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
-        if isinstance(module, QuantisedLinear) and module.bits == 8:
+        if isinstance(module, QuantizedLinear) and module.bits == 8:
             tensors.append(module.scales)
-        elif isinstance(module, QuantisedLinear):
+        elif isinstance(module, QuantizedLinear):
             inner = module.scales.state2
             tensors += [module.scales.absmax, module.scales.code, inner.absmax, inner.code, module.scales.offset]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
@@ -100,14 +100,14 @@ def test_memory_of_a_real_model_is_what_the_estimate_says(smollm2_dir: Path, tmp
 def test_the_head_and_what_is_trained_whole_stay_as_they_are() -> None:
     with torch.device("meta"):
         model = tiny.build_model("llama")
-    assert quantise_layers(model, 4, dtype=torch.bfloat16, keep=["o_proj"]) == 12
+    assert quantize_layers(model, 4, dtype=torch.bfloat16, keep=["o_proj"]) == 12
     kinds = {name: type(module) for name, module in model.named_modules()}
     assert kinds["lm_head"] is kinds["model.layers.0.self_attn.o_proj"] is torch.nn.Linear
-    assert kinds["model.layers.1.mlp.up_proj"] is QuantisedLinear
+    assert kinds["model.layers.1.mlp.up_proj"] is QuantizedLinear
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
     with torch.device("meta"):
         model = tiny.build_model("gpt2")
     with pytest.raises(ModelError, match="no linear layers"):
-        quantise_layers(model, 4, dtype=torch.bfloat16)
+        quantize_layers(model, 4, dtype=torch.bfloat16)
