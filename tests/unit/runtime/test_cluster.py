@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import nullcontext
 from typing import Any
@@ -69,6 +70,22 @@ def test_a_ray_that_was_too_slow_to_start_is_started_once_more(slow: int, monkey
     else:
         assert "the machine has too much else to do" in refused(ClusterConfig()).message
     assert len(starts) == 2
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(1, "0.25"), (128, "0.25"), (512, "1"), (1024, "2")])
+def test_many_workers_are_polled_more_rarely(workers: int, seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    name = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    for given, expected in ((None, seconds), ("7", "7")):
+        # Set first, so that what finray sets goes with the test.
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+        with cluster.connected(ClusterConfig(num_workers=workers)):
+            assert os.environ[name] == expected
 
 
 def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
