@@ -28,7 +28,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
 ) -> None:
     """Convert a LLaMA-Factory or Axolotl config, and list every line that is not carried over."""
-    show.require_new(output, force=force)
+    show.require_replaceable(output, force=force)
     if dataset_info is not None and not dataset_info.is_file():
         raise ConfigError(
             "the file does not exist",

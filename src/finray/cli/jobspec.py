@@ -69,7 +69,7 @@ def jobspec(
     """Write a job specification: KubeRay RayJob, Docker Compose, Slurm, Ray's cluster YAML, or `replicas`."""
     if to not in TARGETS:
         raise ConfigError(f"unknown target `{to}`", where="--to", repair=f"use one of {', '.join(TARGETS)}")
-    show.require_new(output, force=force)
+    show.require_replaceable(output, force=force)
     settings = _settings(config, overrides, model, dataset)
     machines = Machines(
         nodes=nodes,

@@ -131,7 +131,7 @@ def load(config: str | None, overrides: list[str] | None) -> Config:
     return found
 
 
-def require_new(output: Path | None, *, force: bool) -> None:
+def require_replaceable(output: Path | None, *, force: bool) -> None:
     """See that a command replaces no file unless it is told to.
 
     Raises:

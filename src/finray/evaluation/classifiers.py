@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from finray.evaluation.estimates import Judged
 from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
-from finray.evaluation.subjects import Case, Progress
+from finray.evaluation.subjects import Case
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
@@ -84,8 +85,10 @@ class Pearson(SummedScore):
         return (xy - x * y) / math.sqrt(spread) if spread > 0 else 0.0
 
     @staticmethod
-    def rows(x_N: FloatArray, y_N: FloatArray) -> FloatArray:
-        """(N, 5): what each row adds to the sums."""
+    def rows(x_N: FloatArray, y_N: FloatArray) -> FloatArray | None:
+        """(N, 5): what each row adds to the sums; None if there is no correlation, as of equal numbers."""
+        if not np.ptp(x_N) or not np.ptp(y_N):
+            return None
         # Around the means: sums of large squares would lose their difference.
         x_N, y_N = x_N - x_N.mean(), y_N - y_N.mean()
         return np.stack((x_N, y_N, x_N * x_N, y_N * y_N, x_N * y_N), axis=1)
@@ -117,7 +120,7 @@ def judge(case: Case) -> Judged:
         model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
         known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
         packs = packing_of(subject.artifact.model).safe
-        report = _counted(case.progress, f"{subject.name} labels", len(held))
+        report = partial(case.progress, f"{subject.name} labels", total=len(held))
         began = time.perf_counter()
         found[subject.name] = classify(model, read, truths, packs=packs, labels=known, progress=report)
         tokens, seconds = sum(len(ids) for ids, _ in read), time.perf_counter() - began
@@ -138,9 +141,7 @@ def judge(case: Case) -> Judged:
         if name == "spearman":
             return Estimate(value, spearman_interval(value, len(held)))
         if name == "roc_auc":
-            if name not in contrasts[model]:
-                return Estimate(value, Interval(None, None, "none: one row of a class has no spread"))
-            return Estimate(value, auroc_interval(value, contrasts[model][name]))
+            return Estimate(value, auroc_interval(value, contrasts[model].get(name)))
         if name not in others[model]:
             return Estimate(value, Interval(None, None, "none: there are too many classes and rows"))
         score, statistics_NK = others[model][name]
@@ -159,17 +160,14 @@ def judge(case: Case) -> Judged:
 
     def prediction(index: int) -> Prediction:
         predicted = {name: each[index] for name, each in predictions.items()}
-        sure = {
-            name: {"probability": max(one.probabilities)} if one.probabilities else {}
-            for name, one in predicted.items()
-        }
+        sure = {name: {"probability": max(one.probabilities)} for name, one in predicted.items() if one.probabilities}
         return Prediction(
             rows.numbers[index],
             rows.split.where(rows.numbers[index]),
             tokenizer.decode(held[index][0].tolist(), skip_special_tokens=True),
             _shown(truths[index]),
             {name: [_shown(one.label)] for name, one in predicted.items()},
-            {name: {**scores, **sure[name]} for name, scores in judged.of_row(index).items()},
+            {name: {**scores, **sure.get(name, {})} for name, scores in judged.of_row(index).items()},
         )
 
     judged.prediction = prediction
@@ -202,8 +200,8 @@ def _statistics(
         for name, predicted in predictions.items():
             x = np.array([_number(one.label) for one in predicted])
             found[name]["mean_squared_error"] = np.square(x - y)[:, None]
-            if np.ptp(x):
-                found[name]["pearson"] = Pearson.rows(x, y)
+            if (correlated := Pearson.rows(x, y)) is not None:
+                found[name]["pearson"] = correlated
             others[name]["eval_loss"] = Mean(is_share=False), found[name]["mean_squared_error"]
         error = Mean(is_share=False, lower_is_better=True)
         return {"mean_squared_error": error, "pearson": Pearson()}, found, others
@@ -258,14 +256,15 @@ def _in_order(found: Classified, names: Sequence[str]) -> tuple[Classification, 
 
 
 def _contrasts(labels: LabelSet, truths: Sequence[Label], predicted: Sequence[Classification]) -> dict[str, FloatArray]:
-    """Numbers of the rows by which a model's AUROC or rank correlation is compared, if they have a spread."""
+    """Numbers of the rows by which a model's AUROC or rank correlation is compared, where it has one."""
     from scipy.stats import rankdata
 
     if labels.problem == "regression":
         x = np.array([_number(one.label) for one in predicted])
         # Pearson's correlation of the ranks is Spearman's.
         y = np.array([_number(one) for one in truths])
-        return {"spearman": Pearson.rows(rankdata(x), rankdata(y))} if np.ptp(x) else {}
+        rows_NK = Pearson.rows(rankdata(x), rankdata(y))
+        return {} if rows_NK is None else {"spearman": rows_NK}
     scores_NC = np.array([one.probabilities for one in predicted])
     if not scores_NC.size:
         return {}
@@ -300,10 +299,6 @@ def _marked(labels: Sequence[Label], place: Mapping[str, int]) -> npt.NDArray[np
 def _number(label: Label) -> float:
     assert not isinstance(label, tuple)
     return float(label)
-
-
-def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
-    return lambda done: progress(what, done, total=total)
 
 
 def _shown(label: Label) -> str:

@@ -138,7 +138,7 @@ def auroc_rows(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> tuple[
 
     Returns:
         The area, and (N, 1) numbers whose mean it is and whose standard error is DeLong's; None if one row of a class
-        has no spread.
+        has no spread, or no class an area.
     """
     from scipy import stats
 
@@ -155,14 +155,19 @@ def auroc_rows(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> tuple[
         areas.append(float(above.mean()))
         parts_N[truth] += (above - above.mean()) / math.sqrt(there * (there - 1))
         parts_N[~truth] += (below - below.mean()) / math.sqrt(others * (others - 1))
-    area = float(np.mean(areas)) if areas else 1.0
-    return area, area + len(parts_N) / max(1, len(areas)) * parts_N[:, None]
+    if not areas:
+        return None
+    area = float(np.mean(areas))
+    return area, area + len(parts_N) / len(areas) * parts_N[:, None]
 
 
-def auroc_interval(area: float, rows_N1: FloatArray) -> Interval:
-    """The 95 % interval of :func:`auroc_rows`, on the scale of the logit, which keeps the ends between 0 and 1."""
+def auroc_interval(area: float, rows_N1: FloatArray | None) -> Interval:
+    """The 95 % interval of an area with the rows of :func:`auroc_rows`, on the scale of the logit, which keeps the ends
+    between 0 and 1."""
     from scipy import special, stats
 
+    if rows_N1 is None:
+        return Interval(None, None, "none: one row of a class has no spread")
     error = float(np.linalg.norm(rows_N1 - area)) / len(rows_N1)
     if not error or not 0 < area < 1:
         return Interval(None, None, "none: the scores separate the classes")

@@ -248,3 +248,23 @@ def test_equal_models_differ_in_5_of_100_samples(score: str, monkeypatch: pytest
         found.append(paired(rows[0][score], rows[1][score], total).p)
     assert 0.02 <= np.mean(np.array(found) < 0.05) <= 0.08
     assert 0.4 <= np.mean(found) <= 0.6
+
+
+@pytest.mark.parametrize("constant", ["truth", "predictions"])
+def test_equal_numbers_have_no_correlation_and_none_is_compared(constant: str) -> None:
+    several, equal = [0.5, 1.0, 2.0, 1.5], [1.0] * 4
+    truth, said = (equal, several) if constant == "truth" else (several, equal)
+    predicted = [Classification(one) for one in said]
+    _, found, _ = _statistics(ScoreSums("regression", ()), truth, {"m": predicted})
+    assert set(found["m"]) == {"mean_squared_error"}
+    assert _contrasts(LabelSet("regression", ()), truth, predicted) == {}
+    # The control: both vary.
+    predicted = [Classification(one) for one in several]
+    assert "pearson" in _statistics(ScoreSums("regression", ()), several, {"m": predicted})[1]["m"]
+    assert "spearman" in _contrasts(LabelSet("regression", ()), several, predicted)
+
+
+def test_rows_of_one_class_have_no_area() -> None:
+    assert auroc_rows(np.ones((4, 1), dtype=bool), np.arange(4.0)[:, None]) is None
+    predicted = [Classification("b", (0.4, 0.6))] * 4
+    assert _contrasts(LabelSet("single_label", ("a", "b")), ["b"] * 4, predicted) == {}
