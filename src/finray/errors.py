@@ -71,6 +71,10 @@ class DataError(FinrayError):
     """A dataset cannot be read, converted or trained on."""
 
 
+class DataUnavailable(DataError):
+    """The storage of data does not answer; another attempt may find it well."""
+
+
 class ModelError(FinrayError):
     """A model, tokenizer or adapter cannot be loaded, changed or saved."""
 
@@ -95,7 +99,9 @@ class TrainingError(FinrayError):
     """Training cannot continue: the loss is not finite, or workers keep failing."""
 
 
-_KINDS: dict[str, type[FinrayError]] = {kind.__name__: kind for kind in FinrayError.__subclasses__()}
+_KINDS: dict[str, type[FinrayError]] = {
+    kind.__name__: kind for kind in (*FinrayError.__subclasses__(), DataUnavailable)
+}
 
 
 def from_dict(data: dict[str, Any]) -> FinrayError:

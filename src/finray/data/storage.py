@@ -24,7 +24,7 @@ from typing import IO, Any
 import fsspec
 
 from finray.config.paths import is_url
-from finray.errors import DataError
+from finray.errors import DataError, DataUnavailable
 from finray.files import FileKind, digest_of, first_line
 from finray.pretrained import hub, remote
 
@@ -70,7 +70,7 @@ def filesystem(name: str) -> tuple[Any, str]:
         ) from None
     if (silence := remote.silence(fs, scheme)) is not None:
         address, waited = silence
-        raise DataError(f"the server gave {waited}", where=address, repair=_SILENT)
+        raise DataUnavailable(f"the server gave {waited}", where=address, repair=_SILENT)
     return fs, path
 
 
@@ -78,7 +78,7 @@ def filesystem(name: str) -> tuple[Any, str]:
 def _require_answer(url: str) -> None:
     """Refuse an unresponsive server: the libraries would wait for minutes, twice."""
     if hub.unreachable(url) == hub.no_answer():
-        raise DataError(f"the server gave {hub.no_answer()}", where=url, repair=_SILENT)
+        raise DataUnavailable(f"the server gave {hub.no_answer()}", where=url, repair=_SILENT)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def storage_errors(name: str) -> Iterator[None]:
             # File systems raise exceptions of their own libraries (botocore, aiohttp, ...), without a common base
             # class.
             detail = str(error).strip() and f": {first_line(error)}"
-            raise DataError(
+            raise DataUnavailable(
                 f"the storage cannot be reached: {type(error).__name__}{detail}",
                 where=name,
                 repair="check the name, the credentials and the endpoint in the environment (such as "

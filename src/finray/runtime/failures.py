@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from finray.config.redact import redact_text
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.errors import FinrayError, TrainingError
+from finray.errors import CheckpointError, DataUnavailable, FinrayError, StorageError, TrainingError
 from finray.files import typed
 from finray.runtime.logs import tail
 
@@ -183,6 +183,14 @@ def first_of(failures: list[Failure], from_step: int) -> Failure | None:
         if len({other.attempt for other in here if other.error == one.error}) >= TRIES:
             return one
     return None
+
+
+def is_final(error: FinrayError, from_step: int) -> bool:
+    """Whether another attempt would fail in the same way: before the first step all but storage that does not answer,
+    after it what training itself refuses."""
+    if isinstance(error, StorageError | DataUnavailable):
+        return False
+    return from_step == LOADING or isinstance(error, TrainingError | CheckpointError)
 
 
 def known(run_dir: Path, start: str) -> list[Failure]:

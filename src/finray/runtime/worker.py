@@ -26,7 +26,7 @@ from finray.config.paths import run_path, run_url
 from finray.config.redact import redact_text
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
-from finray.errors import CheckpointError, FinrayError, TrainingError
+from finray.errors import FinrayError
 from finray.files import replace_text
 from finray.publishing.hub import Target
 from finray.records import Beat, Note, Record, RunSummary
@@ -174,7 +174,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     except Resize:
         raise
     except FinrayError as error:
-        if step != failures.LOADING and not isinstance(error, TrainingError | CheckpointError):
+        if not failures.is_final(error, step):
             failures.record(run_dir, failed(error))
             raise
         # Raised on every rank alike; see training.assemble, training.step and training.loop.

@@ -17,7 +17,7 @@ from finray.checkpoint.objects import Objects, open_filesystem
 from finray.checkpoint.rundir import check_output
 from finray.config.load import build_config
 from finray.data import storage
-from finray.errors import DataError, StorageError
+from finray.errors import DataError, DataUnavailable, StorageError
 from finray.pretrained import hub, remote
 
 
@@ -92,7 +92,7 @@ def test_a_run_behind_a_mute_server_does_not_start(mute: str, monkeypatch: pytes
 
 def test_prepared_data_behind_a_mute_server_are_not_opened(mute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", mute)
-    with pytest.raises(DataError, match=r"the server gave no answer within 0\.3 s") as caught:
+    with pytest.raises(DataUnavailable, match=r"the server gave no answer within 0\.3 s") as caught:
         storage.Folder("s3://bucket/prepared")
     assert caught.value.where == mute
 
@@ -140,7 +140,10 @@ def test_a_server_that_says_what_it_has_and_then_nothing_is_given_up(
     with server(b"text", pauses=None) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         name = f"{endpoint}/rows.jsonl" if scheme == "http" else "s3://bucket/rows.jsonl"
-        with pytest.raises(DataError, match="the storage cannot be reached") as caught, storage.opened(name) as stream:
+        with (
+            pytest.raises(DataUnavailable, match="the storage cannot be reached") as caught,
+            storage.opened(name) as stream,
+        ):
             stream.read()
     assert caught.value.where == name
     if scheme == "s3":

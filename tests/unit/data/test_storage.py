@@ -21,7 +21,7 @@ from finray.data import storage
 from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import DataFile
 from finray.data.storage import Digests, Folder, opened, size
-from finray.errors import DataError
+from finray.errors import DataError, DataUnavailable
 from tests.support import damaged
 
 
@@ -224,7 +224,7 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
         if variable is not None:
             monkeypatch.setenv(variable, server)
         for name in ("s3://bucket/rows.jsonl", "s3://bucket/*.jsonl") if variable else (f"{server}/rows.jsonl",):
-            with pytest.raises(DataError, match=r"the server gave no answer within 0\.3 s") as caught:
+            with pytest.raises(DataUnavailable, match=r"the server gave no answer within 0\.3 s") as caught:
                 storage.find(name)
             assert str(caught.value.where).startswith(server)
 

@@ -7,14 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from finray.errors import TrainingError
+from finray.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DataUnavailable,
+    FinrayError,
+    ModelError,
+    StorageError,
+    TrainingError,
+    from_dict,
+)
 from finray.runtime.failures import (
+    LOADING,
     Failure,
     bytes_missing,
     check,
     describe,
     first_of,
     forget,
+    is_final,
     known,
     last_line,
     lost_process,
@@ -22,6 +34,7 @@ from finray.runtime.failures import (
     record,
 )
 
+ALL = (CheckpointError, ConfigError, DataError, DataUnavailable, ModelError, StorageError, TrainingError)
 SAME = [Failure("a", 4, "ValueError: no"), Failure("b", 4, "ValueError: no")]
 
 
@@ -181,3 +194,12 @@ def test_memory_that_is_lacking_is_told_with_how_much_was_asked_for(error: Excep
 def test_another_error_is_not_one_of_memory() -> None:
     assert out_of_memory(RuntimeError("Tried to allocate 2 GiB of luck"), "rank 3", 7) is None
     assert out_of_memory(OutOfMemoryError("no"), "rank 3", 7) is None
+
+
+def test_before_the_first_step_only_storage_without_an_answer_is_tried_again() -> None:
+    # As one rank tells the others.
+    def again(step: int) -> list[type[FinrayError]]:
+        return [kind for kind in ALL if not is_final(from_dict(kind("message").to_dict()), step)]
+
+    assert again(LOADING) == [DataUnavailable, StorageError]
+    assert again(0) == again(7) == [ConfigError, DataError, DataUnavailable, ModelError, StorageError]
