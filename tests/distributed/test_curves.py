@@ -1,4 +1,4 @@
-"""Every strategy gives the curve of one process: 30 steps with accumulation, clipping, and a last batch of one row.
+"""Every strategy gives the curve of one process: 16 steps with accumulation, clipping, and a last batch of one row.
 
 Dropout, LoRA+, weight decay and Adam's numbers are no defaults: a strategy that drives the optimizer itself could
 forget them. `tests/training/test_against_plain.py` holds the one process to a plain loop.
@@ -32,7 +32,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 CASES = [(trained, strategy) for trained in ("lora", "full") for strategy in STRATEGIES]
 CASES += [(trained, f"zero{stage}") for trained in ("dora", "pissa") for stage in (2, 3)]
 CASES += [("4bit", "zero1"), ("4bit", "zero2")]
-STEPS = 30
+STEPS = 16
 NORM = 0.8
 ADAM = {"weight_decay": 0.2, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-3}
 
@@ -41,11 +41,11 @@ ADAM = {"weight_decay": 0.2, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilo
 def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain]) -> Path:
     """Steps of three rows, one at a time: of two workers one has two and the other one, and then none."""
     folder = tmp_path_factory.mktemp("runs")
-    # 88 rows in 30 steps.
+    # 46 rows in 16 steps.
     short = {"max_steps": None, "epochs": 2, "global_batch_size": 3, "micro_batch_size": 1, "max_grad_norm": NORM}
     adapter = {"dropout": 0.2, "lora_plus_ratio": 3.0}
     changes = {"train": {**short, **ADAM}, "adapter": adapter, "data.packing": False, "checkpoint.every_steps": 100}
-    lora = tiny_run(changes, rows=44)
+    lora = tiny_run(changes, rows=23)
     plain = {trained: changed(lora, changes) for trained, changes in TRAINED.items()}
     # As it would be without clipping, or with a step of another size: the comparison must see it.
     unlike = {
@@ -77,4 +77,4 @@ def test_the_curve_is_that_of_one_process(done: Path, trained: str, strategy: st
 
 @pytest.mark.parametrize("unlike", ["unclipped", "larger", "one rate", "other masks", "undecayed"])
 def test_the_comparison_sees_another_arithmetic(done: Path, unlike: str) -> None:
-    assert runs.values(done / unlike, "loss")[5:20] != pytest.approx(runs.values(done / "lora", "loss")[5:20], rel=1e-4)
+    assert runs.values(done / unlike, "loss")[5:] != pytest.approx(runs.values(done / "lora", "loss")[5:], rel=1e-4)
