@@ -206,28 +206,27 @@ from pathlib import Path
 from finray.models.saved_layout import SavedLayout
 from tests.unit.models.test_adapters import lora
 SavedLayout(lora(modules_to_save=["norm", "lm_head"])).save_settings(Path(sys.argv[1]))
-print(list({"norm", "lm_head"}), list({"q_proj", "k_proj", "v_proj", "o_proj"}))
 """
+_ORDERS = 'import json; print(json.dumps([list({"norm", "lm_head"}), list({"q_proj", "k_proj", "v_proj", "o_proj"})]))'
 
 
 def test_equal_runs_write_equal_settings(tmp_path: Path) -> None:
     """The order of a set of texts is another in each process."""
-    written, orders = set(), set()
-    # With these two seeds both kinds of names come in another order, which is asserted.
-    for seed in "02":
-        folder = tmp_path / seed
-        folder.mkdir()
-        done = subprocess.run(
-            [sys.executable, "-c", _SETTINGS_OF_A_PROCESS, str(folder)],
-            check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-        )
-        orders |= set(enumerate(done.stdout.split(b"] [")))
-        written.add((folder / "adapter_config.json").read_bytes())
-    assert len(orders) == 4, "neither set has the same order in both"
-    assert len(written) == 1
-    settings = json.loads(written.pop())
+    orders = [list({"norm", "lm_head"}), list({"q_proj", "k_proj", "v_proj", "o_proj"})]
+    for seed in range(1000):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        printed = subprocess.check_output([sys.executable, "-S", "-c", _ORDERS], env=environment, text=True)
+        # Of a seed with which both kinds of names come in another order.
+        if all(one != other for one, other in zip(orders, json.loads(printed), strict=True)):
+            break
+    else:
+        raise AssertionError("the order is the same with every seed")
+    command = [sys.executable, "-c", _SETTINGS_OF_A_PROCESS, str(tmp_path)]
+    subprocess.run(command, check=True, env=environment)
+    theirs = (tmp_path / "adapter_config.json").read_bytes()
+    SavedLayout(lora(modules_to_save=["norm", "lm_head"])).save_settings(tmp_path)
+    assert (tmp_path / "adapter_config.json").read_bytes() == theirs
+    settings = json.loads(theirs)
     assert settings["target_modules"] == sorted(settings["target_modules"])
     assert len(settings["target_modules"]) == 14
 

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.long
 CPU = torch.device("cpu")
 
 
-def task_of(family: str, *, lora: bool) -> CausalLM:
+def task_of(family: str, *, lora: bool, targets: str | list[str] = "all-linear") -> CausalLM:
     model = packed_model(family)
     if lora:
         model.requires_grad_(False)
-        model = adapters.add_lora(model, AdapterConfig(rank=4, dropout=0.2), seed=3)
+        model = adapters.add_lora(model, AdapterConfig(rank=4, dropout=0.2, target_modules=targets), seed=3)
         fused_lora.fuse(model)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -223,7 +223,7 @@ def test_liger_is_used_for_layers_and_not_for_the_loss(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows(checkpointing: str) -> None:
     """Traced, and run as traced: what a compiler would be given once. Other lengths must not trace anew."""
-    plain, compiled = task_of("llama", lora=True), task_of("llama", lora=True)
+    plain, compiled = (task_of("llama", lora=True, targets=["q_proj", "down_proj"]) for _ in range(2))
     blocks.compile_blocks(compiled.model, backend="eager")
     wrap_blocks(compiled.model, checkpointing=checkpointing)
     graphs = []
