@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +18,7 @@ from finray.serving.errors import ApiError
 # Maximum size of a request in bytes. Longer ones are refused before they are read.
 MAX_BODY = 2**20
 DONE = "data: [DONE]\n\n"
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Request(BaseModel):
@@ -176,8 +179,8 @@ def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, A
     """Log-probabilities in the format of a chat choice."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = _text(tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+        text, content = token_text(tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": list(content)}
 
     content = [
         {**one(each.token, each.logprob), "top_logprobs": [one(*other) for other in each.top]} for each in chosen
@@ -187,20 +190,40 @@ def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, A
 
 def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
     """Log-probabilities in the format of a completion choice; ``at`` is the text offset of the first token."""
-    texts, offsets = [_text(tokenizer, one.token) for one in chosen], list[int]()
-    for text in texts:
+    texts, offsets = [token_text(tokenizer, one.token)[0] for one in chosen], list[int]()
+    for one in chosen:
         offsets.append(at)
-        at += len(text)
+        at += len(tokenizer.decode([one.token]))
     return {
         "tokens": texts,
         "token_logprobs": [one.logprob for one in chosen],
-        "top_logprobs": [{_text(tokenizer, token): logprob for token, logprob in one.top} for one in chosen],
+        "top_logprobs": [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in chosen],
         "text_offset": offsets,
     }
 
 
-def _text(tokenizer: Any, token: int) -> str:
-    return str(tokenizer.decode([token]))
+def token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
+    """Text and bytes of a token; as OpenAI's API has it, the text of part of a character is ``bytes:`` and its bytes."""
+    text = str(tokenizer.decode([token]))
+    content = text.encode(errors="replace")
+    if "\ufffd" in text:
+        # Vocabularies of bytes write them as characters; SentencePiece, where it falls back to them, as `<0xE2>`.
+        raw = str(tokenizer.convert_ids_to_tokens(token))
+        if (number := BYTE.fullmatch(raw)) is not None:
+            content = bytes.fromhex(number[1])
+        elif set(raw) <= (byte_of := _byte_of()).keys():
+            content = bytes(byte_of[one] for one in raw)
+        if "\ufffd" in content.decode(errors="replace") and content != text.encode():
+            text = "bytes:" + "".join(f"\\x{one:02x}" for one in content)
+    return text, content
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """The byte of each character of a vocabulary of bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def require_text(value: Any, param: str) -> None:
