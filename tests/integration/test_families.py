@@ -17,7 +17,13 @@ from tests.support.group import run_all
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma3", "phi3", "gpt2", "bloom", "opt"]
 STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3, "keep_deepspeed_shards": False}}
+# A module with parameters that these have, another family has too: DeepSpeed, which takes longest, gathers those.
+LIKE_OTHERS = ("qwen2", "qwen3", "mistral")
 RATE = 0.005
+
+
+def strategies(family: str) -> list[str]:
+    return [one for one in STRATEGIES if one != "deepspeed" or family not in LIKE_OTHERS]
 
 
 def plain_of(family: str, strategy: str, folder: Path) -> runs.Plain:
@@ -40,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
         [
             (plain_of(family, strategy, folder), folder / f"{family}-{strategy}")
             for family in FAMILIES
-            for strategy in STRATEGIES
+            for strategy in strategies(family)
         ],
         world_size=2,
     )
@@ -75,7 +81,7 @@ def test_a_family_learns_what_its_unpacked_reference_does(folder: Path, family: 
     assert max(len(rows) for rows in steps) > 3, "packs must hold several rows"
     expected = reference(family, folder, steps)
     assert expected[-1] < expected[0]
-    for strategy in STRATEGIES:
+    for strategy in strategies(family):
         run_dir = folder / f"{family}-{strategy}"
         assert runs.values(run_dir, "samples") == steps
         assert runs.values(run_dir, "loss") == pytest.approx(expected, rel=1e-4), strategy

@@ -1,4 +1,4 @@
-"""Twelve steps in two epochs on a real chat model against a plain Transformers + PEFT loop: padded, full logits."""
+"""Eight steps in two epochs on a real chat model against a plain Transformers + PEFT loop: padded, full logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finray.data.sampling.order import permutation
 from tests.support import runs
 
-STEPS = 12
+STEPS = 8
 BATCH = 4
 PEAK = 1e-3
 
@@ -33,7 +33,7 @@ QUESTIONS = [
 
 def conversations() -> list[dict[str, Any]]:
     rows = []
-    for number in range(36):
+    for number in range(24):
         question, answer = QUESTIONS[number % len(QUESTIONS)]
         messages = [{"role": "user", "content": f"({number}) {question}"}, {"role": "assistant", "content": answer}]
         rows.append({"messages": [{"role": "system", "content": "Be brief."}, *messages]})
@@ -96,7 +96,7 @@ def plain_loop(
 def trained(
     tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path
 ) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
-    """finray's twelve steps, and the adapter it started from."""
+    """finray's eight steps, and the adapter it started from."""
     from finray.models.saved_layout import WEIGHTS
 
     folder = tmp_path_factory.mktemp("reference")
@@ -114,7 +114,7 @@ def trained(
     return folder / "run", plain, start
 
 
-def test_twelve_steps_agree_with_a_plain_loop(
+def test_eight_steps_agree_with_a_plain_loop(
     trained: tuple[Path, dict[str, Any], dict[str, torch.Tensor]], smollm2_dir: Path, tmp_path: Path
 ) -> None:
     run_dir, plain, start = trained
@@ -127,7 +127,7 @@ def test_twelve_steps_agree_with_a_plain_loop(
     from peft import get_peft_model_state_dict
 
     theirs = get_peft_model_state_dict(model)
-    ours = runs.adapter_weights(run_dir / "checkpoint-000012")
+    ours = runs.adapter_weights(run_dir / "checkpoint-000008")
     assert runs.relative_difference({name: theirs[name].detach() for name in ours}, ours) < 1e-3
 
 
@@ -139,10 +139,10 @@ def test_the_merged_export_has_the_logits_of_base_and_adapter(
     from finray import export
 
     run_dir, _, _ = trained
-    export(run_dir / "checkpoint-000012", tmp_path / "merged", merge=True, dtype="fp32")
+    export(run_dir / "checkpoint-000008", tmp_path / "merged", merge=True, dtype="fp32")
     merged = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"), dtype=torch.float32).eval()
     base = AutoModelForCausalLM.from_pretrained(str(smollm2_dir), dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, str(run_dir / "checkpoint-000012")).eval()
+    adapted = PeftModel.from_pretrained(base, str(run_dir / "checkpoint-000008")).eval()
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "merged"))
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(str(smollm2_dir)).chat_template
     ids = tokenizer("Tell me what the capital of France is, and nothing more.", return_tensors="pt")["input_ids"]
