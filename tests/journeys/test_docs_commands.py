@@ -23,8 +23,10 @@ from tests.support import forks, tiny
 from tests.support.documents import FILE, FOREIGN, MODEL, PAGES, ROOT, blocks, name_of
 
 NEEDS = {"gpu", "network", "hosts", "server"}
-SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1")
-SHORT += ("evaluation.max_new_tokens=16",)
+SHORT = (
+    *("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1"),
+    "evaluation.max_new_tokens=16",
+)
 # Commands that change nothing which another one reads run two at a time, and so does a run of another name.
 READERS = ("config", "plan", "inspect", "generate", "chat", "export")
 # What these write is read by no other command.
