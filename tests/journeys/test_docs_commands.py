@@ -1,13 +1,15 @@
 """Every command in a shell block of README.md, docs and examples runs: the real `finray`, page by page and in order.
 
 Each page has a directory of its own with the files that pages speak of. The model's name is a Hub id, which stands in
-the cache for a tiny model; trainings get two steps. A command that another page has run already is not run again, but
-for a training, whose run the page may read. A block that cannot run here says why in a comment above it:
+the cache for a tiny model; trainings get two steps, and answers few tokens. A command that another page has run already
+is not run again; of a training with the same file, a page that reads it gets a copy, and one that continues it does
+not: a run knows where its data are. A block that cannot run here says why in a comment above it:
 `<!-- needs: network -->`.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,17 +23,20 @@ from tests.support import forks, tiny
 from tests.support.documents import FILE, FOREIGN, MODEL, PAGES, ROOT, blocks, name_of
 
 NEEDS = {"gpu", "network", "hosts", "server"}
-SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1")
+SHORT = (
+    *("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1"),
+    "evaluation.max_new_tokens=16",
+)
 # Commands that change nothing which another one reads run two at a time, and so does a run of another name.
 READERS = ("config", "plan", "inspect", "generate", "chat", "export")
+# What these write is read by no other command.
+ONCE = (*READERS, "prepare")
 # A page that begins after a training.
-BEFORE = {
-    "docs-guide-evaluation": (
-        *("train", "my-run.yaml", "train.max_steps=100", "train.global_batch_size=1", "evaluation.max_new_tokens=16"),
-    )
-}
+BEFORE = {"docs-guide-evaluation": "finray train my-run.yaml"}
 # What has run on another page, where files of these names are much the same.
 RAN: list[list[str]] = []
+# Directories of runs after their first training, by its words and its file.
+TRAINED: dict[tuple[str, ...], Path] = {}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +66,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: object, hub_cach
     return folder
 
 
-def run(command: str, folder: Path) -> None:
+def run(command: str, folder: Path, *, shares: bool = True) -> None:
     """Run one command in a page's directory.
+
+    Args:
+        command: the command.
+        folder: the directory.
+        shares: whether a copy of the run of another page will do.
 
     Raises:
         AssertionError: it fails.
@@ -75,8 +85,18 @@ def run(command: str, folder: Path) -> None:
     assert Path(name).name == "finray", "which other commands are there?"
     # A plan asks the cluster that it is given, and the tests' one has no GPU.
     env = {"RAY_ADDRESS": None} if "plan" in words else {}
-    code, out, err = forks.finray(*words, *(SHORT if "train" in words else ()), env=env, cwd=folder)
+    # A page may speak of a longer run.
+    words = [re.sub(r"checkpoint-\d{6}", "checkpoint-000002", word) for word in words]
+    is_training = words[0] == "train"
+    trained = (*words, (folder / words[1]).read_text(encoding="utf-8")) if is_training else ()
+    runs, is_first = folder / "runs", is_training and not (folder / "runs").exists()
+    if shares and is_first and trained in TRAINED:
+        shutil.copytree(TRAINED[trained], runs, symlinks=True)
+        return
+    code, out, err = forks.finray(*words, *(SHORT if is_training else ()), env=env, cwd=folder)
     assert code == 0, f"{command}\n{out}{err}"
+    if shares and is_first:
+        TRAINED[trained] = shutil.copytree(runs, folder.with_name(f"{folder.name}-trained"), symlinks=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=map(name_of, PAGES))
@@ -98,22 +118,22 @@ def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.Cap
     for name, text in written.items():
         (folder / name).write_text(text, encoding="utf-8")
     if before := BEFORE.get(name_of(page)):
-        code, out, err = forks.finray(*before, cwd=folder)
-        assert code == 0, out + err
+        run(before, folder)
+    shares = sum(" train " in command and "run.name=" not in command for command in commands) < 2
     with ThreadPoolExecutor(2) as pool:
         waiting: list[Future[None]] = []
         for command in commands:
             words = shlex.split(command, comments=True)
             if words in RAN:
                 continue
-            if words[1] in ("config", "plan", "inspect", "prepare"):
+            if words[1] in ONCE:
                 RAN.append(words)
             if "init" in words:
                 (folder / words[2]).unlink(missing_ok=True)
             beside = words[1] in READERS or any(word.startswith("run.name=") for word in words)
             if not beside:
                 finish(waiting)
-            waiting.append(pool.submit(run, command, folder))
+            waiting.append(pool.submit(run, command, folder, shares=shares))
             if not beside:
                 finish(waiting)
             if "init" in words and words[2] in written:
