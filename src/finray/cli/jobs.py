@@ -14,7 +14,7 @@ import typer
 from finray.cli import show
 from finray.config.environment import SECRETS
 from finray.config.own_code import lies_in, own_code, python_files
-from finray.config.paths import with_contents
+from finray.config.paths import sent_by_name, with_contents
 from finray.runtime.jobs import Job, Server, require_no_secret, secrets_named
 
 app = typer.Typer(help="Jobs of finray on a Ray cluster.", no_args_is_help=True)
@@ -62,6 +62,8 @@ def submit(
     for field, name in own_code(settings):
         if lies_in(name, Path.cwd()) and (code is None or not lies_in(name, code)):
             show.remark(f"{field} {name} is code of this directory and not sent with the job; --code . sends it")
+    for named in sent_by_name(settings):
+        show.remark(f"{named} is not sent with the job: the cluster needs it under this name")
     for name in SECRETS:
         if os.environ.get(name) and name not in names:
             show.remark(f"{name} is set here but not passed to the job; --env {name} passes it")

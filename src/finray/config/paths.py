@@ -129,6 +129,17 @@ def with_contents(config: Config) -> Config:
     return config.model_copy(update=changes)
 
 
+def sent_by_name(config: Config) -> list[str]:
+    """What :func:`with_contents` has left as the name of a file of this machine, by its field: a job that runs
+    elsewhere needs the file there."""
+    given = {
+        "model.chat_template": config.model.chat_template,
+        "parallel.deepspeed_config": config.parallel.deepspeed_config,
+    }
+    names = {field: name for field, name in given.items() if isinstance(name, str) and not is_template(name)}
+    return [f"{field} {name}" for field, name in names.items() if Path(name).expanduser().is_file()]
+
+
 S = TypeVar("S", bound=Section)
 V = TypeVar("V")
 

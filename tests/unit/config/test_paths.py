@@ -9,7 +9,7 @@ import pytest
 
 from finray.config.identity import differences
 from finray.config.load import load_config
-from finray.config.paths import with_absolute_paths, with_contents
+from finray.config.paths import sent_by_name, with_absolute_paths, with_contents
 from finray.config.schema import Config
 from finray.errors import ConfigError
 
@@ -29,6 +29,7 @@ def test_a_chat_template_and_deepspeeds_json_replace_their_files_and_are_read_ba
     named = config(chat_template=str(tmp_path / "chat.jinja"), deepspeed_config=str(tmp_path / "zero.json"))
     found = with_contents(named)
     assert (found.model.chat_template, found.parallel.deepspeed_config) == (TEMPLATE, ZERO)
+    assert (len(sent_by_name(named)), sent_by_name(found)) == (2, [])
     # They are no paths for what makes paths absolute, and what is written is what was read.
     again = with_contents(with_absolute_paths(found))
     assert (again.model, again.parallel) == (found.model, found.parallel)
@@ -45,6 +46,8 @@ def test_what_cannot_be_taken_keeps_its_name(tmp_path: Path) -> None:
     for name in ("large.jinja", "no-template.jinja", "not-here.jinja"):
         named = config(chat_template=str(tmp_path / name), deepspeed_config=str(tmp_path / "not-here.json"))
         assert with_contents(named) == named
+        there = [f"model.chat_template {tmp_path / name}"] if name != "not-here.jinja" else []
+        assert sent_by_name(named) == there
     assert with_contents(config()) == config()
 
 
