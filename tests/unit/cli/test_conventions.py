@@ -19,6 +19,8 @@ from finray.cli.main import PANELS, app
 from finray.config.load import preset_names, read_preset
 from tests.support import runs
 
+pytestmark = pytest.mark.long
+
 
 def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, command in getattr(group, "commands", {}).items():

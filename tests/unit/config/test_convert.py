@@ -15,6 +15,8 @@ from finray.config.load import load_config
 from finray.errors import ConfigError
 from tests.support import runs, tiny
 
+pytestmark = pytest.mark.long
+
 # Written for these tests, in the form of both projects' documentation.
 LLAMA_FACTORY = """\
 ### model

@@ -11,6 +11,8 @@ from finray.config.load import load_config
 from finray.config.own_code import python_files
 from finray.errors import ConfigError
 
+pytestmark = pytest.mark.long
+
 CONFIG = load_config("smollm2-lora")
 
 

@@ -29,6 +29,8 @@ from tests.support.preparing import Preparing, Write, bad_rows_of, ids, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
 
+pytestmark = pytest.mark.long
+
 GOOD = [{"text": f"{tiny.WORDS[at]} {at}"} for at in range(20)]
 CHATS = tiny.chat_rows(20)
 

@@ -17,6 +17,8 @@ import typer.main
 from finray.cli.main import app
 from tests.support.documents import PAGES, ROOT, blocks, name_of
 
+pytestmark = pytest.mark.long
+
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 

@@ -27,6 +27,8 @@ from finray.evaluation.statistics import Interval
 from tests.support import runs
 from tests.support.evaluated import Train, conversation, evaluate
 
+pytestmark = pytest.mark.long
+
 
 def text_of(messages: list[dict[str, str]]) -> str:
     return "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)

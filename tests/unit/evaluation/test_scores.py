@@ -21,6 +21,8 @@ from finray.evaluation.scores.code import pass_at_k, passes
 from finray.evaluation.scores.match import normalized, number_in
 from tests.support.pairs import json_pairs, pairs
 
+pytestmark = pytest.mark.long
+
 
 def answered(pairs: Sequence[tuple[str, str]]) -> list[Answered]:
     return [Answered((answer,), reference) for answer, reference in pairs]

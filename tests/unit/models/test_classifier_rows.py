@@ -17,6 +17,8 @@ from finray.models.packed import PackedModel
 from finray.models.packing_check import check_packing_of
 from tests.support import tiny
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 FAMILIES = [*tiny.ENCODERS, "llama", "qwen2"]
 LENGTHS = (9, 17, 4, 1, 12)

@@ -20,6 +20,8 @@ from finray.records import Note, Record
 from finray.runtime import driver
 from tests.support import runs, tiny
 
+pytestmark = pytest.mark.long
+
 MIB = 2**20
 NEEDS = Needs(replicated=40 * GIB, sharded=20 * GIB, checkpointed=10 * GIB)
 

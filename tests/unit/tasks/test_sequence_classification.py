@@ -22,6 +22,8 @@ from finray.models.sharded import materialize
 from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import tiny
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 NAMES = ("no", "maybe", "yes")
 LENGTHS = (5, 9, 3, 7, 4, 8, 6)
