@@ -203,7 +203,7 @@ def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int 
 
 
 def token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
-    """Text and bytes of a token; as OpenAI's API has it, the text of part of a character is ``bytes:`` and its bytes."""
+    """Text and bytes of a token. As in OpenAI's API, the text of part of a character is ``bytes:`` and its bytes."""
     text = str(tokenizer.decode([token]))
     content = text.encode(errors="replace")
     if "\ufffd" in text:
