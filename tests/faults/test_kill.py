@@ -148,3 +148,20 @@ def test_a_bug_is_not_retried_for_ever(plain: Plain, tmp_path: Path, ray_cluster
     # The end of its traceback.
     assert "  - IndexError" in err
     assert out.count("the workers were restarted") == 2
+
+
+def test_storage_that_does_not_answer_while_workers_start_is_asked_again(
+    plain: Plain, tmp_path: Path, ray_cluster: str
+) -> None:
+    """One rank finds none, once: all start again, and it is said."""
+    changes = {"model.task": lacking.SILENT, "train.max_steps": 2}
+    changes["cluster"] = {"num_workers": 2, "max_failures": 1, "env": {lacking.MARK: str(tmp_path / "mark")}}
+    code, out, err = runs.finray("train", into(plain, tmp_path, changes))
+    assert code == 0, err
+    assert "the server gave no answer within 10 s; the workers start again" in " ".join((out + err).split())
+    # Without another attempt it is the error of the run.
+    (tmp_path / "mark").unlink()
+    changes |= {"run.name": "other", "cluster.max_failures": 0}
+    code, _, err = runs.finray("train", into(plain, tmp_path, changes))
+    assert code == 2
+    assert "http://storage: the server gave no answer within 10 s" in err

@@ -6,16 +6,19 @@ import hashlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from finray.data.sampling.collate import Batch
+from finray.errors import DataUnavailable
 from finray.tasks.causal_lm import CausalLM
 
 NO_MEMORY = f"{__name__}:NoMemoryLM"
 SLEEPING = f"{__name__}:SleepingLM"
 FAILING = f"{__name__}:FailingLM"
 BROKEN = f"{__name__}:BrokenLM"
+SILENT = f"{__name__}:SilentLM"
 POISONED = f"{__name__}:PoisonedLM"
 POISONED_PASS = 6
 MARK = "FINRAY_TEST_MARK"
@@ -37,6 +40,18 @@ class NoMemoryLM(CausalLM):
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and self.steps > 2:
             raise torch.OutOfMemoryError(SAID)
         return super().loss_sum(batch)
+
+
+class SilentLM(CausalLM):
+    """A language model whose last rank finds no storage when it is made, once: the file named by the environment is the
+    mark."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        mark = Path(os.environ[MARK])
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and not mark.exists():
+            mark.touch()
+            raise DataUnavailable("the server gave no answer within 10 s", where="http://storage")
+        super().__init__(*arguments, **options)
 
 
 class SleepingLM(CausalLM):

@@ -176,6 +176,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     except FinrayError as error:
         if not failures.is_final(error, step):
             failures.record(run_dir, failed(error))
+            if strategy.rank == 0:
+                again = "the workers start again, as often as cluster.max_failures allows"
+                sender.put(Note(f"{failures.describe(error)}; {again}", level="warning"))
             raise
         # Raised on every rank alike; see training.assemble, training.step and training.loop.
         return Outcome(failure=error.to_dict())
