@@ -72,7 +72,7 @@ class DataError(FinrayError):
 
 
 class DataUnavailable(DataError):
-    """The storage of data does not answer; another attempt may find it well."""
+    """Storage that holds data does not answer; another attempt may succeed."""
 
 
 class ModelError(FinrayError):

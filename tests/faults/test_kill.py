@@ -158,7 +158,7 @@ def test_storage_that_does_not_answer_while_workers_start_is_asked_again(
     changes["cluster"] = {"num_workers": 2, "max_failures": 1, "env": {lacking.MARK: str(tmp_path / "mark")}}
     code, out, err = runs.finray("train", into(plain, tmp_path, changes))
     assert code == 0, err
-    assert "the server gave no answer within 10 s; the workers start again" in " ".join((out + err).split())
+    assert "the server gave no answer within 10 s; the workers are restarted" in " ".join((out + err).split())
     # Without another attempt it is the error of the run.
     (tmp_path / "mark").unlink()
     changes |= {"run.name": "other", "cluster.max_failures": 0}

@@ -63,7 +63,7 @@ def submit(
         if lies_in(name, Path.cwd()) and (code is None or not lies_in(name, code)):
             show.remark(f"{field} {name} is code of this directory and not sent with the job; --code . sends it")
     for named in sent_by_name(settings):
-        show.remark(f"{named} is not sent with the job: the cluster needs it under this name")
+        show.remark(f"{named} is not sent with the job; it must exist at this path on the cluster")
     for name in SECRETS:
         if os.environ.get(name) and name not in names:
             show.remark(f"{name} is set here but not passed to the job; --env {name} passes it")

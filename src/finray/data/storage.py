@@ -106,7 +106,9 @@ def storage_errors(name: str) -> Iterator[None]:
             # File systems raise exceptions of their own libraries (botocore, aiohttp, ...), without a common base
             # class.
             detail = str(error).strip() and f": {first_line(error)}"
-            raise DataUnavailable(
+            # Another attempt would be refused too.
+            kind = DataError if isinstance(error, PermissionError) else DataUnavailable
+            raise kind(
                 f"the storage cannot be reached: {type(error).__name__}{detail}",
                 where=name,
                 repair="check the name, the credentials and the endpoint in the environment (such as "

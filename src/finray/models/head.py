@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from finray.hardware import cpu_has_bf16
 from finray.models.reordered import ReorderedLinear, linear
 
 # Elements of one chunk of logits: 48 MiB in fp32, far below the activations, and enough rows to keep the cores busy.
@@ -155,9 +156,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _lowered(grad_KV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient in another dtype; on a CPU column by column. Where a CPU has no instructions for bf16, torch
-    multiplies it with the weights a hundred times as fast as one that lies row by row."""
-    if grad_KV.dtype == dtype or grad_KV.device.type != "cpu":
+    """The gradient in another dtype, stored by columns on a CPU without bf16 instructions: torch multiplies that with
+    the weights a hundred times as fast as one stored by rows."""
+    if grad_KV.dtype == dtype or grad_KV.device.type != "cpu" or cpu_has_bf16():
         return grad_KV.to(dtype)
     return grad_KV.T.to(dtype, memory_format=torch.contiguous_format).T
 

@@ -134,8 +134,6 @@ class LayerProbe:
                 limits = [getattr(config, "sliding_window", None) or 0]
                 limits += [attention.EXPLICIT_UP_TO] if how.precision == "bf16" else []
             inner.set_attn_implementation(name)
-        # A state-space model loops over its tokens, and each of them takes the same.
-        first = [61, 127, 251] if hasattr(config, "num_attention_heads") else [17, 37, 71]
         edges = [0, *sorted(limit for limit in set(limits) if limit)]
         ranges = []
         with torch.device("cpu"), compat.fake_tensors(), compat.without_grouped_mm():
@@ -155,8 +153,10 @@ class LayerProbe:
             model.train()
             run = _Run(model, inner, self._counts, how, packs=self._packs)
             fixed = np.zeros(5)
+            # A state-space model runs a loop over the tokens, and each token costs the same.
+            shortest = [61, 127, 251] if hasattr(config, "num_attention_heads") else [17, 37, 71]
             for low, high in zip(edges, [*edges[1:], None], strict=True):
-                lengths = first if low == 0 else [int(low * 1.1) | 1, int(low * 2.1) | 1]
+                lengths = shortest if low == 0 else [int(low * 1.1) | 1, int(low * 2.1) | 1]
                 if high is not None and lengths[-1] > high:
                     lengths = [low + (high - low) * part // len(lengths) for part in range(1, len(lengths) + 1)]
                 # For all rows of a pass together.

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 
-# Servers have been seen that took more than six seconds on a machine at full load.
+# On a fully loaded machine, a server has taken more than six seconds.
 TIMEOUT_S = 10.0
 _VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _lock = threading.Lock()

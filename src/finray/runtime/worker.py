@@ -177,7 +177,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         if not failures.is_final(error, step):
             failures.record(run_dir, failed(error))
             if strategy.rank == 0:
-                again = "the workers start again, as often as cluster.max_failures allows"
+                again = "the workers are restarted, if cluster.max_failures allows it"
                 sender.put(Note(f"{failures.describe(error)}; {again}", level="warning"))
             raise
         # Raised on every rank alike; see training.assemble, training.step and training.loop.

@@ -190,12 +190,12 @@ def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, A
 
 def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
     """Log-probabilities in the format of a completion choice; ``at`` is the text offset of the first token."""
-    texts, offsets = [token_text(tokenizer, one.token)[0] for one in chosen], list[int]()
-    for one in chosen:
+    told, offsets = [token_text(tokenizer, one.token) for one in chosen], list[int]()
+    for _, content in told:
         offsets.append(at)
-        at += len(tokenizer.decode([one.token]))
+        at += len(content.decode(errors="replace"))
     return {
-        "tokens": texts,
+        "tokens": [text for text, _ in told],
         "token_logprobs": [one.logprob for one in chosen],
         "top_logprobs": [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in chosen],
         "text_offset": offsets,

@@ -155,3 +155,13 @@ def test_a_slow_server_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "WEB_READ_S", 3.0)
     with server(b"text", pauses=[0.9] * 4) as endpoint, storage.opened(f"{endpoint}/rows.jsonl") as stream:
         assert stream.read() == b"text"
+
+
+@pytest.mark.parametrize("error", [PermissionError("Forbidden"), RuntimeError("reset")], ids=["refused", "reset"])
+def test_only_storage_that_refuses_is_not_asked_again(error: Exception) -> None:
+    with (
+        pytest.raises(DataError, match="the storage cannot be reached") as caught,
+        storage.storage_errors("s3://b/rows"),
+    ):
+        raise error
+    assert isinstance(caught.value, DataUnavailable) == isinstance(error, RuntimeError)

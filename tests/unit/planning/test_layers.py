@@ -112,7 +112,7 @@ def counted(family: str, adapter: AdapterConfig, precision: str) -> float:
     return found.kept(LENGTHS) + found.outside(LENGTHS) + ELEMENT[precision] * width * targets
 
 
-# Of all families each adapter and each precision, of two all four together.
+# Every family with each adapter and each precision, two of them with all four combinations.
 @pytest.mark.parametrize(
     ("precision", "adapter", "family"),
     [
