@@ -56,7 +56,7 @@ def check_rayjob(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     config, job = yaml.safe_load_all(text)
     kubernetes_validate.validate(config, KUBERNETES, strict=True)
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    jsonschema.validate(job, rayjob_schema())
+    rayjob_validator().validate(job)
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
@@ -66,9 +66,12 @@ def check_rayjob(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @cache
-def rayjob_schema() -> Any:
+def rayjob_validator() -> jsonschema.Draft202012Validator:
+    """`jsonschema.validate` would check the schema itself again each time, which takes seconds."""
     versions = yaml.load(lzma.decompress(RAYJOB.read_bytes()), Loader=yaml.CSafeLoader)["spec"]["versions"]
-    return closed(next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1"))
+    schema = closed(next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
 
 
 def closed(schema: Any) -> Any:
