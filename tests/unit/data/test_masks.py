@@ -227,6 +227,15 @@ def test_labelled_text_has_the_special_tokens_of_a_classifier_and_says_whether_i
         assert row.supervised == 1
 
 
+def test_a_labelled_text_that_was_cut_leaves_the_next_ones_whole(tokenizer: Any) -> None:
+    encoder = make(tokenizer, max_length=3)
+    for _ in range(2):
+        (encoded,) = encoder.encode([Labelled("one two three four", "b")])
+        assert encoded.truncated_tokens == len(tokenizer("one two three four")["input_ids"]) - 3
+    (encoded,) = make(tokenizer).encode([Labelled("one two three four", "b")])
+    assert encoded.rows[0].ids == tokenizer("one two three four", truncation=False)["input_ids"]
+
+
 def test_prompts_that_end_in_white_space_are_served_as_they_are_trained_however_many_there_are(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
