@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from finray.data.dataset import parts
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import Part, Settings, plan, plan_streams
 from finray.data.storage import Folder
+from finray.errors import DataError
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -18,9 +21,9 @@ from tests.support.preparing import put as put
 ROWS = [{"text": "the cat"}, {"text": "a dog sleeps"}]
 
 
-def planned(preparing: Preparing, source: Path, folder: Path) -> tuple[PartWriter, list[Part]]:
+def planned(preparing: Preparing, source: Path, folder: Path, **data: Any) -> tuple[PartWriter, list[Part]]:
     """A writer into a folder, and the parts that it is to write."""
-    settings = Settings.of(preparing.config(source))
+    settings = Settings.of(preparing.config(source, **data))
     writer = PartWriter(settings, settings.encoder(preparing.tokenizer), Folder(folder))
     return writer, plan(settings, plan_streams(settings))
 
@@ -97,3 +100,27 @@ def test_a_writer_that_has_enough_leaves_out_what_it_did_not_reach(
     other, _ = planned(preparing, source, tmp_path / "q")
     whole = other.write(part, enough=lambda: False)
     assert (whole.rows, whole.passed) == (900, (300, 300, 300))
+
+
+def test_a_row_that_takes_too_long_ends_the_part_where_other_bad_rows_are_dropped(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = put("rows.jsonl", lines([{"text": text} for text in ("one", "bad", "slow", "more")]))
+    writer, (part,) = planned(preparing, source, tmp_path / "p", on_bad_row="drop")
+    seen: list[str] = []
+
+    def convert(row: dict[str, Any]) -> list[Any]:
+        seen.append(row["text"])
+        if row["text"] in ("bad", "slow"):
+            error = DataError(f"is {row['text']}", where="data.converter", repair="look for a loop")
+            error.overdue = row["text"] == "slow"
+            raise error
+        return []
+
+    monkeypatch.setattr(parts, "converter_of", lambda *_, **__: convert)
+    with pytest.raises(DataError) as caught:
+        writer.write(part)
+    found = caught.value
+    assert (found.message, found.repair, found.overdue) == ("is slow (data.converter)", "look for a loop", True)
+    assert str(found.where).endswith("rows.jsonl:3")
+    assert seen == ["one", "bad", "one", "bad", "slow"], "the next row would take as long"
