@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -649,3 +650,23 @@ def test_batches_go_to_a_device_from_pinned_memory(monkeypatch: pytest.MonkeyPat
         for field in ("tokens_1T", "positions_1T", "cu_seqlens", "target_positions_K", "targets_K"):
             assert getattr(moved, field).tolist() == getattr(plain, field).tolist()
     assert sent == [(True, cuda, {"non_blocking": True})] * 10
+
+
+@pytest.mark.parametrize("hide", [None, False, True])
+def test_torch_is_hidden_from_transformers_only_where_that_is_asked_for(
+    preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hide: bool | None
+) -> None:
+    """A process that hides it can load no model afterwards."""
+    hidden: list[bool] = []
+
+    @contextmanager
+    def without_torch() -> Iterator[None]:
+        hidden.append(True)
+        yield
+
+    monkeypatch.setattr(prepare, "without_torch", without_torch)
+    config = preparing.config(tiny.write_chat_rows(tmp_path, 3))
+    asked = {} if hide is None else {"hide_torch": hide}
+    with prepare.start_preparation(config, root=tmp_path / "c", **asked) as preparation:
+        assert preparation.result()
+    assert hidden == ([True] if hide else [])
