@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from finray.evaluation import statistics as module
 from finray.evaluation.scores.base import FloatArray
 from finray.evaluation.statistics import Interval, Paired, adjusted, interval, paired, sentence
 
@@ -159,3 +160,48 @@ def test_rows_without_spread_let_nothing_be_said() -> None:
         found, name="a", other="b", score="s", rows=1, shown=lambda value: str(value), lower_is_better=False
     )
     assert "cannot be told apart" in text
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("power", [1, 4])
+def test_the_bootstrap_by_its_formulas(seed: int, power: int) -> None:
+    """BCa (Efron 1987) from 2000 resamples, with Student's t for the normal quantiles, widened as in Hesterberg (2015);
+    each end at least as far out as t with the jackknife's standard error."""
+    rows = 25
+    values = np.random.default_rng(7).exponential(1.0, rows) ** power
+    chosen = np.random.default_rng([seed, 1]).integers(0, rows, size=(2000, rows))
+    means = np.sort(values[chosen].mean(1))
+    z0 = stats.norm.ppf(np.mean(means < values.mean()))
+    left_out = np.array([np.delete(values, row).mean() for row in range(rows)])
+    away = left_out.mean() - left_out
+    skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5)
+    t = stats.t.ppf(0.975, rows - 1)
+    error = np.sqrt((rows - 1) / rows * (away**2).sum())
+    low, high = (
+        np.quantile(means, stats.norm.cdf(z0 + (z0 + side) / (1 - skew * (z0 + side))))
+        for side in (-t * np.sqrt(rows / (rows - 1)), t * np.sqrt(rows / (rows - 1)))
+    )
+    found = interval(values[:, None], mean, seed=seed)
+    assert found.low == pytest.approx(min(low, values.mean() - t * error), rel=1e-9)
+    assert found.high == pytest.approx(max(high, values.mean() + t * error), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_permutation_test_by_its_formula(seed: int) -> None:
+    """4000 random swaps, and the observed one (Phipson and Smyth 2010)."""
+    draw = np.random.default_rng(5)
+    first, second = draw.random(13), draw.random(13) + 0.2
+    signs = np.random.default_rng([seed, 2]).choice([-1.0, 1.0], size=(4000, 13))
+    swapped = np.abs((signs * (second - first)).mean(1))
+    extreme = int((swapped >= abs((second - first).mean()) - 1e-12).sum())
+    assert 0 < extreme < 1000
+    assert paired(first[:, None], second[:, None], mean, seed=seed).p == (extreme + 1) / 4001
+
+
+def test_resamples_and_swaps_are_the_same_however_many_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(1).random((30, 1))
+    found = []
+    for held in (30, 7 * 30, 2**22):
+        monkeypatch.setattr(module, "_HELD", held)
+        found.append((interval(values, mean), paired(values, values[::-1] ** 2, mean)))
+    assert found[0] == found[1] == found[2]
