@@ -149,7 +149,18 @@ def test_the_sentence_says_no_more_than_the_numbers() -> None:
         assert "better" not in found
     assert "+0.03 to +0.17, p = 0.004, 200 rows" in said(0.1, 0.03, 0.17, 0.004)
     assert "-0.01 to +0.20" in said(0.1, -0.01, 0.2, 0.4)
-    assert "p = below 0.001" not in said(0.1, 0.03, 0.17, 0.0001)
+    assert said(0.1, 0.03, 0.17, 0.0009) == (
+        "tuned is better than base on accuracy: by 0.10 "
+        "(95 % interval of the gain +0.03 to +0.17, p < 0.001, 200 rows)."
+    )
+    assert "p = 0.001, " in said(0.1, 0.03, 0.17, 0.001)
+    assert "(95 % interval of the gain +0.03 to +0.17, p" in said(-0.1, -0.17, -0.03, 0.004, lower=True)
+    # At the borders, and where the difference itself is none.
+    for found in (said(0.1, 0.03, 0.17, 0.051), said(0.1, 0.0, 0.17, 0.001), said(0.0, 0.03, 0.17, 0.001)):
+        assert "cannot be told apart on accuracy from 200 rows: the difference of " in found
+        assert "may be chance (95 % interval of the gain +0.0" in found
+    assert "is better" in said(0.1, 0.03, 0.17, 0.0499)
+    assert "these rows only" in said(0.5, 0.2, 0.7, 0.01, rows=29)
     assert "these rows only" in said(0.5, 0.2, 0.7, 0.01, rows=12)
     assert "these rows only" not in said(0.5, 0.2, 0.7, 0.01, rows=30)
 
@@ -159,7 +170,7 @@ def test_rows_without_spread_let_nothing_be_said() -> None:
     text = sentence(
         found, name="a", other="b", score="s", rows=1, shown=lambda value: str(value), lower_is_better=False
     )
-    assert "cannot be told apart" in text
+    assert text == "a and b cannot be told apart on s: 1 rows show no spread to judge by."
 
 
 @pytest.mark.parametrize("seed", [0, 3])
