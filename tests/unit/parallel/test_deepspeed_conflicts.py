@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from finray.errors import ConfigError
-from finray.parallel.deepspeed.config import check, conflicts, stage
+from finray.parallel.deepspeed.config import check, conflicts, filled, stage
 from tests.support import runs
 
 
@@ -95,6 +95,13 @@ REFUSED = (
         ({"activation_checkpointing": {"a": 1}}, {}, "activation_checkpointing` has no effect"),
         ({"gradient_allreduce_op": "sum"}, {}, "gradient_allreduce_op` must stay the mean"),
         ({"optimizer": {}}, {"train": {"optimizer": "adamw_8bit"}}, "and `train.optimizer: adamw_8bit` each choose"),
+        ({"optimizer": {"params": {"lr": 1}}}, {"train": {"learning_rate": 0.5}}, "`train.learning_rate` gives 0.5"),
+        ({"optimizer": {"params": {"eps": 1}}}, {"train": {"adam_epsilon": 0.5}}, "`train.adam_epsilon` gives 0.5"),
+        (
+            {"optimizer": {"params": {"weight_decay": 1}}},
+            {"train": {"weight_decay": 0.5}},
+            "`train.weight_decay` gives",
+        ),
         ({"optimizer": {"params": {"betas": [0.9]}}}, {}, "gives [0.9, 0.999]"),
         ({"optimizer": {"params": {"betas": [0.999, 0.9]}}}, {}, "is [0.999, 0.9], `train.adam_beta1, train.adam_beta"),
         ({"optimizer": {"params": {"betas": "none"}}}, {}, 'is "none", `train.adam_beta1'),
@@ -125,6 +132,20 @@ def test_a_contradiction_is_one_line_with_both_places(given: dict[str, Any], fie
     (problem,) = found(given, **fields)
     assert said in problem
     assert "`deepspeed_config: " in problem
+
+
+def test_the_parameters_of_an_optimizer_are_filled_in_where_the_json_leaves_them_to_the_yaml() -> None:
+    train = {"learning_rate": 0.5, "adam_beta1": 0.25, "adam_beta2": 0.75, "adam_epsilon": 0.125, "weight_decay": 0.375}
+    own = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": 0.375, "more": 7}
+    given = {"optimizer": {"type": "AdamW", "params": own}}
+    settings = filled(config(given, train=train), precision="bf16", workers=2, width=10)
+    params = {"lr": 0.5, "betas": [0.25, 0.75], "eps": 0.125, "weight_decay": 0.375, "more": 7}
+    assert settings["optimizer"] == {"type": "AdamW", "params": params}
+    assert given["optimizer"]["params"] is own, "the config stays as it is"
+    assert own["lr"] == "auto"
+    few = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    settings = filled(config(few, train=train), precision="bf16", workers=2, width=10)
+    assert settings["optimizer"]["params"] == {"lr": 0.5}, "what is not there is DeepSpeed's default"
 
 
 def test_the_json_must_hold_for_every_number_of_workers() -> None:
