@@ -143,9 +143,23 @@ def test_the_parameters_of_an_optimizer_are_filled_in_where_the_json_leaves_them
     assert settings["optimizer"] == {"type": "AdamW", "params": params}
     assert given["optimizer"]["params"] is own, "the config stays as it is"
     assert own["lr"] == "auto"
-    few = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    settings = filled(config(few, train=train), precision="bf16", workers=2, width=10)
-    assert settings["optimizer"]["params"] == {"lr": 0.5}, "what is not there is DeepSpeed's default"
+
+
+@pytest.mark.parametrize("optimizer", [{"type": "AdamW"}, {"type": "AdamW", "params": {"lr": "auto"}}])
+def test_what_the_json_omits_is_taken_from_the_yaml_where_that_is_not_deepspeeds_default(
+    optimizer: dict[str, Any],
+) -> None:
+    """DeepSpeed gets the weight decay and learning rate of each weight, but these two only from its configuration."""
+
+    def params(**train: float) -> dict[str, Any]:
+        made = config({"optimizer": optimizer}, train={"learning_rate": 0.5, "weight_decay": 0.375, **train})
+        found: dict[str, Any] = filled(made, precision="bf16", workers=2, width=10)["optimizer"].get("params", {})
+        return found
+
+    usual = {"lr": 0.5} if "params" in optimizer else {}
+    assert params() == usual
+    assert params(adam_beta2=0.95) == {**usual, "betas": [0.9, 0.95]}
+    assert params(adam_epsilon=1e-6) == {**usual, "eps": 1e-6}
 
 
 def test_the_json_must_hold_for_every_number_of_workers() -> None:
