@@ -206,6 +206,7 @@ def test_a_run_goes_on_where_its_state_stands(make: Make) -> None:
     assert (made.loop.first_loss, made.loop.first_step) == (LOSSES[6], 7)
     over = make(state=TrainState(step=10, position=30, updates=10))
     over.loop.run()
+    assert (over.loop.summary().first_loss, over.loop.summary().first_step) == (None, 11)
     assert (over.said, over.saved) == (["closed"], [])
 
 
@@ -225,6 +226,7 @@ def test_evaluations_come_at_the_start_at_intervals_and_at_the_end(
     assert made.held_out == []
     # Neither does the first one count as the best, nor does dropout continue in any.
     assert made.loop.state.best == values[-1]
+    assert made.loop.state.stale_evaluations == 0
     assert made.modes == [mode for step in range(11) for mode in [True] * (step > 0) + [False] * (step in steps)]
     assert made.loop.phases["evaluate"] == 5.0 * len(values)
     assert made.loop.phases["train"] == 20.0
@@ -258,6 +260,7 @@ def test_the_best_so_far_is_saved_where_it_is_kept(make: Make, keep_best: bool) 
     values = [3.0, 4.0, 2.0, 2.0, 5.0]
     options = {"evaluation": {"every_steps": 2, "on_start": False}, "checkpoint": {"keep_best": keep_best}}
     made = make(held_out=values, **options).run()
+    assert made.loop.state.stale_evaluations == 2, "equal is no gain"
     best = [(2, {"eval_loss": 3.0}), (6, {"eval_loss": 2.0})] if keep_best else []
     assert [(step, metrics) for step, metrics, _ in made.saved] == [*best, (10, {"eval_loss": 5.0})]
     assert made.reported[-1] == ("c10", {"step": 10.0, "eval_loss": 5.0})
