@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -178,3 +178,10 @@ def test_a_table_that_is_frozen_or_tied_is_not_shared_alone() -> None:
     model.head.weight = model.outside[0].weight
     assert _own_table(model, [model.block]) is model.outside[1]
     assert _own_table(model, [model.block, *model.outside]) is None
+
+
+def test_the_table_is_gathered_in_its_own_group_and_the_rest_in_others(four: None) -> None:
+    model = Tables((6, 9), 50, 60)
+    FSDPStrategy(CPU, ParallelConfig(strategy="fsdp"), precision="fp32").shard(model, [model.block])
+    groups = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    assert groups == ["", "block", "outside.1"]
