@@ -18,6 +18,7 @@ from finray.data.sampling.order import Order
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
 from finray.records import EvalRecord, Note, TrainRecord
+from finray.tracking.follow import Service
 from finray.training import assemble, outputs
 from finray.training.assemble import _take_up, require_same_data
 from finray.training.evaluator import Evaluated
@@ -97,6 +98,27 @@ def test_every_tracker_is_made_once_and_told_of_the_run(
     # At the next start the run is known by the same name.
     outputs.start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None).finish()
     assert (tmp_path / "run_id").read_text() == run_id
+
+
+def test_a_service_follows_the_files_of_the_run_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = type("Asked", (Service,), {})
+    service.__abstractmethods__ = frozenset()
+    services = {name: service() for name in ("m:A", "m:B")}
+    followed: list[Any] = []
+
+    def follower(sending: Any) -> Any:
+        followed.append(sending)
+        return SimpleNamespace(warning=lambda: None, end=lambda **_: None, join=lambda: None)
+
+    monkeypatch.setattr(outputs, "make_tracker", services.__getitem__)
+    monkeypatch.setattr(outputs, "Follower", follower)
+    settings = config(tracking={"trackers": ["m:A", "m:B"], "tensorboard": False})
+    header: Any = SimpleNamespace(step=7)
+    outputs.start_trackers(settings, tmp_path, header, lambda record: None, lambda text, step=0: None).finish()
+    assert [(one.name, one.service) for one in followed] == list(services.items())
+    for one in followed:
+        assert (one.run.run_id, one.run.run_dir) == ((tmp_path / "run_id").read_text(), tmp_path)
+        assert one.run.config["model"]["name"] == "m"
 
 
 def test_other_records_are_shown_as_they_are(tmp_path: Path) -> None:
