@@ -670,3 +670,31 @@ def test_torch_is_hidden_from_transformers_only_where_that_is_asked_for(
     with prepare.start_preparation(config, root=tmp_path / "c", **asked) as preparation:
         assert preparation.result()
     assert hidden == ([True] if hide else [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"format_version": 3}, "has format version 3; this finray reads 2"),
+        ({"format_version": 1}, "has format version 1; this finray reads 2"),
+        ({}, "was changed after it was written"),
+        ({"format_version": 2}, "was changed after it was written"),
+    ],
+)
+def test_a_manifest_of_another_version_is_named_before_its_digests_are_compared(
+    preparing: Preparing, tmp_path: Path, shape: dict[str, Any], said: str
+) -> None:
+    folder = Path(preparing.dataset(tiny.write_chat_rows(tmp_path, 3)).folder.root)
+    plain = json.loads((folder / "manifest.json").read_text())
+    plain["shaped_by"] = shape
+    # As versions before there was a seal wrote it, and with one that is wrong.
+    for content in ({name: plain[name] for name in ("fingerprint", "content", "shaped_by", "splits")}, plain):
+        (folder / "manifest.json").write_text(json.dumps(content))
+        with pytest.raises(DataError) as caught:
+            PreparedDataset(folder)
+        assert said in caught.value.message or (content is plain and "format version" not in said)
+        assert str(folder / "manifest.json") in str(caught.value.where)
+    (folder / "manifest.json").write_text(json.dumps({**plain, "shaped_by": [1]}))
+    with pytest.raises(DataError) as caught:
+        PreparedDataset(folder)
+    assert "format version" not in caught.value.message
