@@ -97,6 +97,7 @@ def test_each_model_reads_its_own_rows_and_the_evaluated_one_knows_its_labels(as
     progress: list[Any] = []
     own = case(progress=lambda what, done, *, total: progress.append((what, done, total)))
     judge(own)
+    assert own.notes == []
     truths = ["a", "a", "b"]
     assert asked == {
         "base": ([[100, 101, 102, 103], [100], [100, 101]], truths, False, None),
@@ -129,6 +130,9 @@ def test_a_row_has_each_models_label_and_how_sure_it_is(asked: dict[str, Any]) -
     # What has statistics of rows is estimated from these; the rest is the model's own value.
     assert list(judged.statistics) == ["commonest", "base", "tuned"]
     assert judged.statistics["tuned"]["accuracy"][:, 0].tolist() == [1.0, 0.0, 1.0]
+    # Of the nine cells of true and predicted class, the one that a row is in.
+    cells = judged.statistics["tuned"]["f1_macro"]
+    assert (cells.shape, cells.argmax(1).tolist(), cells.sum(1).tolist()) == ((3, 9), [0, 2, 4], [1.0, 1.0, 1.0])
     assert set(judged.values["tuned"]) == {"roc_auc", "more"}
     assert judged.values["tuned"]["more"].value == 0.75
     assert judged.values["tuned"]["more"].interval.low is None
