@@ -216,3 +216,11 @@ def test_resamples_and_swaps_are_the_same_however_many_are_held(monkeypatch: pyt
         monkeypatch.setattr(module, "_HELD", held)
         found.append((interval(values, mean), paired(values, values[::-1] ** 2, mean)))
     assert found[0] == found[1] == found[2]
+
+
+def test_two_graded_rows_have_an_interval_and_one_has_none() -> None:
+    first, second = np.array([[0.2], [0.4]]), np.array([[0.5], [0.3]])
+    assert paired(first, second, mean).interval.low is not None
+    alone = paired(first[:1], second[:1], mean)
+    assert (alone.interval.method, alone.p) == ("none: one row has no spread", 1.0)
+    assert interval(first, mean).low is not None
