@@ -144,7 +144,7 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
         holder[pairs[0]] = np.where(holder[pairs[0]] < 0, pairs[1] + start, holder[pairs[0]])
         np.add.at(seen_short, _found(every_short, *_runs(*of_train, length=_TEMPLATE_RUN))[0], 1)
         start = stop
-    common = max(2, len(numbers) / 2) if len(numbers) > 1 else 2
+    common = max(2, len(numbers) / 2)
     tells = (seen > 0) & (seen <= _COMMON) & (times < common)
     is_template = seen_short >= max(_COMMON + 1, len(train) / 2)
     shared: list[int] = []

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
@@ -209,8 +208,7 @@ class Case:
                     train = splits_of(run, saved_config(run))[0].train
                 except FinrayError as error:
                     self.notes.append(f"overlap with the training data was not checked: {error.message}")
-            lost = int(held.source_rows.max()) + 1 - len(np.unique(held.source_rows))
-            if lost > 0:
+            if lost := dataset.manifest.splits["train"].dropped_too_long:
                 self.notes.append(
                     f"{lost} rows are longer than data.max_length={config.data.max_length} and were skipped"
                 )

@@ -38,7 +38,7 @@ def kinds_of_state(reader: StateReader, parameters: Mapping[str, Any]) -> dict[s
     """
     kinds: dict[str, set[str]] = {}
     for key in reader.shapes:
-        name, kind = key.rsplit("/", 1)
+        name, _, kind = key.rpartition("/")
         kinds.setdefault(name, set()).add(kind)
     kinds.pop(SHARED, None)
     if kinds and kinds.keys() != parameters.keys():

@@ -89,7 +89,7 @@ class Loop:
     )
     last_metrics: dict[str, float] = field(default_factory=dict)
     first_loss: float | None = None
-    first_step: int = 1
+    first_step: int = field(init=False)
     final_loss: float | None = None
     stopped: bool = False
     ended_by: str = ""
@@ -97,6 +97,7 @@ class Loop:
     pulse: Pulse = field(default_factory=Pulse)
 
     def __post_init__(self) -> None:
+        self.first_step = self.state.step + 1
         self._window = _Window()
         self._signals = _Signals()
         self._waiting: list[Evaluated] = []
@@ -134,7 +135,6 @@ class Loop:
     def _train(self) -> None:
         config, state = self.config, self.state
         self.task.model.train()
-        self.first_step = state.step + 1
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
         # Numbers are read from the device at these intervals; other steps do not wait for it.
         reading = [config.tracking.log_every]

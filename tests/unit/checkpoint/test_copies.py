@@ -164,6 +164,11 @@ def test_a_local_copy_of_what_is_there(
         local_copy(f"{url}/checkpoint-000004")
     listed(tmp_path / "made" / "final", {"weights": b"w"})
     push_folder(tmp_path / "made", objects, "final")
+    objects.write("evaluation/deep/scores.json", b"e")
+    assert local_copy(url, weights=False, local_dir="light") == place / "light"
+    assert {one.relative_to(place / "light").as_posix() for one in (place / "light").rglob("*") if one.is_file()} == {
+        *("config.yaml", "summary.json", "evaluation/deep/scores.json")
+    }
     named: dict[str, Any] = {url: place / "none", f"{url}/final": place / "none" / "final"}
     for name, expected in named.items():
         assert local_copy(name) == expected

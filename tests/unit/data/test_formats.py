@@ -709,7 +709,8 @@ def test_a_converter_of_the_working_directory_comes_before_an_installed_one(
         ("json:no_such_function", "cannot be imported"),
         ("json", "package.module:function"),
         ("/home/me/shape_rows.py:shape", "write `shape_rows:shape`, and run finray in /home/me"),
-        ("shape_rows.py:shape", "write `shape_rows:shape`"),
+        ("shape_rows.py:shape", "write `shape_rows:shape`$"),
+        ("own/shape_rows:shape", "write `shape_rows:shape`, and run finray in own$"),
         ("json:__doc__", "is not a function"),
     ],
 )

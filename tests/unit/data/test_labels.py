@@ -22,7 +22,7 @@ from finray.data.dataset.prepare import check_inputs
 from finray.data.dataset.report import report_lines
 from finray.data.formats.convert import FormatChoice, converter_of
 from finray.data.formats.examples import Label, Labelled
-from finray.data.formats.labels import LabelRules, LabelSet, label_of
+from finray.data.formats.labels import LabelRules, LabelSet, in_order, label_of
 from finray.data.sources.memory import write_rows
 from finray.errors import ConfigError, DataError
 from tests.support.labelled import CLASSIFIES, bert_tokenizer
@@ -146,6 +146,10 @@ def test_a_label_is_a_name_names_or_a_number(value: Any, rules: LabelRules, expe
 def test_a_label_that_is_none_says_what_to_do(value: Any, rules: LabelRules, said: str) -> None:
     with pytest.raises(DataError, match=said):
         label_of(value, rules)
+
+
+def test_classes_are_in_the_order_of_their_numbers_and_then_of_their_names() -> None:
+    assert in_order(iter(["b", "10", "2", "a", "02", "-1", "2", "1.5"])) == ("-1", "02", "2", "10", "1.5", "a", "b")
 
 
 PAIRS = [

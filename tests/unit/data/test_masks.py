@@ -227,6 +227,14 @@ def test_labelled_text_has_the_special_tokens_of_a_classifier_and_says_whether_i
         assert row.supervised == 1
 
 
+def test_a_labelled_text_that_was_cut_leaves_the_next_ones_whole(tokenizer: Any) -> None:
+    # Each call of a tokenizer of Transformers sets anew whether it truncates.
+    whole = len(tokenizer("one two three four")["input_ids"])
+    encoder = make(tokenizer, max_length=3)
+    found = [encoder.encode([Labelled("one two three four", "b")])[0].truncated_tokens for _ in range(2)]
+    assert found == [whole - 3] * 2
+
+
 def test_prompts_that_end_in_white_space_are_served_as_they_are_trained_however_many_there_are(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

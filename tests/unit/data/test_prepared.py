@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -649,3 +650,51 @@ def test_batches_go_to_a_device_from_pinned_memory(monkeypatch: pytest.MonkeyPat
         for field in ("tokens_1T", "positions_1T", "cu_seqlens", "target_positions_K", "targets_K"):
             assert getattr(moved, field).tolist() == getattr(plain, field).tolist()
     assert sent == [(True, cuda, {"non_blocking": True})] * 10
+
+
+@pytest.mark.parametrize("hide", [None, False, True])
+def test_torch_is_hidden_from_transformers_only_where_that_is_asked_for(
+    preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hide: bool | None
+) -> None:
+    """A process that hides it can load no model afterwards."""
+    hidden: list[bool] = []
+
+    @contextmanager
+    def without_torch() -> Iterator[None]:
+        hidden.append(True)
+        yield
+
+    monkeypatch.setattr(prepare, "without_torch", without_torch)
+    config = preparing.config(tiny.write_chat_rows(tmp_path, 3))
+    asked = {} if hide is None else {"hide_torch": hide}
+    with prepare.start_preparation(config, root=tmp_path / "c", **asked) as preparation:
+        assert preparation.result()
+    assert hidden == ([True] if hide else [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"format_version": 3}, "has format version 3; this finray reads 2"),
+        ({"format_version": 1}, "has format version 1; this finray reads 2"),
+        ({}, "was changed after it was written"),
+        ({"format_version": 2}, "was changed after it was written"),
+    ],
+)
+def test_a_manifest_of_another_version_is_named_before_its_digests_are_compared(
+    preparing: Preparing, tmp_path: Path, shape: dict[str, Any], said: str
+) -> None:
+    folder = Path(preparing.dataset(tiny.write_chat_rows(tmp_path, 3)).folder.root)
+    plain = json.loads((folder / "manifest.json").read_text())
+    plain["shaped_by"] = shape
+    # As versions before there was a seal wrote it, and with one that is wrong.
+    for content in ({name: plain[name] for name in ("fingerprint", "content", "shaped_by", "splits")}, plain):
+        (folder / "manifest.json").write_text(json.dumps(content))
+        with pytest.raises(DataError) as caught:
+            PreparedDataset(folder)
+        assert said in caught.value.message or (content is plain and "format version" not in said)
+        assert str(folder / "manifest.json") in str(caught.value.where)
+    (folder / "manifest.json").write_text(json.dumps({**plain, "shaped_by": [1]}))
+    with pytest.raises(DataError) as caught:
+        PreparedDataset(folder)
+    assert "format version" not in caught.value.message

@@ -12,8 +12,8 @@ from finray.data.dataset.report import report_lines
 
 def said(**counts: Any) -> list[str]:
     streams = tuple(StreamEntry(name, f"text ({name})", 10, 10, ()) for name in ("train-0", "train-1"))
-    given = {"source_rows": 12_000, "rows": 9_876, "tokens": 40_000, "supervised": 10_000, **counts}
-    split = SplitStats(**given, longest=1_234, kind="text", labels=(), streams=streams)
+    given = {"source_rows": 12_000, "rows": 9_876, "tokens": 40_000, "supervised": 10_000, "labels": (), **counts}
+    split = SplitStats(**given, longest=1_234, kind="text", streams=streams)
     return report_lines(Manifest("f", "c", {}, {"train": split}))
 
 
@@ -68,3 +68,23 @@ def test_several_rows_that_a_converter_made_of_one_are_not_more_than_all() -> No
 def test_rows_that_lost_their_answer_are_named() -> None:
     lost = said(answers_lost=1_111, answers_lost_at=("a.jsonl:4", "b.jsonl:1"))[-1]
     assert lost.endswith("rows lost their whole answer at data.max_length, such as a.jsonl:4, b.jsonl:1")
+
+
+def test_the_balance_of_labels_names_the_largest_ten_classes() -> None:
+    def of(problem: Any, *rows: int) -> str:
+        names = tuple(f"class {number}" for number in range(len(rows)))
+        return said(problem=problem, labels=names, label_rows=rows)[3]
+
+    assert of("regression") == "train: regression: each label is a number"
+    assert of("single_label", 9_876) == "train: single_label, 1 class: class 0 9,876 (100.0%)"
+    assert of("multi_label", 988, 4_938) == "train: multi_label, 2 classes: class 1 4,938 (50.0%), class 0 988 (10.0%)"
+    many = of("single_label", *range(1, 13))
+    assert many.startswith("train: single_label, 12 classes: class 11 12 (0.1%), class 10 11 (0.1%), ")
+    assert many.endswith(", class 2 3 (0.0%) and 2 more")
+    assert said(problem="single_label", labels=("a",), label_rows=(1,))[2].endswith("tokens, labelled, longest 1,234")
+    assert "a 0 (0.0%)" in said(problem="single_label", labels=("a",), label_rows=(0,), rows=0)[3]
+
+
+def test_files_without_rows_are_a_warning() -> None:
+    assert said(empty_files=("a.jsonl",))[3] == "warning: train: 1 file without rows: a.jsonl"
+    assert said(empty_files=("a.jsonl", "b.jsonl"))[3] == "warning: train: 2 files without rows: a.jsonl, b.jsonl"

@@ -165,6 +165,25 @@ def test_whether_two_splits_of_a_data_set_have_rows_in_common(saved: str, one: s
     assert hub.share_rows(first, second) is shared
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("train+test", "test", True),
+        ("test", "train[:2] + test[:1]", True),
+        ("dev+train", "test+dev", True),
+        ("train+test", "dev", False),
+        ("train[:2]+test", "dev+more", False),
+    ],
+)
+def test_sums_of_splits_have_rows_in_common_where_they_name_one_split(
+    saved: str, monkeypatch: pytest.MonkeyPatch, one: str, other: str, shared: bool
+) -> None:
+    named = {name: datasets.Dataset.from_dict({"text": [name]}) for name in (one, other)}
+    monkeypatch.setattr(hub, "load", lambda source: named.get(source.split, range(9)))
+    source = resolve(saved, split="train")
+    assert hub.share_rows(replace(source, split=one), replace(source, split=other)) is shared
+
+
 def test_another_subset_revision_or_directory_has_other_rows(saved: str) -> None:
     first, second = (resolve(saved, split=split) for split in ("train[:6]", "train[5:]"))
     assert hub.share_rows(first, second)

@@ -88,6 +88,23 @@ def test_a_conversation_that_grows_too_long_loses_its_oldest_turns_and_says_so()
     assert f"sleeps {tiny.WORDS[5]}<|im_end|>" in engine.asked[-1]
 
 
+# Of 60 tokens a quarter is 15, of 72 and 74 it is 18.
+CUT = [(61, 6, 0), (60, 6, 1), (52, 6, 1), (41, 6, 1), (40, 6, 2), (60, 99, 1), (72, 99, 1), (74, 99, 0)]
+
+
+@pytest.mark.parametrize(("limit", "new", "dropped"), CUT)
+def test_whole_turns_are_dropped_until_there_is_room_for_the_answer_or_for_a_quarter(
+    limit: int, new: int, dropped: int
+) -> None:
+    """Every message has ten tokens, and there are five of them, and five tokens more; a turn are two messages."""
+    ids: Any = SimpleNamespace(ids=lambda prompt: [0] * (5 + 10 * len(prompt.messages)))
+    talk = Conversation(Echo(max_length=limit), ids, Sampling(new))
+    talk.messages = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
+    talk.messages.append({"role": "user", "content": "last"})
+    assert len(talk._fitting()) == 55 - 20 * dropped
+    assert talk.forgotten == 2 * dropped
+
+
 def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came_and_one_that_never_began_is_forgotten() -> None:
     talk = conversation(Echo(fails=2))
     with pytest.raises(KeyboardInterrupt):

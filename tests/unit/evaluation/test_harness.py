@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM
 
 from finray.errors import ConfigError, FinrayError
-from finray.evaluation import harness
+from finray.evaluation import answers, harness
 from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.harness import Found, joined
@@ -269,6 +269,30 @@ def test_memory_that_is_full_is_not_lm_evals_fault(lm_eval_says: dict[str, Any],
     lm_eval_says["error"] = MemoryError()
     with pytest.raises(MemoryError):
         harness.run(Recorder(tokenizer), ["a"], adapter=True, seed=0)  # type: ignore[arg-type]
+
+
+def test_what_the_harness_is_asked_and_what_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def run(engine: Any, tasks: Any, **options: Any) -> dict[str, Found]:
+        options.pop("notify")("prompts were too long")
+        seen.update(options, engine=engine, tasks=tasks)
+        return {"t acc": Found(0.5, None, None)}
+
+    monkeypatch.setattr(harness, "run", run)
+    progress: list[tuple[str, int, int]] = []
+    case: Any = SimpleNamespace(
+        request=SimpleNamespace(harness=("a", "b"), seed=7),
+        notes=[],
+        progress=lambda what, done, *, total: progress.append((what, done, total)),
+    )
+    engine: Any = "engine"
+    for adapter in (True, False):
+        subject: Any = SimpleNamespace(name="tuned", adapter=adapter)
+        assert answers._harness(case, subject, engine) == {"t acc": Found(0.5, None, None)}
+        assert seen == {"engine": "engine", "tasks": ("a", "b"), "adapter": adapter, "seed": 7}
+    assert case.notes == ["prompts were too long"] * 2
+    assert progress == [("tuned harness", 0, 2), ("tuned harness", 2, 2)] * 2
 
 
 def test_scores_of_the_harness_beside_those_of_a_model_and_the_last_against_each_other() -> None:

@@ -131,6 +131,60 @@ def test_what_is_in_many_training_rows_does_not_count() -> None:
     assert found(test, many).shared == ()
 
 
+@pytest.mark.parametrize(("holders", "counts"), [(1, True), (10, True), (11, False)])
+def test_a_run_counts_in_up_to_ten_training_rows(holders: int, counts: bool) -> None:
+    phrase = row(999, RUN)
+    train = [
+        [*row(seed, 9), *(phrase if seed < 200 + holders else []), *row(seed + 500, 9)] for seed in range(200, 240)
+    ]
+    test = [[*row(50, 8), *phrase, *row(51, 8)], row(1)]
+    assert found(test, train).shared == ((0,) if counts else ())
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "holders", "counts"),
+    [(1, 1, True), (2, 1, True), (2, 2, False), (4, 2, False), (5, 2, True), (6, 2, True), (6, 3, False)],
+)
+def test_a_run_counts_in_less_than_half_of_the_evaluated_rows_and_in_a_single_one(
+    evaluated: int, holders: int, counts: bool
+) -> None:
+    phrase = row(999, RUN)
+    test = [[*row(seed, 9), *(phrase if seed < holders else [])] for seed in range(evaluated)]
+    assert found(test, [[*row(70, 9), *phrase], row(71)]).shared == (tuple(range(holders)) if counts else ())
+
+
+@pytest.mark.parametrize(
+    ("total", "holders", "counts"), [(40, 19, True), (40, 20, False), (16, 10, True), (16, 11, False)]
+)
+def test_five_words_are_a_templates_in_half_of_the_training_rows_and_in_more_than_ten(
+    total: int, holders: int, counts: bool
+) -> None:
+    five, follows = row(998, 5), row(999, 10)
+    train = [[*row(seed, 9), *(five if seed < holders else []), *row(seed + 500, 20)] for seed in range(1, total)]
+    train.append([*row(600, 9), *five, *follows])
+    test = [[*row(50, 8), *five, *follows], row(51)]
+    # Of the run only three words at most are not the template's neighbours.
+    assert found(test, train).shared == ((0,) if counts else ())
+
+
+def test_a_row_is_named_with_the_first_training_row_and_twenty_are_named() -> None:
+    test = rows(range(25))
+    train = [row(70), test[3], *test, test[3]]
+    seen = found(test, train)
+    assert (seen.equal, seen.shared) == (tuple(range(25)), ())
+    assert len(seen.named) == 20
+    assert seen.named[2:4] == (("rows.jsonl:3", "rows.jsonl:5", 1.0), ("rows.jsonl:4", "rows.jsonl:2", 1.0))
+    assert seen.plain()["equal"] == 25
+    copied = [*row(80, 30), *row(81, 30)]
+    parts = found([copied, row(82)], [row(83), [*copied[:14], *row(84)], [*copied[20:50]], [*row(85), *copied[:15]]])
+    # Runs begin at 48 words; 18 of them are in the third row, and 3 in the others.
+    assert parts.named == (("rows.jsonl:1", "rows.jsonl:3", round(21 / 48, 4)),)
+    assert parts.plain() == {
+        **{"equal": 0, "shares_13_words": 1},
+        "rows": [{"row": "rows.jsonl:1", "training_row": "rows.jsonl:3", "shared": 0.4375}],
+    }
+
+
 def test_only_the_rows_that_are_evaluated_are_looked_at() -> None:
     test = rows(range(8))
     train = [test[1], test[6], *rows(range(100, 110))]

@@ -496,3 +496,20 @@ def test_a_score_of_rows_is_the_total_of_their_statistics(name: str) -> None:
         value = found.value(some[part])
         assert found.total(statistics[part].sum(0), len(some[part])) == pytest.approx(value)
     assert found.value([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "right"),
+    [
+        ("5", "5.0", 1.0),
+        ("so $1,000.", "1000", 1.0),
+        ("6", "5", 0.0),
+        ("none", "5", 0.0),
+        ("5", "no", 0.0),
+        ("a", "b", 0.0),
+    ],
+)
+def test_a_number_is_right_only_where_the_reference_has_one(answer: str, reference: str, right: float) -> None:
+    assert score_named("numeric_answer", ScoringConfig()).statistics([Answered((answer,), reference)]).tolist() == [
+        [right]
+    ]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from finray.evaluation import statistics as module
 from finray.evaluation.scores.base import FloatArray
 from finray.evaluation.statistics import Interval, Paired, adjusted, interval, paired, sentence
 
@@ -148,7 +149,18 @@ def test_the_sentence_says_no_more_than_the_numbers() -> None:
         assert "better" not in found
     assert "+0.03 to +0.17, p = 0.004, 200 rows" in said(0.1, 0.03, 0.17, 0.004)
     assert "-0.01 to +0.20" in said(0.1, -0.01, 0.2, 0.4)
-    assert "p = below 0.001" not in said(0.1, 0.03, 0.17, 0.0001)
+    assert said(0.1, 0.03, 0.17, 0.0009) == (
+        "tuned is better than base on accuracy: by 0.10 "
+        "(95 % interval of the gain +0.03 to +0.17, p < 0.001, 200 rows)."
+    )
+    assert "p = 0.001, " in said(0.1, 0.03, 0.17, 0.001)
+    assert "(95 % interval of the gain +0.03 to +0.17, p" in said(-0.1, -0.17, -0.03, 0.004, lower=True)
+    # At the borders, and where the difference itself is none.
+    for found in (said(0.1, 0.03, 0.17, 0.051), said(0.1, 0.0, 0.17, 0.001), said(0.0, 0.03, 0.17, 0.001)):
+        assert "cannot be told apart on accuracy from 200 rows: the difference of " in found
+        assert "may be chance (95 % interval of the gain +0.0" in found
+    assert "is better" in said(0.1, 0.03, 0.17, 0.0499)
+    assert "these rows only" in said(0.5, 0.2, 0.7, 0.01, rows=29)
     assert "these rows only" in said(0.5, 0.2, 0.7, 0.01, rows=12)
     assert "these rows only" not in said(0.5, 0.2, 0.7, 0.01, rows=30)
 
@@ -158,4 +170,57 @@ def test_rows_without_spread_let_nothing_be_said() -> None:
     text = sentence(
         found, name="a", other="b", score="s", rows=1, shown=lambda value: str(value), lower_is_better=False
     )
-    assert "cannot be told apart" in text
+    assert text == "a and b cannot be told apart on s: 1 rows show no spread to judge by."
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("power", [1, 4])
+def test_the_bootstrap_by_its_formulas(seed: int, power: int) -> None:
+    """BCa (Efron 1987) from 2000 resamples, with Student's t for the normal quantiles, widened as in Hesterberg (2015);
+    each end at least as far out as t with the jackknife's standard error."""
+    rows = 25
+    values = np.random.default_rng(7).exponential(1.0, rows) ** power
+    chosen = np.random.default_rng([seed, 1]).integers(0, rows, size=(2000, rows))
+    means = np.sort(values[chosen].mean(1))
+    z0 = stats.norm.ppf(np.mean(means < values.mean()))
+    left_out = np.array([np.delete(values, row).mean() for row in range(rows)])
+    away = left_out.mean() - left_out
+    skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5)
+    t = stats.t.ppf(0.975, rows - 1)
+    error = np.sqrt((rows - 1) / rows * (away**2).sum())
+    low, high = (
+        np.quantile(means, stats.norm.cdf(z0 + (z0 + side) / (1 - skew * (z0 + side))))
+        for side in (-t * np.sqrt(rows / (rows - 1)), t * np.sqrt(rows / (rows - 1)))
+    )
+    found = interval(values[:, None], mean, seed=seed)
+    assert found.low == pytest.approx(min(low, values.mean() - t * error), rel=1e-9)
+    assert found.high == pytest.approx(max(high, values.mean() + t * error), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_permutation_test_by_its_formula(seed: int) -> None:
+    """4000 random swaps, and the observed one (Phipson and Smyth 2010)."""
+    draw = np.random.default_rng(5)
+    first, second = draw.random(13), draw.random(13) + 0.2
+    signs = np.random.default_rng([seed, 2]).choice([-1.0, 1.0], size=(4000, 13))
+    swapped = np.abs((signs * (second - first)).mean(1))
+    extreme = int((swapped >= abs((second - first).mean()) - 1e-12).sum())
+    assert 0 < extreme < 1000
+    assert paired(first[:, None], second[:, None], mean, seed=seed).p == (extreme + 1) / 4001
+
+
+def test_resamples_and_swaps_are_the_same_however_many_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(1).random((30, 1))
+    found = []
+    for held in (30, 7 * 30, 2**22):
+        monkeypatch.setattr(module, "_HELD", held)
+        found.append((interval(values, mean), paired(values, values[::-1] ** 2, mean)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_two_graded_rows_have_an_interval_and_one_has_none() -> None:
+    first, second = np.array([[0.2], [0.4]]), np.array([[0.5], [0.3]])
+    assert paired(first, second, mean).interval.low is not None
+    alone = paired(first[:1], second[:1], mean)
+    assert (alone.interval.method, alone.p) == ("none: one row has no spread", 1.0)
+    assert interval(first, mean).low is not None

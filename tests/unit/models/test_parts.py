@@ -19,6 +19,7 @@ from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters, attention, sharded, vocabulary
 from finray.models.attention import packed_attention
+from finray.models.classifier import mark_new, modules_to_save
 from finray.models.export import Exported
 from finray.models.packed import JoinedRows, PackedModel
 from finray.models.packing_check import check_packing_of, shrunk
@@ -409,3 +410,34 @@ def test_a_role_is_that_of_the_module() -> None:
     assert not any("q_proj" in name for name in roles_of(wrapped))
     without = SimpleNamespace(get_output_embeddings=lambda: None, named_modules=model.named_modules)
     assert "head" not in roles_of(without).values()
+
+
+# --- weights that are in no file --------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_weight_that_is_in_no_file_and_a_number_is_whole() -> None:
+    for is_whole in (True, False):
+        base = sharded._BaseWeights.__new__(sharded._BaseWeights)
+        held = {"w": torch.arange(6.0).view(3, 2), "n": torch.tensor(7.0)}
+        base.is_whole, base._new, base._state = is_whole, {} if is_whole else held, held if is_whole else {}
+        assert base.read("w", 1, 2).tolist() == [[2.0, 3.0]]
+        assert base.read("w", 2).tolist() == [[4.0, 5.0]]
+        assert base.read("w").tolist() == held["w"].tolist()
+        assert base.read("n", 0, 1).item() == 7.0
+
+
+@pytest.mark.parametrize(
+    ("new", "expected"),
+    [
+        (None, ["classifier"]),
+        (["classifier.weight"], ["classifier"]),
+        (["bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight"], ["bert.pooler", "classifier"]),
+        (["pooler_of.weight"], ["classifier"]),
+    ],
+)
+def test_a_head_and_a_pooler_that_is_new_are_trained_whole(new: list[str] | None, expected: list[str]) -> None:
+    model = torch.nn.Module()
+    model.base_model_prefix = "bert"  # type: ignore[assignment]
+    model.bert, model.dropout, model.classifier = torch.nn.Linear(2, 2), torch.nn.Dropout(), torch.nn.Linear(2, 2)
+    mark_new(model, new)
+    assert modules_to_save(model) == expected

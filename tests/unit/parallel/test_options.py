@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -18,7 +18,7 @@ from finray.config.schema import ParallelConfig
 from finray.parallel import ddp, fsdp, make_strategy
 from finray.parallel.ddp import DDPStrategy
 from finray.parallel.deepspeed import config as deepspeed_config
-from finray.parallel.fsdp import FSDPStrategy
+from finray.parallel.fsdp import FSDPStrategy, _own_table
 from tests.support import runs
 
 PLAIN: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "rows.jsonl"}, "train": {"global_batch_size": 8}}
@@ -150,3 +150,38 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         runs.config_of({**PLAIN, "parallel": parallel}), precision="fp32", workers=1, width=10
     )
     assert (found["zero_optimization"]["stage"], found["zero_optimization"]["sub_group_size"]) == (1, 7)
+
+
+class Tables(torch.nn.Module):
+    """Embeddings in a block and outside of it, and a head."""
+
+    def __init__(self, outside: tuple[int, ...], inside: int, head: int) -> None:
+        super().__init__()
+        self.block = torch.nn.Sequential(torch.nn.Embedding(inside, 4))
+        self.outside = torch.nn.ModuleList(torch.nn.Embedding(rows, 4) for rows in outside)
+        self.head = torch.nn.Linear(4, head, bias=False)
+
+
+@pytest.mark.parametrize(("outside", "place"), [((5, 9, 7), 1), ((9, 5), 0), ((6,), 0), ((), None)])
+def test_the_largest_table_outside_of_the_blocks_is_shared_alone(outside: tuple[int, ...], place: int | None) -> None:
+    model = Tables(outside, 50, 60)
+    assert _own_table(model, [model.block]) is (None if place is None else model.outside[place])
+
+
+def test_a_table_that_is_frozen_or_tied_is_not_shared_alone() -> None:
+    model = Tables((5, 9), 50, 9)
+    model.outside[1].weight.requires_grad_(False)
+    assert _own_table(model, [model.block]) is None
+    model.outside[1].weight.requires_grad_(True)
+    model.head.weight = model.outside[1].weight
+    assert _own_table(model, [model.block]) is None
+    model.head.weight = model.outside[0].weight
+    assert _own_table(model, [model.block]) is model.outside[1]
+    assert _own_table(model, [model.block, *model.outside]) is None
+
+
+def test_the_table_is_gathered_in_its_own_group_and_the_rest_in_others(four: None) -> None:
+    model = Tables((6, 9), 50, 60)
+    FSDPStrategy(CPU, ParallelConfig(strategy="fsdp"), precision="fp32").shard(model, [model.block])
+    groups = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    assert groups == ["", "block", "outside.1"]

@@ -12,14 +12,18 @@ import pytest
 import torch
 
 from finray.config.load import build_config
-from finray.config.resolved import Resolved
+from finray.config.paths import local_dir_of
+from finray.config.resolved import Resolved, Settled
 from finray.data.sampling.order import Order
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
-from finray.records import EvalRecord, TrainRecord
-from finray.training import outputs
-from finray.training.assemble import require_same_data
+from finray.records import EvalRecord, Note, TrainRecord
+from finray.tracking.follow import Service
+from finray.training import assemble, outputs
+from finray.training.assemble import _take_up, require_same_data
+from finray.training.evaluator import Evaluated
 from finray.training.loader import EvalLoader, StepLoader
+from finray.training.state import TrainState
 
 
 def config(**sections: Any) -> Any:
@@ -94,6 +98,27 @@ def test_every_tracker_is_made_once_and_told_of_the_run(
     # At the next start the run is known by the same name.
     outputs.start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None).finish()
     assert (tmp_path / "run_id").read_text() == run_id
+
+
+def test_a_service_follows_the_files_of_the_run_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service: Any = type("Asked", (Service,), {})
+    service.__abstractmethods__ = frozenset()
+    services = {name: service() for name in ("m:A", "m:B")}
+    followed: list[Any] = []
+
+    def follower(sending: Any) -> Any:
+        followed.append(sending)
+        return SimpleNamespace(warning=lambda: None, end=lambda **_: None, join=lambda: None)
+
+    monkeypatch.setattr(outputs, "make_tracker", services.__getitem__)
+    monkeypatch.setattr(outputs, "Follower", follower)
+    settings = config(tracking={"trackers": ["m:A", "m:B"], "tensorboard": False})
+    header: Any = SimpleNamespace(step=7)
+    outputs.start_trackers(settings, tmp_path, header, lambda record: None, lambda text, step=0: None).finish()
+    assert [(one.name, one.service) for one in followed] == list(services.items())
+    for one in followed:
+        assert (one.run.run_id, one.run.run_dir) == ((tmp_path / "run_id").read_text(), tmp_path)
+        assert one.run.config["model"]["name"] == "m"
 
 
 def test_other_records_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -192,3 +217,83 @@ def test_other_rows_than_a_run_began_with_are_refused(format_: str, kind: str, h
         require_same_data("a", dataset, settings)
     assert caught.value.where == "data.source=d"
     assert ("data.format=prompt_completion" in str(caught.value.repair)) is hint
+
+
+# --- what is taken up -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["async", "inline"])
+def test_evaluations_that_were_out_come_from_the_records_or_are_made_again_or_are_given_up(
+    tmp_path: Path, mode: str
+) -> None:
+    records = [
+        {"kind": "train", "step": 2, "loss": 1.0},
+        EvalRecord(4, {"eval_loss": 0.5}, 7, 1.0).json(),
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    submitted: list[tuple[int, Path | None]] = []
+    evaluator: Any = SimpleNamespace(submit=lambda step, path: submitted.append((step, path)))
+    settings = config(data={"eval_ratio": 0.1}, evaluation={"mode": mode, "every_steps": 2})
+    loaded: Any = SimpleNamespace(evaluation="rows", config=settings, known="known")
+    store: Any = SimpleNamespace(run_dir=tmp_path, steps=lambda: [2, 6], path_of=lambda step: tmp_path / str(step))
+    state = TrainState(evaluating=[0, 2, 4, 8])
+    made: list[Any] = []
+    found, evaluated = _take_up(loaded, state, store, lambda known: (made.append(known), evaluator)[1])
+    known = Evaluated(4, {"eval_loss": 0.5})
+    gone = Evaluated(8, failure="it did not finish, and the checkpoint is gone")
+    if mode == "async":
+        assert (found, made) == (evaluator, ["known"])
+        assert evaluated == [known, gone]
+        assert submitted == [(0, None), (2, tmp_path / "2")]
+    else:
+        assert (found, made, submitted) == (None, [], [])
+        inline = "it did not finish before evaluation.mode became inline"
+        assert evaluated == [Evaluated(0, failure=inline), Evaluated(2, failure=inline), known, gone]
+    none = SimpleNamespace(evaluation=None, config=settings, known="known")
+    assert _take_up(none, state, store, lambda known: evaluator) == (None, [])  # type: ignore[arg-type]
+    assert _take_up(loaded, TrainState(), store, None) == (None, [])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_each_rank_compares_its_share_of_the_data_while_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: bool
+) -> None:
+    asked: list[Any] = []
+
+    class Refusing:
+        def __init__(self, location: Any, *, local_dir: Path | None) -> None:
+            asked.append((location, local_dir))
+
+        def verify(self, **share: int) -> None:
+            asked.append(share)
+
+        def require_kind(self, spec: Any) -> None:
+            raise DataError(f"of another kind than {spec}")
+
+    monkeypatch.setattr(assemble, "PreparedDataset", Refusing)
+    monkeypatch.setattr(assemble, "_model", lambda *_: (SimpleNamespace(spec="causal"), None))
+    resolved = Resolved("bf16", None, "finray_packed", True, "ddp", 2, False, global_batch_size=8, epochs=1.0)
+    prepared: Any = (lambda: Settled("there", resolved)) if known else "there"
+    settings = config(prepare={"local_dir": str(tmp_path)})
+    strategy: Any = SimpleNamespace(rank=1, world_size=3, all_gather_object=lambda value: [value])
+    with pytest.raises(DataError, match="of another kind than causal"):
+        assemble._load(settings, resolved, prepared, strategy, lambda text: None, lambda: 0.0)
+    assert asked == [("there", local_dir_of(settings)), {"rank": 1, "world_size": 3}]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_says_what_is_done_and_warns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
+) -> None:
+    def load(config: Any, resolved: Any, prepared: Any, strategy: Any, warn: Any, clock: Any) -> None:
+        warn("careful")
+        raise DataError("the end")
+
+    monkeypatch.setattr(assemble, "_load", load)
+    said: list[Any] = []
+    strategy: Any = SimpleNamespace(rank=rank, world_size=2)
+    monkeypatch.setattr(assemble, "open_store", lambda *_: None)
+    resolved: Any = None
+    with pytest.raises(DataError, match="the end"):
+        assemble.assemble(config(), resolved, prepared="there", run_dir=tmp_path, strategy=strategy, notify=said.append)
+    assert said == ([] if rank else [Note("loading m"), Note("careful", level="warning")])

@@ -18,6 +18,7 @@ from finray.errors import TrainingError
 from finray.parallel.ddp import DDPStrategy
 from finray.records import EvalRecord, Note, TrainRecord
 from finray.training import loop as module
+from finray.training.evaluator import Evaluated
 from finray.training.loader import StepData
 from finray.training.loop import Loop, peak_memory
 from finray.training.profile import Profiler
@@ -206,6 +207,7 @@ def test_a_run_goes_on_where_its_state_stands(make: Make) -> None:
     assert (made.loop.first_loss, made.loop.first_step) == (LOSSES[6], 7)
     over = make(state=TrainState(step=10, position=30, updates=10))
     over.loop.run()
+    assert (over.loop.summary().first_loss, over.loop.summary().first_step) == (None, 11)
     assert (over.said, over.saved) == (["closed"], [])
 
 
@@ -225,6 +227,7 @@ def test_evaluations_come_at_the_start_at_intervals_and_at_the_end(
     assert made.held_out == []
     # Neither does the first one count as the best, nor does dropout continue in any.
     assert made.loop.state.best == values[-1]
+    assert made.loop.state.stale_evaluations == 0
     assert made.modes == [mode for step in range(11) for mode in [True] * (step > 0) + [False] * (step in steps)]
     assert made.loop.phases["evaluate"] == 5.0 * len(values)
     assert made.loop.phases["train"] == 20.0
@@ -253,11 +256,133 @@ def test_what_is_written_behind_becomes_a_checkpoint_at_the_next_step_that_reads
         assert at[0] == told_at
 
 
+class Behind:
+    """Evaluates checkpoints one at a time, so many seconds each, while the loop goes on."""
+
+    def __init__(self, made: Run, seconds: float, values: dict[int, float], failed: dict[int, str]) -> None:
+        self.made, self.seconds, self.values, self.failed = made, seconds, values, failed
+        self.submitted: list[tuple[int, str | None]] = []
+        self.out: list[tuple[float, int]] = []
+        self.added: list[tuple[int, dict[str, float]]] = []
+        self.pauses: list[float] = []
+        self.is_closed = False
+        made.loop.evaluator, made.loop.pause = self, self.pause
+        made.loop.writer.add_metrics = lambda step, metrics: self.added.append((step, metrics))  # type: ignore[method-assign, assignment]
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.made.now += 1.0
+
+    def submit(self, step: int, checkpoint: Path | None) -> None:
+        self.submitted.append((step, None if checkpoint is None else str(checkpoint)))
+        begins = max([self.made.now, *(at for at, _ in self.out)])
+        self.out.append((begins + self.seconds, step))
+
+    def results(self) -> list[Evaluated]:
+        ready = [step for at, step in self.out if at <= self.made.now]
+        self.out = [one for one in self.out if one[1] not in ready]
+        return [
+            Evaluated(step, failure=self.failed[step])
+            if step in self.failed
+            else Evaluated(step, {"eval_loss": self.values[step]}, 77, 5.0)
+            for step in ready
+        ]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+ASYNC = {"mode": "async", "every_steps": 4, "on_start": True}
+VALUES = {0: 1.0, 4: 8.0, 8: 8.5, 10: 7.0}
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_checkpoints_are_evaluated_beside_the_training_and_the_last_is_waited_for(make: Make, keep_best: bool) -> None:
+    made = make(held_out=[], evaluation=ASYNC, checkpoint={"keep_best": keep_best})
+    behind = Behind(made, 3.0, VALUES, {})
+    made.run()
+    assert behind.submitted == [(0, None), (4, "c4"), (8, "c8"), (10, "c10")]
+    assert [(record.step, record.metrics) for record in made.of(EvalRecord)] == [
+        (step, {"eval_loss": value}) for step, value in VALUES.items()
+    ]
+    assert {(record.targets, record.seconds) for record in made.of(EvalRecord)} == {(77, 5.0)}
+    # The model that training starts from is no checkpoint.
+    assert behind.added == [(step, {"eval_loss": VALUES[step]}) for step in (4, 8, 10)]
+    assert (made.loop.state.best, made.loop.state.stale_evaluations) == (7.0, 0)
+    assert [step for step, metrics, _ in made.saved] == [4, 8, 10]
+    assert made.loop.state.evaluating == []
+    assert behind.pauses == [0.1] * 3
+    assert made.loop.phases["evaluate"] == 3.0
+    assert made.of(Note) == []
+    assert behind.is_closed
+
+
+def test_training_waits_where_four_evaluations_are_out_and_says_so_once(make: Make) -> None:
+    values = {step: 9.0 - step / 10 for step in range(11)}
+    made = make(held_out=[], evaluation={**ASYNC, "every_steps": 1, "on_start": False})
+    behind = Behind(made, 30.0, values, {})
+    most: list[int] = []
+    made.loop.reported = lambda path, metrics: most.append(len(made.loop.state.evaluating))
+    made.run()
+    assert [record.step for record in made.of(EvalRecord)] == list(range(1, 11))
+    assert max(most) == 4
+    notes = [note.message for note in made.of(Note)]
+    assert notes[0] == (
+        "training is waiting for evaluations that are behind (of step 1, 2, 3, 4); evaluation.every_steps is small for "
+        "the time that an evaluation takes"
+    )
+    assert notes[-1] == "waiting for the evaluation of step 7, 8, 9, 10"
+    # Once for every step that waits, and at the end.
+    assert len(notes) == 6 + 1
+    assert made.loop.phases["evaluate"] == len(behind.pauses)
+
+
+def test_an_evaluation_that_failed_is_a_warning_and_chooses_nothing(make: Make) -> None:
+    made = make(held_out=[], evaluation=ASYNC)
+    behind = Behind(made, 3.0, {**VALUES, 10: math.nan}, {8: "no memory"})
+    made.run()
+    assert [record.step for record in made.of(EvalRecord)] == [0, 4]
+    assert [step for step, _ in behind.added] == [4]
+    assert [(note.message, note.level) for note in made.of(Note)] == [
+        (f"step {step} has no evaluation and cannot be the best checkpoint: {why}", "warning")
+        for step, why in ((8, "no memory"), (10, "eval_loss is nan"))
+    ]
+    assert made.loop.state.best == 8.0
+
+
+def test_what_was_known_at_the_start_counts_and_is_not_written_again(make: Make) -> None:
+    made = make(held_out=[], evaluation=ASYNC, state=TrainState(step=4, position=12, updates=4, evaluating=[0, 4]))
+    behind = Behind(made, 3.0, VALUES, {})
+    made.loop.evaluated = [Evaluated(4, {"eval_loss": 0.5}), Evaluated(0, {"eval_loss": 0.1})]
+    made.run()
+    assert [record.step for record in made.of(EvalRecord)] == [8, 10]
+    assert made.loop.state.best == 0.5
+    assert behind.added[0] == (4, {"eval_loss": 0.5})
+
+
+@pytest.mark.parametrize("request_", ["stop", "resize", "save"])
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_evaluations(make: Make, request_: str) -> None:
+    made = make(held_out=[], evaluation={**ASYNC, "on_start": False}, stop_at=11)
+    behind = Behind(made, 100.0, VALUES, {})
+    made.loop.take_request = lambda: request_
+    made.run()
+    if request_ == "save":
+        assert len(made.of(EvalRecord)) == 3
+        assert (made.loop.stopped, made.loop.ended_by) == (False, "")
+    else:
+        assert made.of(EvalRecord) == []
+        assert (made.loop.stopped, made.loop.ended_by) == (True, request_)
+        assert made.loop.state.evaluating == [4, 8, 10]
+        assert behind.pauses == []
+    assert behind.is_closed
+
+
 @pytest.mark.parametrize("keep_best", [True, False])
 def test_the_best_so_far_is_saved_where_it_is_kept(make: Make, keep_best: bool) -> None:
     values = [3.0, 4.0, 2.0, 2.0, 5.0]
     options = {"evaluation": {"every_steps": 2, "on_start": False}, "checkpoint": {"keep_best": keep_best}}
     made = make(held_out=values, **options).run()
+    assert made.loop.state.stale_evaluations == 2, "equal is no gain"
     best = [(2, {"eval_loss": 3.0}), (6, {"eval_loss": 2.0})] if keep_best else []
     assert [(step, metrics) for step, metrics, _ in made.saved] == [*best, (10, {"eval_loss": 5.0})]
     assert made.reported[-1] == ("c10", {"step": 10.0, "eval_loss": 5.0})

@@ -89,6 +89,12 @@ def test_a_decay_that_is_longer_than_the_run_begins_after_the_warm_up() -> None:
     assert rates(6, **fields, warmup_steps=2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
 
 
+@pytest.mark.parametrize(("total", "decay"), [(1000, 100), (101, 11), (100, 10), (10, 1), (5, 1)])
+def test_a_decay_takes_a_tenth_of_the_run_rounded_up(total: int, decay: int) -> None:
+    values = rates(total, schedule="wsd", schedule_options={"decay_type": "linear"}, warmup_steps=0)
+    assert values == pytest.approx([1.0] * (total - decay) + [1 - done / decay for done in range(decay)])
+
+
 @pytest.mark.parametrize(
     ("schedule", "options", "said"),
     [

@@ -53,8 +53,8 @@ class PreparedSplit:
         files.prefetch(index_files)
         self._index = [pa.ipc.open_file(pa.memory_map(str(files.path(name)))).read_all() for name in index_files]
         counts = [part.rows for part in self._parts]
-        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        before = np.cumsum([0, *(part.source_rows for part in self._parts)], dtype=np.int64)[:-1]
+        self._starts: IntArray = np.cumsum([0, *counts])
+        before: IntArray = np.cumsum([0, *(part.source_rows for part in self._parts)])[:-1]
         # The following arrays have one entry per row, and are what `take` selects from.
         self._rows = np.arange(self._starts[-1])
         self.lengths = self._column("length")

@@ -136,7 +136,9 @@ def _class(value: Any, rules: LabelRules, *, within: str = "") -> str:
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Class names in the order of their ids: integers by value, then the others."""
-    return tuple(sorted(set(names), key=lambda one: (0, int(one), one) if _WHOLE.fullmatch(one) else (1, 0, one)))
+    found = set(names)
+    whole = set(filter(_WHOLE.fullmatch, found))
+    return (*sorted(whole, key=lambda one: (int(one), one)), *sorted(found - whole))
 
 
 _KINDS: dict[Problem, str] = {

@@ -21,6 +21,8 @@ DEFAULT_STAGE = 2
 _ZERO = "zero_optimization"
 # Not compared while the precision is `auto`; filled in once it is known.
 _PRECISION = ("bf16.enabled", "fp16.enabled")
+# Parameters of an optimizer that DeepSpeed does not get with the weights, and what it takes where the JSON omits them.
+_DEFAULTS: dict[str, Any] = {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.eps": 1e-8}
 # Settings that would change the rows, the arithmetic or the model without finray knowing.
 _REFUSED = (
     "amp",
@@ -186,7 +188,10 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
     for key in [key for key, value in zero.items() if value == AUTO]:
         del zero[key]
     for path, (_, value) in _fields(given, config, precision=precision, workers=workers).items():
-        if not path.startswith("optimizer.") or _at(given, path) == AUTO:
+        found = _at(given, path)
+        # An optimizer that has no such parameter refuses it.
+        differs = found is None and not _same(_DEFAULTS.get(path, value), value)
+        if not path.startswith("optimizer.") or found == AUTO or differs:
             *parents, last = path.split(".")
             tree = settings
             for key in parents:

@@ -244,6 +244,36 @@ def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> No
     assert [list(found[row].tokens) for row in range(len(PROMPTS))] == [plain(model, prompt) for prompt in PROMPTS]
 
 
+def test_a_row_of_a_batch_that_leaves_little_room_does_not_shorten_the_others() -> None:
+    model = tiny.build_model("llama").eval()
+    # More than this room asks for nothing, and has Transformers answer in padded batches.
+    model.generation_config.no_repeat_ngram_size = 600
+    prompts = [PROMPTS[6] * 17, PROMPTS[3]]
+    assert [len(prompt) for prompt in prompts] == [510, 5]
+    found = by_row(TransformersEngine.of(model, Words(), batch_size=2).generate(prompts, Sampling(NEW)))
+    for row, new in ((0, 2), (1, NEW)):
+        assert (list(found[row].tokens), found[row].finish) == (plain(model, prompts[row], new), "length")
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "filled"), [(7, 5, 7), (0, 5, 0), (None, 5, 5), (None, 0, 0), (None, None, 0), (7, None, 7)]
+)
+def test_batches_are_filled_with_the_padding_token_else_with_the_one_that_ends(
+    monkeypatch: pytest.MonkeyPatch, pad: int | None, eos: int | None, filled: int
+) -> None:
+    """Models such as RoBERTa count the positions of what is not padding."""
+    model = tiny.build_model("bloom").eval()
+    seen: list[dict[str, Any]] = []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **options: (seen.append(options), generate(**options)))
+    engine = TransformersEngine.of(model, Words(pad=pad, eos=eos), batch_size=2)
+    list(engine.generate([[9, 9, 9], [8]], Sampling(2)))
+    (asked,) = seen
+    assert asked["input_ids"].tolist() == [[9, 9, 9], [filled, filled, 8]]
+    assert asked["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert asked["pad_token_id"] == filled
+
+
 def test_any_token_of_the_generation_config_and_the_tokenizers_end_an_answer() -> None:
     model = tiny.build_model("llama").eval()
     model.generation_config.eos_token_id = None

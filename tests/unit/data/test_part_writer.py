@@ -1,0 +1,126 @@
+"""One part of a prepared dataset: what is taken from an earlier preparation, and where a writer stops early."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.data.dataset import parts
+from finray.data.dataset.parts import PartWriter
+from finray.data.dataset.plan import Part, Settings, plan, plan_streams
+from finray.data.storage import Folder
+from finray.errors import DataError
+from tests.support.preparing import Preparing, Write, lines
+from tests.support.preparing import preparing as preparing
+from tests.support.preparing import put as put
+
+ROWS = [{"text": "the cat"}, {"text": "a dog sleeps"}]
+
+
+def planned(preparing: Preparing, source: Path, folder: Path, **data: Any) -> tuple[PartWriter, list[Part]]:
+    """A writer into a folder, and the parts that it is to write."""
+    settings = Settings.of(preparing.config(source, **data))
+    writer = PartWriter(settings, settings.encoder(preparing.tokenizer), Folder(folder))
+    return writer, plan(settings, plan_streams(settings))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flipped(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def of_other_pieces(file: Path) -> None:
+    file.write_text(file.read_text().replace("rows.jsonl", "other.jsonl"))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {"gone": Path.unlink, "cut": cut, "flipped": flipped}
+
+
+def test_a_part_that_is_there_whole_is_not_written_again(preparing: Preparing, put: Write, tmp_path: Path) -> None:
+    writer, (part,) = planned(preparing, put("rows.jsonl", lines(ROWS)), tmp_path / "p")
+    found = writer.write(part)
+    assert (found.rows, found.source_rows, found.passed) == (2, 2, (2,))
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "p").rglob("*")}
+    assert writer.write(part) == found
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "p").rglob("*")} == before
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["tokens-00000.arrow", "index-00000.arrow"])
+def test_a_part_with_a_damaged_file_is_written_again(
+    preparing: Preparing, put: Write, tmp_path: Path, name: str, damage: str
+) -> None:
+    writer, (part,) = planned(preparing, put("rows.jsonl", lines(ROWS)), tmp_path / "p")
+    found = writer.write(part)
+    file = tmp_path / "p" / "train" / name
+    whole = file.read_bytes()
+    DAMAGE[damage](file)
+    assert writer.write(part) == found
+    assert file.read_bytes() == whole
+
+
+def test_a_note_of_other_rows_or_that_cannot_be_read_is_written_again(
+    preparing: Preparing, put: Write, tmp_path: Path
+) -> None:
+    writer, (part,) = planned(preparing, put("rows.jsonl", lines(ROWS)), tmp_path / "p")
+    found = writer.write(part)
+    (note,) = (file for file in (tmp_path / "p").rglob("*.json") if file.is_file())
+    said = json.loads(note.read_text())
+    for wrong in ({**said, "rows": 99, "pieces": []}, {}):
+        note.write_text(json.dumps(wrong))
+        assert writer.write(part) == found
+        assert json.loads(note.read_text()) == said
+
+
+def test_a_writer_that_has_enough_leaves_out_what_it_did_not_reach(
+    preparing: Preparing, put: Write, tmp_path: Path
+) -> None:
+    for name in ("a", "b", "c"):
+        source = put(f"many/{name}.jsonl", lines([{"text": "the cat"}] * 300)).parent
+    writer, (part,) = planned(preparing, source, tmp_path / "p")
+    asked: list[int] = []
+
+    def enough() -> bool:
+        asked.append(1)
+        return True
+
+    found = writer.write(part, enough=enough)
+    # It asks once it has written 256 rows, and when it has read the next 256.
+    assert (found.rows, len(asked)) == (256, 1)
+    assert [Path(piece.file).name for piece in found.pieces] == ["a.jsonl", "b.jsonl"]
+    assert found.passed == (300, 212)
+    other, _ = planned(preparing, source, tmp_path / "q")
+    whole = other.write(part, enough=lambda: False)
+    assert (whole.rows, whole.passed) == (900, (300, 300, 300))
+
+
+def test_a_row_that_takes_too_long_ends_the_part_where_other_bad_rows_are_dropped(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = put("rows.jsonl", lines([{"text": text} for text in ("one", "bad", "slow", "more")]))
+    writer, (part,) = planned(preparing, source, tmp_path / "p", on_bad_row="drop")
+    seen: list[str] = []
+
+    def convert(row: dict[str, Any]) -> list[Any]:
+        seen.append(row["text"])
+        if row["text"] in ("bad", "slow"):
+            error = DataError(f"is {row['text']}", where="data.converter", repair="look for a loop")
+            error.overdue = row["text"] == "slow"
+            raise error
+        return []
+
+    monkeypatch.setattr(parts, "converter_of", lambda *_, **__: convert)
+    with pytest.raises(DataError) as caught:
+        writer.write(part)
+    found = caught.value
+    assert (found.message, found.repair, found.overdue) == ("is slow (data.converter)", "look for a loop", True)
+    assert str(found.where).endswith("rows.jsonl:3")
+    assert seen == ["one", "bad", "one", "bad", "slow"], "the next row would take as long"
