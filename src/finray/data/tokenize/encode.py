@@ -261,7 +261,7 @@ class Tokenizer:
             dropped += not pieces
             dropped_tokens += 0 if pieces else len(whole.ids)
             cut += sum(len(whole.ids) - len(piece.ids) for piece in pieces if piece.truncated)
-            lost += bool(pieces and whole.supervised) and not sum(piece.supervised for piece in pieces)
+            lost += bool(pieces) and bool(whole.supervised) and not any(piece.supervised for piece in pieces)
             rows += pieces
         return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
 
