@@ -38,16 +38,17 @@ class Classifying:
     precision: str
     seed: int
     threads: int
+    turns: list[str]  # two FIFOs: one is read before a step, the other written after it
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]  # transformers may come without types
-    """Reports the steps to a clock."""
+    """Lets others do a step after each step."""
 
-    def __init__(self, clock: measuring.Clock) -> None:
-        self._clock = clock
+    def __init__(self, turns: measuring.Turns) -> None:
+        self._turns = turns
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._clock.step_done()
+        self._turns.pass_on()
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def main() -> None:
     ]
     plain = AutoModelForSequenceClassification.from_pretrained(job.model, num_labels=2)
     lora = LoraConfig(task_type=TaskType.SEQ_CLS, r=8, lora_alpha=16, target_modules=["query", "value"])
-    clock, seen = measuring.Clock(), list[int]()
+    turns, seen = measuring.Turns(job.turns, job.steps), list[int]()
     pad = DataCollatorWithPadding(tokenizer)
 
     def collate(batch: list[dict[str, Any]]) -> Any:
@@ -94,11 +95,11 @@ def main() -> None:
             data_collator=collate,
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(Watch(clock))
-        clock.begin()
+        trainer.add_callback(Watch(turns))
+        turns.wait()
         trainer.train()
-    tokens = sum(seen[job.warmup : job.steps])
-    seconds = clock.marks[-1] - clock.marks[job.warmup - 1]
+    tokens = sum(seen[job.warmup : job.steps - 1])
+    seconds = sum(turns.seconds[job.warmup : -1])
     measuring.emit({"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}, "transformers")
 
 

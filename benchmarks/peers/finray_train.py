@@ -14,9 +14,7 @@ read at every record, so before the final checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,26 +36,6 @@ class FinrayJob:
     turns: list[str] | None = None  # two FIFOs: one is read before a step, the other written after it
 
 
-class Turns:
-    """Alternates steps with another process, so that both run under the same conditions."""
-
-    def __init__(self, fifos: list[str], steps: int) -> None:
-        self._steps = steps
-        # Opened for reading and writing, so that neither opening nor writing waits for the other process.
-        self._mine, self._other = (os.open(fifo, os.O_RDWR) for fifo in fifos)
-        self.seconds: list[float] = []
-
-    def wait(self) -> None:
-        os.read(self._mine, 1)
-        self._began = time.perf_counter()
-
-    def pass_on(self) -> None:
-        self.seconds.append(time.perf_counter() - self._began)
-        os.write(self._other, b".")
-        if len(self.seconds) < self._steps:
-            self.wait()
-
-
 def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
     """Train in this process, as `finray.runtime.worker` does; returns figures that are only available here."""
     import finray_api
@@ -76,7 +54,7 @@ def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
     run_dir = Path(config.run.output_dir) / config.run.name
     run_dir.mkdir(parents=True, exist_ok=True)
     loop = finray_api.assembled(config, box[0], run_dir)
-    turns = Turns(job.turns, config.train.max_steps or 0) if job.turns else None
+    turns = measuring.Turns(job.turns, config.train.max_steps or 0) if job.turns else None
     finish = finray_api.on_every_step(loop, lambda: (clock.step_done(), turns and turns.pass_on()))
     clock.begin()
     if turns:

@@ -100,6 +100,31 @@ class Clock:
         self.peak_rss_bytes = peak_rss_bytes()
 
 
+class Turns:
+    """Alternates steps with other processes, so that all run under the same conditions.
+
+    Args:
+        fifos: one is read before a step, the other is written after it: the next process waits for that.
+        steps: of this process.
+    """
+
+    def __init__(self, fifos: list[str], steps: int) -> None:
+        self._steps = steps
+        # Opened for reading and writing, so that neither opening nor writing waits for the other process.
+        self._mine, self._other = (os.open(fifo, os.O_RDWR) for fifo in fifos)
+        self.seconds: list[float] = []
+
+    def wait(self) -> None:
+        os.read(self._mine, 1)
+        self._began = time.perf_counter()
+
+    def pass_on(self) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+        os.write(self._other, b".")
+        if len(self.seconds) < self._steps:
+            self.wait()
+
+
 def trained(clock: Clock, settings: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """The result of a training run, with the names shared by all contenders.
 
