@@ -173,8 +173,8 @@ CASES = [
         name="speed",
         title="Speed beside Trainer",
         what=f"{STEPS} steps in {PRECISION}, of which the first {WARMUP} and the last are not timed; the contenders "
-        "take turns, step by step. finray lays rows end to end. Of SST-2's lengths, random batches have 2.3 tokens with "
-        "padding for each without.",
+        "take turns, step by step. finray lays rows end to end. Of SST-2's lengths, random batches have 2.3 tokens "
+        "with padding for each without.",
         blocks=speed_blocks,
         measures=[case.Measure("tokens/s", "tokens_per_second"), case.Measure("tokens", "tokens", 0, None)],
         ratios=case.over_others,
