@@ -7,11 +7,9 @@ SST-2's lengths; accuracy needs `sst2_train.jsonl` and `sst2_dev.jsonl` in `--da
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ from case import Bench, BenchmarkError, Result, Run, Runs
 from finray.hardware import cpu_has_bf16
 from finray.planning.placement import ALLOCATOR
 from finray.tracking.starts import read_starts
-from processes import PEERS, environment, run, run_group
+from processes import PEERS, environment, in_turn, run, run_group
 from rows import text
 
 OURS, RANDOM, GROUPED = "finray", "Trainer, random batches", "Trainer, grouped by length"
@@ -94,18 +92,12 @@ def speed(same: bool) -> dict[str, Run]:
         folder, steps = bench.empty_folder(), 4 if bench.quick else STEPS
         words = [24] * (BATCH * steps) if same else lengths_of(BATCH * steps, bench.seed)
         rows = write_rows(folder, words, bench.seed)
-        contenders = {OURS: of_finray, RANDOM: partial(of_trainer, grouped=False)}
-        contenders[GROUPED] = partial(of_trainer, grouped=True)
-        fifos = [str(folder / f"fifo{number}") for number in range(len(contenders))]
-        for fifo in fifos:
-            os.mkfifo(fifo)
-        os.write(os.open(fifos[0], os.O_RDWR), b".")
-        with ThreadPoolExecutor() as threads:
-            futures = {
-                name: threads.submit(contender, bench, rows, steps, [fifos[at], fifos[(at + 1) % len(fifos)]])
-                for at, (name, contender) in enumerate(contenders.items())
-            }
-            found.update({name: future.result() for name, future in futures.items()})
+        contenders = {
+            OURS: partial(of_finray, bench, rows, steps),
+            RANDOM: partial(of_trainer, bench, rows, steps, grouped=False),
+            GROUPED: partial(of_trainer, bench, rows, steps, grouped=True),
+        }
+        found.update(in_turn(folder, contenders))
         for result in found.values():
             result["tokens_per_second"] = result["tokens"] / result["seconds"]
         return found[OURS]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +17,7 @@ import case
 from case import Bench, Result, Run
 from cpu import finray_config, run_finray
 from prepare import run_finray_prepare
-from processes import SOURCE, environment, run
+from processes import SOURCE, environment, in_turn, run
 from rows import write_rows
 
 GIB = 2**30
@@ -151,18 +149,12 @@ def _steps_in_turn(bench: Bench, sources: dict[str, Path]) -> dict[str, Run]:
     found: dict[str, Result] = {}
 
     def run_both(bench: Bench, pair: int) -> Result:
-        folder = bench.empty_folder()
-        fifos = [str(folder / name) for name in "ab"]
-        for fifo in fifos:
-            os.mkfifo(fifo)
-        os.write(os.open(fifos[0], os.O_RDWR), b".")
-        with ThreadPoolExecutor() as threads:
-            futures = {}
-            for (name, source), turns in zip(sources.items(), (fifos, fifos[::-1]), strict=True):
-                own = replace(bench, folder=bench.folder / name.replace(" ", "_"))
-                own.folder.mkdir(exist_ok=True)
-                futures[name] = threads.submit(run_finray, own, pair, source=source, turns=turns)
-            found.update({name: future.result() for name, future in futures.items()})
+        folder, contenders = bench.empty_folder(), {}
+        for name, source in sources.items():
+            own = replace(bench, folder=bench.folder / name.replace(" ", "_"))
+            own.folder.mkdir(exist_ok=True)
+            contenders[name] = lambda turns, own=own, source=source: run_finray(own, pair, source=source, turns=turns)
+        found.update(in_turn(folder, contenders))
         return found[OURS]
 
     return {OURS: run_both, OTHER: lambda bench, pair: found[OTHER]}

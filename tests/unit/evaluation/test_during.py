@@ -14,8 +14,8 @@ from finray.errors import DataError, TrainingError
 from finray.evaluation import during
 from finray.evaluation.during import Answers
 from finray.models import attention
+from tests.support.ranks import Group
 from tests.support.runs import config_of
-from tests.unit.training.test_checkpoints import Group
 
 # Prompts of two tokens, and answers of one.
 ROWS = [([10 + row, 20 + row, 30 + row], [0, 0, 1]) for row in range(5)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from finray.sharding import FlatShard
 from finray.training.checkpointing import CheckpointWriter, Saved, Snapshot, find_latest, restore, take_snapshot
 from finray.training.state import TrainState
 from tests.support import runs
+from tests.support.ranks import Group
 
 SIZES = {"a": 4, "b": 3, "c": 3, "d": 2, "e": 9}
 # The largest are given out as they come: each to the rank with the least so far, the first of equal ones.
@@ -153,48 +152,6 @@ def test_copies_are_made_into_the_same_memory_each_time_and_stay_as_they_were() 
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
-
-
-class Group:
-    """Ranks as threads."""
-
-    def __init__(self, world: int) -> None:
-        self.world_size = world
-        self._barrier = threading.Barrier(world, timeout=30)
-        self._values: list[Any] = [None] * world
-
-    def rank(self, rank: int) -> Any:
-        def gather(value: Any) -> list[Any]:
-            self._values[rank] = value
-            self._barrier.wait()
-            found = list(self._values)
-            self._barrier.wait()
-            return found
-
-        return SimpleNamespace(
-            rank=rank,
-            world_size=self.world_size,
-            all_gather_object=gather,
-            broadcast_object=lambda value: gather(value)[0],
-            save_own=lambda folder: False,
-        )
-
-    def run(self, action: Callable[[Any], Any]) -> list[Any]:
-        """What each rank comes to: a result or an error."""
-        found: list[Any] = [None] * self.world_size
-
-        def one(rank: int) -> None:
-            try:
-                found[rank] = action(self.rank(rank))
-            except Exception as error:
-                found[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return found
 
 
 def snapshot_of(rank: int, fails: bool = False) -> Snapshot:

@@ -14,7 +14,7 @@ from finray.checkpoint import Checkpoint
 from finray.training import memory as module
 from finray.training.checkpointing import Snapshot
 from finray.training.memory import MemoryWriter, Part, fetch_newest, whole
-from tests.unit.training.test_checkpoints import Group
+from tests.support.ranks import Group
 
 
 class Kept:

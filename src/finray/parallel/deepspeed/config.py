@@ -21,7 +21,8 @@ DEFAULT_STAGE = 2
 _ZERO = "zero_optimization"
 # Not compared while the precision is `auto`; filled in once it is known.
 _PRECISION = ("bf16.enabled", "fp16.enabled")
-# Parameters of an optimizer that DeepSpeed does not get with the weights, and what it takes where the JSON omits them.
+# What DeepSpeed's Adam takes where the JSON omits them. The learning rate and the weight decay come with the parameter
+# groups.
 _DEFAULTS: dict[str, Any] = {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.eps": 1e-8}
 # Settings that would change the rows, the arithmetic or the model without finray knowing.
 _REFUSED = (
@@ -189,7 +190,7 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
         del zero[key]
     for path, (_, value) in _fields(given, config, precision=precision, workers=workers).items():
         found = _at(given, path)
-        # An optimizer that has no such parameter refuses it.
+        # Not set where the default is wanted: an optimizer that has no such argument would refuse it.
         differs = found is None and not _same(_DEFAULTS.get(path, value), value)
         if not path.startswith("optimizer.") or found == AUTO or differs:
             *parents, last = path.split(".")

@@ -128,7 +128,7 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
             if scales in reader.shapes and reader.shapes[scales][0] == parts:
                 state[f"state{number}"].copy_(reader.read(f"{name}/state{number}", start, stop))
                 own = state[f"absmax{number}"]
-                own.copy_(reader.read(scales, part, part + 1).flatten()[: len(own)])
+                own.copy_(reader.read(scales, part, part + 1)[0, : len(own)])
             else:
                 _store(state, number, self.rows(reader, name, f"state{number}", start, stop))
 
