@@ -126,11 +126,26 @@ def in_turn(folder: Path, contenders: Mapping[str, Callable[[list[str]], Result]
     fifos = [str(folder / f"fifo{number}") for number in range(len(contenders))]
     for fifo in fifos:
         os.mkfifo(fifo)
-    os.write(os.open(fifos[0], os.O_RDWR), b".")
-    with ThreadPoolExecutor() as threads:
-        pairs = zip(contenders.items(), fifos, fifos[1:] + fifos[:1], strict=True)
-        futures = {name: threads.submit(run, [own, following]) for (name, run), own, following in pairs}
-        return {name: future.result() for name, future in futures.items()}
+    ends = [os.open(fifo, os.O_RDWR) for fifo in fifos]
+
+    def one(run: Callable[[list[str]], Result], turns: list[str]) -> Result:
+        try:
+            return run(turns)
+        except BaseException:
+            # The others need not wait for it any more.
+            for end in ends:
+                os.write(end, b"." * 4096)
+            raise
+
+    os.write(ends[0], b".")
+    try:
+        with ThreadPoolExecutor() as threads:
+            pairs = zip(contenders.items(), fifos, fifos[1:] + fifos[:1], strict=True)
+            futures = {name: threads.submit(one, run, [own, following]) for (name, run), own, following in pairs}
+            return {name: future.result() for name, future in futures.items()}
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 @dataclass(frozen=True)
