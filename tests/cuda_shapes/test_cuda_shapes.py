@@ -30,7 +30,7 @@ from finray.training.optim.optimizer import Optimizer
 from finray.training.state import TrainState
 from finray.training.step import evaluate, train_step
 from tests.support.fake_cuda import DEVICE, Operations, fake_cuda, on_fake_cuda, two_fake_ranks
-from tests.unit.models.test_packing_families import batch_of, packed_model, rows
+from tests.support.packing import batch_of, packed_model, rows
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch: make test-cuda-shapes")
 

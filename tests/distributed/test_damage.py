@@ -1,4 +1,4 @@
-"""Damage of any file of a checkpoint that two ranks wrote: on disk, behind a URL and in memory.
+"""Damage of any file of a checkpoint that two ranks wrote: on disk, behind a URL and in memory; and storage that fails.
 
 One group of processes trains a run of each kind; then files are damaged one after the other, and looked for as a start
 does. (Of one rank: tests/training. How ranks share the search: test_verification.py.)
@@ -7,7 +7,8 @@ does. (Of one rank: tests/training. How ranks share the search: test_verificatio
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from finray.checkpoint import objects
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
 from finray.parallel.ddp import DDPStrategy
 from finray.training import memory as memories
-from tests.support import damaged, runs, s3
+from tests.support import damaged, faulty_s3, runs, s3
 from tests.support.group import KeptInFiles, run_all, warnings_of
 from tests.support.runs import Plain, changed
 
@@ -148,3 +150,58 @@ def test_training_goes_on_from_the_checkpoint_before_as_if_nothing_had_been(done
         assert "checkpoint-000004-" in stored
         assert f"{SECOND} of step 3 in memory" in kept
         assert runs.trace(done[kind]) == before[kind], kind
+
+
+# --- storage on a bad day -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def faulty(s3_server: s3.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[faulty_s3.Faulty]:
+    """What ranks reach instead of the server."""
+    with faulty_s3.before(s3_server.endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        yield server
+
+
+def stop_in_the_third_step(assembled: Any, run_dir: Path) -> None:
+    """Ask the run to stop, which makes it save a checkpoint; and let this process try again without long pauses."""
+    objects._LONGEST_PAUSE_S = 0.01
+    if run_dir.name.endswith("-first"):
+        assembled.loop.has_request = lambda: assembled.loop.state.step == 2
+
+
+def test_ranks_on_a_storage_that_throttles_cuts_and_changes_train_as_if_it_did_not(
+    done: Done, tmp_path: Path, s3_server: s3.Server, faulty: faulty_s3.Faulty
+) -> None:
+    turns: Counter[tuple[str, str]] = Counter()
+
+    def fault(request: faulty_s3.Request) -> str:
+        # The first three times that anything is done to a file of a checkpoint, another thing goes wrong.
+        if "/checkpoint-" not in request.path or request.lists or request.method not in ("GET", "PUT"):
+            return ""
+        turns[request.method, request.path] += 1
+        return {1: "throttle", 2: "cut", 3: "flip"}.get(turns[request.method, request.path], "")
+
+    faulty.fault = fault
+    jobs = {kind: changed(done.jobs[kind], {"run.output_dir": s3_server.bucket().url("runs")}) for kind in KINDS}
+    # Each run is stopped after three steps, and continues in a directory without any of its files.
+    starts = [(jobs[kind], tmp_path / f"{kind}-{part}") for kind in KINDS for part in ("first", "second")]
+    run_all(starts, world_size=2, look=stop_in_the_third_step)
+    for kind in KINDS:
+        assert runs.trace(tmp_path / f"{kind}-second") == runs.trace(done[kind]), kind
+    met = {(what, request.method) for what, request in faulty.met if request.path.endswith(SECOND)}
+    assert met == {(what, method) for what in ("throttle", "cut", "flip") for method in ("GET", "PUT")}
+
+
+def test_an_upload_of_the_second_rank_that_fails_for_good_ends_all_ranks_and_the_checkpoint_before_is_used(
+    done: Done, tmp_path: Path, s3_server: s3.Server, faulty: faulty_s3.Faulty
+) -> None:
+    job = changed(done.jobs["fsdp"], {"run.output_dir": s3_server.bucket().url("runs")})
+    faulty.fault = lambda request: "throttle" * ("/checkpoint-000004-" in request.path and SECOND in request.path)
+    with pytest.raises(Exception, match="step 4 could not be uploaded: the storage failed 6 times"):
+        run_all([(job, tmp_path / "run")], world_size=2, look=stop_in_the_third_step)
+    faulty.fault = lambda request: ""
+    shutil.rmtree(tmp_path / "run")
+    run_all([(job, tmp_path / "run")], world_size=2, look=note_step)
+    assert (tmp_path / "run-continued").read_text() == "2"
+    assert runs.trace(tmp_path / "run") == runs.trace(done["fsdp"])

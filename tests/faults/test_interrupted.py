@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.test_kill import wait_for_step
 from tests.support import forks, gated, runs
 from tests.support.gated import Run, allow
 from tests.support.group import run_group
@@ -55,12 +54,12 @@ def test_a_run_whose_head_process_is_killed_saves_a_checkpoint(tiny_run: Callabl
     allow(output, 6)
     process = runs.start_cli("train", str(config), env={"RAY_ADDRESS": None, "RAY_AUTH_TOKEN": None})
     try:
-        wait_for_step(output / "run", 6, process)
+        runs.wait_for_step(output / "run", 6, process)
         (head,) = [one for one in psutil.Process(process.pid).children(recursive=True) if one.name() == "gcs_server"]
         head.kill()
         # A checkpoint is due before anybody knows.
         allow(output, 10)
-        wait_for_step(output / "run", 10, process)
+        runs.wait_for_step(output / "run", 10, process)
         assert process.stdout is not None
         while "saving a checkpoint" not in (line := process.stdout.readline()):
             assert line, "it ended"
@@ -84,7 +83,7 @@ def test_sigterm_has_the_exit_code_that_a_scheduler_is_given(
     allow(tmp_path, 5)
     process = forks.Command("train", config)
     try:
-        wait_for_step(tmp_path / "run", 5, process)
+        runs.wait_for_step(tmp_path / "run", 5, process)
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         while "saving a checkpoint" not in (line := process.stdout.readline()):

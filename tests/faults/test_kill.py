@@ -7,17 +7,15 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import forks, lacking, runs
 from tests.support.group import run_group
-from tests.support.runs import Plain, changed
+from tests.support.runs import Plain
 
 STEPS = 60
 
@@ -27,22 +25,6 @@ def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
     """Two workers with dropout on, accumulating over two micro-batches."""
     changes = {"train.max_steps": STEPS, "adapter.dropout": 0.2, "checkpoint": {"every_steps": 7, "keep_last": 2}}
     return tiny_run(changes | {"cluster": {"num_workers": 2, "max_failures": 5}}, rows=50, model=dropout_model)
-
-
-def into(plain: Plain, output: Path, *changes: dict[str, Any]) -> Path:
-    """The file of the config, with an output directory of its own."""
-    return runs.write_config(changed(plain, {"run.output_dir": str(output)}, *changes), output / "run.yaml")
-
-
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str] | forks.Command) -> None:
-    """Return as soon as the record shows the step."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if any(done >= step for done in runs.values(run_dir, "step")):
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
 
 
 def kill_worker(run_dir: Path, rank: int) -> None:
@@ -55,12 +37,12 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
 ) -> None:
     """Each rank once, then the driver; the same command again ends as a run that nobody disturbed."""
     chance = random.Random(1)
-    config = into(plain, tmp_path)
+    config = runs.into(plain, tmp_path)
     process = forks.Command("train", config)
     run_dir = tmp_path / "run"
     *targets, last = sorted(chance.sample(range(8, STEPS - 12), 3))
     for number, step in enumerate(targets):
-        wait_for_step(run_dir, step, process)
+        runs.wait_for_step(run_dir, step, process)
         before = (run_dir / "workers.json").read_text(encoding="utf-8")
         kill_worker(run_dir, rank=number % 2)
         deadline = time.monotonic() + 120
@@ -68,7 +50,7 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "Ray did not restart the workers"
             time.sleep(0.02)
-    wait_for_step(run_dir, last, process)
+    runs.wait_for_step(run_dir, last, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert_no_placement_group_is_left()
@@ -105,16 +87,16 @@ def test_a_classifier_whose_worker_is_killed_goes_on_to_the_bit_and_with_fewer_w
     changes = {"train.max_steps": STEPS, "train.micro_batch_size": 2, "adapter.dropout": 0.2}
     changes |= {"checkpoint": {"every_steps": 7, "keep_last": 2}, "cluster": {"num_workers": 2, "max_failures": 0}}
     plain = classifier_run(changes)
-    config = into(plain, tmp_path)
+    config = runs.into(plain, tmp_path)
     process = forks.Command("train", config)
     run_dir = tmp_path / "run"
-    wait_for_step(run_dir, 16, process)
+    runs.wait_for_step(run_dir, 16, process)
     kill_worker(run_dir, rank=1)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2, out + err
     assert "Traceback" not in out + err
     shutil.copytree(run_dir, tmp_path / "alone" / "run")
-    alone = into(plain, tmp_path / "alone", {"cluster.num_workers": 1})
+    alone = runs.into(plain, tmp_path / "alone", {"cluster.num_workers": 1})
     for command in (config, alone):
         code, out, err = runs.finray("train", command)
         assert code == 0, out + err
@@ -131,7 +113,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(
 ) -> None:
     """No restart helps against a learning rate that makes the loss infinite: no retries."""
     diverging = {"train": {"learning_rate": 1e30, "warmup_steps": 0, "max_grad_norm": None}}
-    code, out, err = runs.finray("train", into(plain, tmp_path, diverging))
+    code, out, err = runs.finray("train", runs.into(plain, tmp_path, diverging))
     assert code == 2
     assert "no weight was changed" in err
     assert "Traceback" not in out + err
@@ -141,7 +123,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(
 def test_a_bug_is_not_retried_for_ever(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """A model whose forward always raises: two attempts, then its own error, though Ray might restart five times."""
     changes = {"model.task": lacking.BROKEN, "cluster.num_workers": 1}
-    code, out, err = runs.finray("train", into(plain, tmp_path, changes))
+    code, out, err = runs.finray("train", runs.into(plain, tmp_path, changes))
     assert code == 2
     assert "2 times from step 0; the first error, of rank 0 on" in err
     assert ": IndexError" in err
@@ -156,12 +138,12 @@ def test_storage_that_does_not_answer_while_workers_start_is_asked_again(
     """One rank finds none, once: all start again, and it is said."""
     changes = {"model.task": lacking.SILENT, "train.max_steps": 2}
     changes["cluster"] = {"num_workers": 2, "max_failures": 1, "env": {lacking.MARK: str(tmp_path / "mark")}}
-    code, out, err = runs.finray("train", into(plain, tmp_path, changes))
+    code, out, err = runs.finray("train", runs.into(plain, tmp_path, changes))
     assert code == 0, err
     assert "the server gave no answer within 10 s; the workers are restarted" in " ".join((out + err).split())
     # Without another attempt it is the error of the run.
     (tmp_path / "mark").unlink()
     changes |= {"run.name": "other", "cluster.max_failures": 0}
-    code, _, err = runs.finray("train", into(plain, tmp_path, changes))
+    code, _, err = runs.finray("train", runs.into(plain, tmp_path, changes))
     assert code == 2
     assert "http://storage: the server gave no answer within 10 s" in err

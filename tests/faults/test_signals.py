@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.test_kill import into, wait_for_step
 from tests.support import forks, runs
 from tests.support.group import run_group
 from tests.support.runs import Plain
@@ -41,13 +40,13 @@ def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
     """Of a cluster that is joined: it keeps nothing of the run, so its CPUs are free."""
     import ray
 
-    config, run_dir = into(plain, tmp_path), tmp_path / "run"
+    config, run_dir = runs.into(plain, tmp_path), tmp_path / "run"
     for signum, code, step, word in (
         (signal.SIGINT, 130, 8, "interrupted"),
         (signal.SIGTERM, 143, 30, "ended by SIGTERM"),
     ):
         process = forks.Command("train", config)
-        wait_for_step(run_dir, step, process)
+        runs.wait_for_step(run_dir, step, process)
         ended, err = end(process, signum)
         saved = f"checkpoint-{runs.values(run_dir, 'step')[-1]:06d}"
         assert (run_dir / saved).is_dir()
@@ -64,7 +63,7 @@ def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
 
 
 def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp_path: Path) -> None:
-    config = into(plain, tmp_path, {"cluster.num_workers": 1, "cluster.dashboard": True})
+    config = runs.into(plain, tmp_path, {"cluster.num_workers": 1, "cluster.dashboard": True})
     home = tmp_path / "home"
     home.mkdir()
     env = {"RAY_ADDRESS": None, "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(home / ".ray" / "auth_token")}
@@ -83,7 +82,7 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
         assert answer.status == 200
     with urllib.request.urlopen(url, timeout=60) as page:
         assert "<title>Ray Dashboard" in page.read().decode()
-    wait_for_step(tmp_path / "run", 4, process)
+    runs.wait_for_step(tmp_path / "run", 4, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) > 3
     code, err = end(process, signal.SIGTERM)
@@ -96,9 +95,9 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
 def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """The workers are stopped, as if they hung: no checkpoint can be waited for."""
     changes = {"cluster.num_workers": 1, "checkpoint.grace_seconds": 37}
-    config, run_dir = into(plain, tmp_path, changes), tmp_path / "run"
+    config, run_dir = runs.into(plain, tmp_path, changes), tmp_path / "run"
     process = forks.Command("train", config)
-    wait_for_step(run_dir, 2, process)
+    runs.wait_for_step(run_dir, 2, process)
     (worker,) = [psutil.Process(one["pid"]) for one in runs.read_workers(run_dir)]
     worker.suspend()
     process.send_signal(signal.SIGINT)
@@ -118,7 +117,7 @@ def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Pa
 def test_a_signal_while_rays_core_starts_is_one_line(
     plain: Plain, tmp_path: Path, ray_cluster: str, signum: str, code: int, word: str
 ) -> None:
-    config = into(plain, tmp_path)
+    config = runs.into(plain, tmp_path)
     script = f"""
 import atexit, os, signal, sys
 import ray._raylet

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
@@ -36,6 +37,7 @@ from finray.planning.resolve import resolve
 from finray.records import Record
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble
+from tests.support import forks
 
 # A config as its YAML file has it.
 Plain = dict[str, Any]
@@ -182,6 +184,22 @@ def cut(run_dir: Path, target: Path, *, step: int = 4) -> Path:
 def write_config(plain: Plain, path: Path) -> Path:
     path.write_text(yaml.safe_dump(plain), encoding="utf-8")
     return path
+
+
+def into(plain: Plain, output: Path, *changes: dict[str, Any]) -> Path:
+    """The file of the config, with an output directory of its own."""
+    return write_config(changed(plain, {"run.output_dir": str(output)}, *changes), output / "run.yaml")
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str] | forks.Command) -> None:
+    """Return as soon as the record shows the step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if any(done >= step for done in values(run_dir, "step")):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
 
 
 def finray(*arguments: object) -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ from finray.errors import ModelError
 from finray.models import adapters, attention, blocks, fused_lora, liger
 from finray.models.blocks import blocks_of, is_kept, wrap_blocks
 from finray.tasks.causal_lm import CausalLM
-from tests.unit.models.test_packing_families import batch_of, gradients, packed_model, rows
+from tests.support.packing import batch_of, gradients, packed_model, rows
 
 pytestmark = pytest.mark.long
 

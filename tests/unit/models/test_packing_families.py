@@ -11,43 +11,18 @@ import torch
 from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig
-from finray.data.sampling.collate import Batch, collate
 from finray.models import adapters, attention
 from finray.models.blocks import wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
+from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, rows
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2"]
 CPU = torch.device("cpu")
 
 
-def rows(seed: int = 0) -> list[tuple[Any, Any]]:
-    generator = np.random.default_rng(seed)
-    made = []
-    for length in (9, 17, 4, 12):
-        mask = (generator.random(length) < 0.6).astype(np.uint8)
-        mask[-1] = 1
-        made.append((generator.integers(3, 380, length).astype(np.int32), mask))
-    return made
-
-
-def packed_model(family: str) -> Any:
-    attention.register()
-    model = tiny.build_model(family)
-    model.set_attn_implementation(attention.NAME)
-    return model.eval()
-
-
 def task_of(model: Any) -> CausalLM:
     return CausalLM(model, precision="fp32", attention_name=attention.NAME, device=CPU)
-
-
-def batch_of(items: Sequence[tuple[Any, Any]]) -> Batch:
-    return collate(list(items), range(len(items)))
-
-
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -62,15 +37,6 @@ def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[
         total = total + F.cross_entropy(logits[learned], tokens[0, 1:][learned], reduction="sum")
     total.backward()
     return total.item(), gradients(model)
-
-
-def assert_equal_gradients(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
-) -> None:
-    assert actual.keys() == expected.keys()
-    size = max(float(tensor.abs().max()) for tensor in expected.values())
-    for name, tensor in expected.items():
-        assert float((actual[name] - tensor).abs().max()) <= tolerance * size, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -43,6 +43,8 @@ from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
 # Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
+# Large passes of scored rows on a CPU have a multiple of so many tokens.
+SAME_TOKENS = 64
 # Settings of a generation config that affect greedy search, each with the values that have no effect.
 _ASKS = {
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (None, 0)),
@@ -340,6 +342,12 @@ class TransformersEngine:
                         branches.append(len(fed))
                         at += len(fed)
                 lengths.append((len(pieces[-1 - len(branches)][0]), branches))
+            # On a CPU, oneDNN keeps its kernels for each number of tokens, and glibc's heap gets holes of each size. Large
+            # passes are filled up so that few numbers occur: memory does not grow with the number of rows.
+            rest = -at % SAME_TOKENS if device.type == "cpu" and at > 16 * SAME_TOKENS else 0
+            if rest:
+                pieces.append(([0] * rest, 0))
+                lengths.append((rest, []))
             laid = Laid.of(pieces, Branches(lengths), device)
             tokens_K = torch.tensor([token for number in numbers for token in rows[number].tokens], device=device)
             places_K = torch.tensor(places, device=device)

@@ -332,6 +332,8 @@ def test_likelihoods_are_those_of_each_row_alone_also_where_contexts_are_shared(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(engine_module.PASS_TOKENS, "cpu", 60)
+    # Some passes are filled up with tokens that nobody asks for.
+    monkeypatch.setattr(engine_module, "SAME_TOKENS", 3)
     engine, model = made(family), reference(family)
     choices = ([7], [9, 12, 15], plain(model, PROMPTS[1], 3), [8, 8])
     rows = [Continuation(PROMPTS[at], one) for at in (1, 3) for one in choices]
@@ -343,6 +345,23 @@ def test_likelihoods_are_those_of_each_row_alone_also_where_contexts_are_shared(
         assert found[number].logprobs == pytest.approx(logprobs, abs=1e-4)
         assert found[number].is_greedy == is_greedy
     assert found[2].is_greedy, "one of them is what greedy search says"
+
+
+def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each other number of tokens costs memory that is not given back."""
+    laid, seen = slots.Laid.of, list[int]()
+
+    def noted(pieces: Any, layout: Any, device: torch.device) -> slots.Laid:
+        made = laid(pieces, layout, device)
+        seen.append(made.tokens_1T.shape[1])
+        return made
+
+    monkeypatch.setattr(slots.Laid, "of", noted)
+    rows = [Continuation([5] * length, [6] * (1 + length % 7)) for length in range(90, 210)]
+    assert len(list(made("llama").log_likelihood(rows))) == len(rows)
+    assert [tokens % 64 for tokens in seen[:-1]] == [0] * (len(seen) - 1)
+    assert len(seen) > 2 * len({*seen[:-1]})
+    assert max(seen) <= 2048 + 63
 
 
 def test_the_comparison_can_see_a_continuation_that_reads_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
