@@ -342,8 +342,8 @@ class TransformersEngine:
                         branches.append(len(fed))
                         at += len(fed)
                 lengths.append((len(pieces[-1 - len(branches)][0]), branches))
-            # On a CPU, oneDNN keeps its kernels for each number of tokens, and glibc's heap gets holes of each size. Large
-            # passes are filled up so that few numbers occur: memory does not grow with the number of rows.
+            # On a CPU, oneDNN keeps its kernels for each number of tokens, and glibc's heap gets holes of each size.
+            # Large passes are filled up so that few numbers occur: memory does not grow with the number of rows.
             rest = -at % SAME_TOKENS if device.type == "cpu" and at > 16 * SAME_TOKENS else 0
             if rest:
                 pieces.append(([0] * rest, 0))
