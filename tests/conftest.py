@@ -40,6 +40,26 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> 
     return folder
 
 
+@pytest.fixture
+def tiny_adapter_dir(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
+    """An adapter that changes the tiny model, with its tokenizer."""
+    import torch
+
+    from finray.config.schema import AdapterConfig, ModelConfig
+    from finray.models import adapters
+    from finray.models.loading import load_model
+    from tests.support import adapted
+
+    base = load_model(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32)
+    model = adapters.add_lora(base, AdapterConfig(rank=4), seed=1)
+    adapted.change(model, 0.05)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    adapted.save_adapter(model, folder)
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """Makes configs of small runs: ``tiny_run({"train.max_steps": 2}, rows=24)``, each in a directory of its own."""

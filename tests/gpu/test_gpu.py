@@ -28,8 +28,8 @@ from finray.tasks.causal_lm import CausalLM
 from finray.training.assemble import Assembled, assemble
 from tests.integration.test_reference import naive_rows
 from tests.support import runs, tiny
+from tests.support.adapted import save_adapter
 from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, rows
-from tests.unit.models.test_adapters import save_adapter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use (CUDA)")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from finray.tracking.follow import Followed
 from finray.tracking.jsonl import read_records
 from finray.tracking.mlflow import MlflowService
 from tests.services.conftest import Server
@@ -153,6 +154,32 @@ def test_a_server_that_stops_changes_no_bit_and_gets_what_it_missed(
     assert points(mlflow_server, "train/loss") == written(run_dir, "train", "loss")
     eventually(lambda: "mlflow has every record" in runs.finray("sync", run_dir)[1])
     assert points(mlflow_server, "train/loss") == written(run_dir, "train", "loss")
+
+
+def test_labels_that_no_name_may_have_and_more_numbers_than_a_request_takes(
+    mlflow_server: Server, tmp_path: Path
+) -> None:
+    """A classifier's metrics have its labels in their names."""
+    tracking = {"mlflow_uri": mlflow_server.url, "mlflow_experiment": EXPERIMENT, "tags": ["lr=1e-4"]}
+    plain = {"run": {"name": "r"}, "tracking": tracking, "classification": {"class_weights": {"Q&A": 2.0}}}
+    service = MlflowService()
+    followed = Followed("e" * 32, tmp_path, plain)
+    service.where(followed)
+    service.open(followed, None)
+    many = {f"recall_{number}": number / 1500 for number in range(1500)}
+    record = {"kind": "eval", "step": 3, "time": 1003.0, "precision_C++": 0.5, "precision_don't": 0.25, **many}
+    service.send([{"kind": "train", "step": 3, "loss": 1.0, "time": 1003.0}, record])
+    client, found = the_run(mlflow_server)
+    metrics = found.data.metrics
+    assert (metrics["train/loss"], metrics["eval/precision_C_2b_2b"], metrics["eval/precision_don_27t"]) == (
+        1,
+        0.5,
+        0.25,
+    )
+    assert metrics["eval/recall_1499"] == pytest.approx(1499 / 1500)
+    assert found.data.tags["lr_3d1e-4"] == "true"
+    assert found.data.params["classification.class_weights.Q_26A"] == "2.0"
+    assert client.get_metric_history(found.info.run_id, "eval/recall_0")[0].step == 3
 
 
 def with_config(plain: dict[str, Any], run_dir: Path) -> Path:

@@ -223,10 +223,13 @@ class ForeignData:
 
     def _axolotl_template(self, kind: Mapping[str, Any]) -> dict[str, Any]:
         """A prompt of its own: names of columns, and how they are put together."""
-        columns = {name: kind.get(f"field_{name}") or name for name in ("instruction", "input", "output")}
-        template = str(kind.get("format") or "{instruction} {input}")
-        if kind.get("no_input_format"):
+        rest = dict(kind)
+        columns = {name: rest.pop(f"field_{name}", None) or name for name in ("instruction", "input", "output")}
+        template = str(rest.pop("format", None) or "{instruction} {input}")
+        if rest.pop("no_input_format", None):
             self.note("datasets: no_input_format is ignored; data.input_template applies to all rows")
-        for name, column in columns.items():
-            template = template.replace(f"{{{name}}}", f"{{{column}}}")
+        for key, value in rest.items():
+            if value not in (None, "", "{system}"):
+                self.lose(f"datasets.type.{key}", _CONVERTER, value)
+        template = re.sub(r"\{(instruction|input|output)\}", lambda match: f"{{{columns[match[1]]}}}", template)
         return {"input_template": template, "output_template": f"{{{columns['output']}}}"}

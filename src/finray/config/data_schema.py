@@ -149,6 +149,16 @@ class DataConfig(Section):
             if unknown and template is None:
                 known = ", ".join(sorted(FIELDS))
                 raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {known}")
+        for number, one in enumerate(self.mix):
+            if self.converter is not None and (one.input_template or one.field_mapping or one.format):
+                raise ValueError(
+                    f"data.mix.{number}: data.converter replaces format, field_mapping and templates; leave these out"
+                )
+            form = one.format or self.format
+            if one.input_template is not None and form not in ("auto", "template"):
+                raise ValueError(f"data.mix.{number}.input_template has no effect with format {form}")
+            if one.format == "template" and (one.input_template or self.input_template) is None:
+                raise ValueError(f"data.mix.{number}.format: template requires input_template and output_template")
         if self.format == "template" and self.input_template is None:
             raise ValueError("data.format: template requires data.input_template and data.output_template")
         if self.group_by is not None and not (self.eval_ratio or self.test_ratio):

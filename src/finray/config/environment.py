@@ -23,6 +23,13 @@ def set_default(name: str, value: str, environ: MutableMapping[str, str] = os.en
         environ[name] = _OURS[name] = value
 
 
+def unset_default(*names: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Take back what :func:`set_default` has set; a value of the user's stays."""
+    for name in names:
+        if name in _OURS and environ.get(name) == _OURS[name]:
+            del environ[name], _OURS[name]
+
+
 def with_defaults(
     own: Mapping[str, str], defaults: Mapping[tuple[str, ...], str], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:

@@ -216,10 +216,7 @@ def build_config(
         own = data.get("data")
         if isinstance(own, Mapping) and not own.keys().isdisjoint({"source", "mix"}):
             preset["data"] = {key: value for key, value in preset["data"].items() if key not in _SOURCE_FIELDS}
-        for key, value in data.items():
-            base = preset.get(key)
-            preset[key] = {**base, **value} if isinstance(base, Mapping) and isinstance(value, Mapping) else value
-        data = preset
+        data = _over(preset, data)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -230,6 +227,15 @@ def build_config(
         listed = [cut(problem, 1000) for problem in found[:_MAX_PROBLEMS]] + ([f"and {more} more"] if more > 0 else [])
         raise ConfigError(f"{count} in the configuration", where=source, problems=tuple(listed))
     return config
+
+
+def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a preset, and a config's own over them; a section keeps what the config leaves out."""
+    merged = dict(base)
+    for key, value in own.items():
+        below = merged.get(key)
+        merged[key] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

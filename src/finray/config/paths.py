@@ -49,13 +49,13 @@ def run_path(config: Config) -> Path:
     url = run_url(config)
     if url is not None:
         return copy_path(url, config.run.local_dir)
-    return (Path(config.run.output_dir.removeprefix("file://")).expanduser() / config.run.name).resolve()
+    return (_local(config.run.output_dir) / config.run.name).resolve()
 
 
 def copy_path(url: str, local_dir: str | None = None) -> Path:
     """Where a machine keeps its copy of the run behind a URL: in ``local_dir``, or in the user's cache."""
     parent, _, name = url.rstrip("/").rpartition("/")
-    root = cache_dir("runs") if local_dir is None else Path(local_dir).expanduser()
+    root = cache_dir("runs") if local_dir is None else _local(local_dir)
     # Runs of one name in two buckets are two runs.
     return (root / hashlib.sha256(parent.encode()).hexdigest()[:12] / name).resolve()
 
@@ -66,13 +66,13 @@ def prepared_dir(config: Config) -> str:
         return config.prepare.dir.rstrip("/")
     if config.prepare.dir is None and is_url(config.run.output_dir):
         return f"{config.run.output_dir.rstrip('/')}/{PREPARED}"
-    own = (config.prepare.dir or "").removeprefix("file://") or str(Path(config.run.output_dir) / PREPARED)
-    return str(Path(own).expanduser().resolve())
+    own = _local(config.run.output_dir) / PREPARED if config.prepare.dir is None else _local(config.prepare.dir)
+    return str(own.resolve())
 
 
 def local_dir_of(config: Config) -> Path | None:
     """Where files of a remote prepared dataset are kept, if the config says so."""
-    return None if config.prepare.local_dir is None else Path(config.prepare.local_dir).expanduser()
+    return None if config.prepare.local_dir is None else _local(config.prepare.local_dir)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -160,4 +160,9 @@ def _absolute(section: S, *fields: str) -> S:
 
 def _resolved(value: V) -> V | str:
     """A path made absolute; anything else as it is."""
-    return str(Path(value).expanduser().absolute()) if isinstance(value, str) and not is_url(value) else value
+    return str(_local(value).absolute()) if isinstance(value, str) and not is_url(value) else value
+
+
+def _local(name: str) -> Path:
+    """A directory of this machine, which may be written as a URL (``file:///data``)."""
+    return Path(name.removeprefix("file://")).expanduser()

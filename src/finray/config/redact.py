@@ -13,8 +13,8 @@ _NAME = re.compile(
 )
 # Arguments of chat templates, whose values are read again.
 _TEMPLATE_TOKEN = re.compile(r"(bos|eos|eot|eom|pad|unk|sep|cls|mask|image|audio|video)_token", re.I)
-# Maps of names from the data: of fields, and of labels.
-NAMED_BY_DATA = ("field_mapping", "class_weights")
+# Maps of names from the data: of fields, labels and a template's arguments (config/schema.py refuses secrets in those).
+NAMED_BY_DATA = ("field_mapping", "class_weights", "chat_template_arguments")
 # A value that can be nothing else than a secret, where a variable that holds one has it.
 _RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+=_]{20,}")
 _VALUE = re.compile(
@@ -55,18 +55,18 @@ def redact(value: Any, *, environ: Mapping[str, str] = os.environ, named: bool =
     """Mask secrets in nested dictionaries and lists, by key and by value.
 
     A local path is kept as it is, because what is read again must be found; it is no secret where a password happens
-    to be a word of it. So are the keys of ``field_mapping`` and ``class_weights``, which name fields and labels, and
-    not what they hold (``named``).
+    to be a word of it. So are the keys of :data:`NAMED_BY_DATA`, which name fields and labels, and not what they hold
+    (``named``).
     """
     if isinstance(value, Mapping):
         return {
             key: MASK
             if named and is_secret_name(str(key)) and item
-            else redact(item, environ=environ, named=key not in NAMED_BY_DATA)
+            else redact(item, environ=environ, named=named and key not in NAMED_BY_DATA)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact(item, environ=environ) for item in value]
+        return [redact(item, environ=environ, named=named) for item in value]
     if not isinstance(value, str):
         return value
     is_path = "/" in value and "://" not in value and not any(one.isspace() for one in value)

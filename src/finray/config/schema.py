@@ -6,6 +6,7 @@ field, so every field has one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -405,6 +406,12 @@ class ClusterConfig(Section):
     def max_workers(self) -> int:
         """Maximum number of workers."""
         return self.num_workers.max if isinstance(self.num_workers, ElasticWorkers) else self.num_workers
+
+    @property
+    def max_gpus(self) -> int:
+        """Number of GPUs of all workers; a share of a GPU lies on a single one."""
+        # Ray counts in ten-thousandths.
+        return math.ceil(self.max_workers / (10_000 // round(self.gpus_per_worker * 10_000)))
 
     @property
     def is_elastic(self) -> bool:

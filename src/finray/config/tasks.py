@@ -97,8 +97,8 @@ SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
 
 
 def less_is_better(metric: str) -> bool:
-    """Whether a metric of this name is better the less it is."""
-    return bool(_LESS_IS_BETTER & set(metric.split("_")))
+    """Whether a metric of this name is better the less it is; the name of a class in it says nothing."""
+    return not metric.startswith(("precision_", "recall_")) and bool(_LESS_IS_BETTER & set(metric.split("_")))
 
 
 def metric_name(name: str) -> str:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import fsspec
@@ -138,7 +138,7 @@ def opened(name: str) -> Iterator[IO[bytes]]:
         if not is_compressed(name):
             yield stream
             return
-        unpack = COMPRESSION[PurePosixPath(name).suffix.lower()]
+        unpack = COMPRESSION[_outer_suffix(name)]
         with io.BufferedReader(unpack(stream), _BUFFER) as unpacked:
             # Tables are read from their end; Zstandard is unpacked from the start only.
             is_table = file_suffix(name) in (".parquet", ".arrow", ".feather")
@@ -147,15 +147,22 @@ def opened(name: str) -> Iterator[IO[bytes]]:
 
 def is_compressed(name: str) -> bool:
     """Whether a file is decompressed while it is read, so that it cannot be read from the middle."""
-    return posixpath.splitext(name)[1].lower() in COMPRESSION
+    return _outer_suffix(name) in COMPRESSION
 
 
 def file_suffix(name: str) -> str:
     """The suffix that determines the format: `.jsonl` for `rows.jsonl.gz`; for a URL without what follows `?`."""
+    suffix = _outer_suffix(name)
+    return posixpath.splitext(_without_query(name)[: -len(suffix)])[1] if suffix in COMPRESSION else suffix
+
+
+def _outer_suffix(name: str) -> str:
     # Without touching the file: a folder may have many thousands, each looked up several times.
-    name = (name.split("?")[0] if name.startswith(("http://", "https://")) else name).rstrip("/").lower()
-    stem, suffix = posixpath.splitext(name)
-    return posixpath.splitext(stem)[1] if suffix in COMPRESSION else suffix
+    return posixpath.splitext(_without_query(name))[1]
+
+
+def _without_query(name: str) -> str:
+    return (name.split("?")[0] if name.startswith(("http://", "https://")) else name).rstrip("/").lower()
 
 
 def size(name: str) -> int:

@@ -88,10 +88,13 @@ def row_parts(split: SplitView) -> list[Part]:
     counts = split.counts
     if not counts:
         return []
-    cut = counts.get("truncated", 0)
+    lost = counts.get("answers_lost", 0)
+    # Those that lost their answer were truncated too, and are no rows.
+    cut = counts.get("truncated", 0) - lost
     return _parts(
         ("learned", "whole", counts.get("rows", split.rows) - cut),
         ("cut", "cut off", cut),
+        ("dropped", "lost their whole answer, dropped", lost),
         ("dropped", "too long, dropped", counts.get("dropped_too_long", 0)),
         ("nothing", "nothing to learn, dropped", counts.get("unlearnable", 0)),
         ("bad", "bad, dropped", counts.get("bad_rows", 0)),

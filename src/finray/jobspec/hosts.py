@@ -202,9 +202,9 @@ def compose(spec: JobSpec) -> str:
     }
     about = (
         f"# Made by `finray jobspec --to compose`, for {spec.nodes} host{'s' if spec.nodes > 1 else ''} with\n"
-        f"# {machines.shared}. Everywhere: export RAY_AUTH_TOKEN (the same). On the first host:\n"
+        f"# {machines.shared}. Everywhere: export RAY_AUTH_TOKEN (the same) and HEAD (the first host). There:\n"
         "#   docker compose --profile head up -d --wait && docker compose --profile job up\n"
-        "# On every other one: HEAD=<first host> docker compose --profile worker up -d\n"
+        "# On every other one: docker compose --profile worker up -d\n"
     )
     return about + to_yaml(plain)
 

@@ -195,7 +195,7 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
     wants_gpu = config.cluster.use_gpu
     # `auto` requests GPUs if the user gave a number.
     gpu = wants_gpu is True or (wants_gpu == "auto" and bool(machines.gpus_per_node))
-    total = math.ceil(workers * per_worker) if gpu else 0
+    total = config.cluster.max_gpus if gpu else 0
     nodes, each = machines.nodes, machines.gpus_per_node
     if each and not gpu:
         raise ConfigError(
@@ -203,11 +203,12 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
             where="--gpus-per-node",
             repair="set cluster.use_gpu to true, or leave the option out",
         )
-    if gpu and each is None:
-        each = math.ceil(total / nodes) if nodes else min(total, 8)
     if nodes is None:
-        nodes = math.ceil(total / each) if gpu and each else 1
-    if gpu and each and nodes * each > total:
+        nodes = math.ceil(total / (each or 8)) if gpu else 1
+    if gpu and each is None:
+        # Alike on all machines; some may be left over.
+        each = math.ceil(total / nodes)
+    elif gpu and each and nodes * each > total:
         raise ConfigError(
             f"{nodes} x {each} are {nodes * each} GPUs, and {workers} worker{'s' if workers > 1 else ''} of "
             f"parallel.strategy {config.parallel.strategy} use {total}: the others would be idle",
@@ -255,7 +256,9 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
             where="--max-nodes",
             repair="set cluster.num_workers to more, or leave the option out",
         )
-    name = _NAME.sub("-", config.run.name.lower()).strip("-")[:40].strip("-") or "finray"
+    name = _NAME.sub("-", config.run.name.lower()).strip("-") or "finray"
+    # KubeRay makes a Service of it, whose name begins with a letter.
+    name = (name if name[0].isalpha() else f"run-{name}")[:40].strip("-")
     config, files = _with_files(config, machines) if takes_files else (config, {})
     notes = tuple(_notes(config, machines, files))
     return JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, files, notes)

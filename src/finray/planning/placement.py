@@ -98,7 +98,9 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
         # As many workers as there is room for come before CPUs for each.
         most = min(cluster.max_workers + evaluator, gpus if use_gpu else _fit(cpus, 1))
         shared = max(together, most)
-        each = next((size for size in range(max(cpus, default=1), 1, -1) if _fit(cpus, size) >= shared), 1)
+        a_share = {"GPU": share} if use_gpu else {}
+        sizes = range(max(cpus, default=1), 1, -1)
+        each = next((size for size in sizes if room(nodes, {"CPU": size, **a_share}, most=shared) >= shared), 1)
     if (fitting := _fit(cpus, each)) < together:
         fewer, of = fitting - evaluator, f"of {each} CPU{'s' if each > 1 else ''}"
         repair = f"set {path} to {fewer} or less" if fewer > 0 else "set cluster.cpus_per_worker lower"

@@ -43,9 +43,10 @@ from finray.planning.resolve import resolve
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
 from finray.planning.show import show_plan
-from finray.planning.steps import batch_and_epochs, step_note, step_warnings
+from finray.planning.steps import batch_and_epochs, require_room, step_note, step_warnings
 from finray.planning.strategy import StrategyChoice
 from finray.results import Result
+from finray.tracking.access import require_access
 
 _HERE = "this machine"
 # Messages of `datasets` without a network.
@@ -168,12 +169,21 @@ def make_plan(
     quick = quick_problems(config, missing=missing)
     found.problem(*(one for one in quick if not (offline and _is_out_of_reach(one))))
     _check_push(config, found, offline=offline)
+    # The environment here, with its keys, is not that of another machine.
+    if away is None and not offline:
+        try:
+            for message in require_access(config.tracking):
+                found.warn(message, "tracking.trackers")
+        except FinrayError as error:
+            found.problem(error)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     report = _report(config, examine, found)
     labels = _labels(config, report, found, before)
     model = plan_model(config, found, labels=labels, environ=environ, offline=offline)
-    data = None if report is None else _data(config, report, model, found, before, offline=offline)
+    # What was decided for other data binds only a run that has begun to learn from them.
+    begun = before if earlier is not None and earlier.step else None
+    data = None if report is None else _data(config, report, model, found, begun, offline=offline)
     if model is not None:
         longest = max(report.longest, report.longest_held_out) if report is not None and report.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
@@ -196,7 +206,7 @@ def make_plan(
         except FinrayError as error:
             found.problem(error)
         else:
-            rows = _rows(report, data, before)
+            rows = _rows(report, data, begun)
             # Of a number of workers that follows the cluster, the fewest have the largest shares.
             fewest = replace(resolved, world_size=placement.bounds[0])
             memory = plan_memory(config, fewest, model.shape, device, rows, found)
@@ -348,6 +358,10 @@ def _data(
     for text in report.warnings:
         found.warn(text, "data")
     train = config.train
+    try:
+        require_room(before, report.longest)
+    except FinrayError as error:
+        found.problem(error)
     size, epochs = batch_and_epochs(train, packs=_packs(report), before=before)
     steps, items = total_steps(max(1, report.packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
     passes = (items or steps * size) / max(1, report.packs)

@@ -23,7 +23,7 @@ from finray.data.formats.labels import LabelSet
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
 from finray.errors import FinrayError
-from finray.planning.steps import longest_of, pack_length_of
+from finray.planning.steps import longest_of, pack_length_of, require_prompts
 from finray.pretrained.tokenizers import load_tokenizer
 
 # Seconds after which no further rows of a large source are read.
@@ -93,10 +93,14 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     pack_length = pack_length_of(config, lengths) if complete else None
     lines = [*report_lines(dataset.manifest), *remarks_on_files(config), *shared_rows(splits)]
     problems: list[FinrayError] = []
-    try:
-        dataset.require_kind(task_spec(config.model.task))
-    except FinrayError as error:
-        problems.append(error)
+    for check in (
+        lambda: dataset.require_kind(task_spec(config.model.task)),
+        lambda: require_prompts(config, dataset.kind()),
+    ):
+        try:
+            check()
+        except FinrayError as error:
+            problems.append(error)
     labels = find_labels(dataset, splits, config) if complete else FoundLabels(dataset.label_set)
     problems += labels.problems
     return DataReport(

@@ -188,6 +188,21 @@ def require_prompts(config: Config, kind: str) -> None:
         )
 
 
+def require_room(before: Resolved | None, longest: int) -> None:
+    """See that the packs of a run that has begun have room for the longest row.
+
+    Raises:
+        DataError: they have not, because the data are others now.
+    """
+    if before is not None and before.pack_length is not None and longest > before.pack_length:
+        raise DataError(
+            f"the data have changed since the run began: a row has {longest} tokens, and its packs at most "
+            f"{before.pack_length}",
+            where="data.source",
+            repair="restore what has changed, or start over with --fresh (in Python fresh=True)",
+        )
+
+
 def longest_of(split: PreparedSplit | None) -> int:
     """Tokens of a split's longest row; 0 where there is none."""
     return 0 if split is None else int(split.lengths.max(initial=0))

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finray.config.environment import set_default
+from finray.config.environment import set_default, unset_default
 from finray.config.schema import ClusterConfig, Config
 from finray.errors import ClusterError
 from finray.runtime import signals, watch
@@ -289,11 +289,19 @@ def require_alive(address: str, *, where: str) -> None:
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    from ray.exceptions import AuthenticationError
 
     channel = init_grpc_channel(known)
     try:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         service.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_ANSWER_S)
+    except AuthenticationError:
+        raise ClusterError(
+            f"there is no token for the cluster at {known} on this machine",
+            where=where,
+            repair="copy ~/.ray/auth_token from the machine where `finray cluster up` was run, or export "
+            "RAY_AUTH_TOKEN with its content",
+        ) from None
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise _unreachable(
@@ -322,6 +330,8 @@ def _use_token() -> bool:
     """
     from ray._private.authentication import authentication_token_setup as setup
 
+    # A Ray of our own, earlier in this process, had a token that nobody else knows.
+    unset_default("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
     if os.environ.get("RAY_AUTH_MODE") is not None:
         return False
     setup.logger.setLevel(logging.ERROR)

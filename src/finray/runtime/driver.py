@@ -48,6 +48,7 @@ from finray.planning.steps import (
     longest_of,
     pack_length_of,
     require_prompts,
+    require_room,
     step_note,
     step_warnings,
 )
@@ -148,6 +149,9 @@ def train(
                 run.finish({"chosen_step": chosen, "summary": done.summary.json()})
             _push(config, run, handle)
             return TrainResult(run.path, run.final, chosen or done.chosen_step, done.summary)
+        if target is None:
+            # It was finished and pushed, and is made longer.
+            target = check_push(config)
         failures.forget(run.path)
         handle = stack.enter_context(_logged(run, handle))
         # A converter may want a model, the check of packing and the choice of a strategy build one, and torch reports
@@ -541,8 +545,10 @@ def settle(
         raise labels.problems[0]
     for message, where in labels.warnings:
         handle(Note(f"{where}: {message}", level="warning"))
-    before = run.resolved()
+    # What was decided for other data binds only a run that has begun to learn from them.
+    before = run.resolved() if run.store().steps() else None
     pack_length = pack_length_of(config, lengths) if before is None else before.pack_length
+    require_room(before, longest_of(splits.train))
     packs = count_packs(config, lengths, pack_length=pack_length)
     size, epochs = batch_and_epochs(train, packs=packs, before=before)
     steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)

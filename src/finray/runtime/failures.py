@@ -2,8 +2,7 @@
 
 Ray restarts workers that die, which is right for a lost machine and useless for a bug in a model or in the code. The
 file is in the run directory, because workers on any machine write it; without a shared disk each machine has its own,
-and the ranks exchange them. Only failures of the same ``finray train`` count, and none from before an attempt knew its
-step.
+and the ranks exchange them. Only failures of the same ``finray train`` count, and no storage that did not answer.
 """
 
 from __future__ import annotations

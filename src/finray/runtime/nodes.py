@@ -461,7 +461,9 @@ def no_cluster() -> ClusterError:
 
 
 def with_port(address: str) -> str:
-    """A head's address with its port, and without a scheme."""
+    """A head's address with its port, and without a scheme; ``auto`` stands for the Ray of this machine."""
+    if address == "auto":
+        return address
     plain = address.removeprefix("ray://")
     has_port = plain.rpartition("]")[2].count(":") == 1
     return plain if has_port else joined(plain.strip("[]"), HEAD_PORT)

@@ -113,15 +113,15 @@ class Pulses:
         ]
         if silent:
             return Hang(silent, f"has not reported for {self._hang_s:g} s")
-        limit = max([self._hang_s, *(_LONGER * one.beat.longest_s for one in ranks)])
+        is_first = not all(one.beat.steps for one in ranks)
+        least_s = first_s if is_first else self._hang_s
+        limit = max([least_s, *(_LONGER * one.beat.longest_s for one in ranks)])
         stuck = [one for one in ranks if now - one.since > limit and one.beat.phase != "other"]
         waiting = [one for one in stuck if one.beat.phase == "waiting"]
         if waiting and (behind := [one.beat for one in ranks if one.beat.phase != "waiting"]):
             # A rank with a GPU may wait one step later, for a number of this one.
             step = min(one.step for one in behind)
             return Hang(behind, f"has not reached the all-reduce of step {step} for {limit:g} s, where the others wait")
-        is_first = not all(one.beat.steps for one in ranks)
-        limit = max(limit, first_s) if is_first else limit
         if stuck and all(now - one.since > limit and one.beat.phase != "other" for one in ranks):
             where = "wait for each other in its all-reduce" if waiting else "compute"
             return Hang(

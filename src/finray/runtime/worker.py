@@ -26,7 +26,7 @@ from finray.config.paths import run_path, run_url
 from finray.config.redact import redact_text
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
-from finray.errors import FinrayError
+from finray.errors import DataUnavailable, FinrayError, StorageError
 from finray.files import replace_text
 from finray.publishing.hub import Target
 from finray.records import Beat, Note, Record, RunSummary
@@ -67,6 +67,8 @@ class Pushing:
 # The shortest interval between a rank's heartbeats where a long hang timeout allows it, and what each rank adds: the
 # driver gets no more messages from many ranks than from eight.
 _BEAT_S, _BEAT_RANK_S = 10.0, 1.25
+# Their pause is a share of `cluster.hang_seconds`; of this where it is null.
+_HANG_S = 300.0
 # How long a worker that exits waits for Ray to accept its checkpoint reports.
 _REPORTS_S = 5.0
 # Linux's request for the address of an interface.
@@ -175,7 +177,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         raise
     except FinrayError as error:
         if not failures.is_final(error, step):
-            failures.record(run_dir, failed(error))
+            # Storage that does not answer says nothing about the next attempt.
+            if not isinstance(error, StorageError | DataUnavailable):
+                failures.record(run_dir, failed(error))
             if strategy.rank == 0:
                 again = "the workers are restarted, if cluster.max_failures allows it"
                 sender.put(Note(f"{failures.describe(error)}; {again}", level="warning"))
@@ -418,9 +422,8 @@ def beat(
     """
     import faulthandler
 
-    if hang_s is None:
-        return
-    pause_s = beat_pause(hang_s, world_size)
+    # Also where no hang is looked for: the driver learns from heartbeats where the ranks are, and which one is slow.
+    pause_s = beat_pause(_HANG_S if hang_s is None else hang_s, world_size)
     with suppress(ValueError, OSError, RuntimeError):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 

@@ -46,7 +46,7 @@ def require_access(tracking: TrackingConfig) -> list[str]:
 
 
 def _wandb(tracking: TrackingConfig) -> None:
-    if wandb.mode_of(tracking.model_dump()) == "offline":
+    if wandb.mode_of(tracking.model_dump()) != "online":
         return
     where = "tracking.trackers: wandb"
     offline = "tracking.wandb_mode=offline needs no key"

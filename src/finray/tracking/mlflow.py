@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from finray.tracking.follow import Cursor, Followed, Service, numbers_of
 URI, EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"
 # What a server takes at once, and the longest parameter and tag.
 _METRICS, _PARAMS, _PARAM_TEXT, _TAG_TEXT = 1000, 100, 6000, 5000
+# Names have at most so many characters, and none of these.
+_NAME, _REFUSED = 250, re.compile(r"[^\w/.\- ]")
 
 
 def address_of(tracking: Mapping[str, Any]) -> str:
@@ -33,6 +36,11 @@ def address_of(tracking: Mapping[str, Any]) -> str:
             repair=f"set it to the address of your server, such as http://127.0.0.1:5000, or set {URI}",
         )
     return str(found)
+
+
+def name_of(text: str) -> str:
+    """A text as MLflow takes it in a name, such as the label ``C++``: other characters as their number, ``C_2b_2b``."""
+    return _REFUSED.sub(lambda found: f"_{ord(found[0]):x}", text)[:_NAME]
 
 
 class MlflowService(Service):
@@ -75,7 +83,7 @@ class MlflowService(Service):
             found = same[0] if same else self._client.create_run(place, run_name=run.name, tags=own)
         self._run_id: str = found.info.run_id
         settings = {
-            path: (value if isinstance(value, str) else json.dumps(value))[:_PARAM_TEXT]
+            name_of(path): (value if isinstance(value, str) else json.dumps(value))[:_PARAM_TEXT]
             for path, value in flatten(run.config).items()
         }
         known_there = found.data.params
@@ -84,11 +92,11 @@ class MlflowService(Service):
             "finray.final": str(run.run_dir / "final"),
             # A parameter cannot be changed; changes of later starts are stored as tags.
             **{
-                f"changed.{path}": text[:_TAG_TEXT]
+                f"changed.{path}"[:_NAME]: text[:_TAG_TEXT]
                 for path, text in settings.items()
                 if text != known_there.get(path, text)
             },
-            **dict.fromkeys(run.config["tracking"]["tags"], "true"),
+            **dict.fromkeys(map(name_of, run.config["tracking"]["tags"]), "true"),
         }
         entries = [Param(path, text) for path, text in settings.items() if path not in known_there]
         for start in range(0, len(entries), _PARAMS):
@@ -117,14 +125,19 @@ class MlflowService(Service):
         batch: list[Any] = []
         for record in records:
             at = round(record.get("time", time.time()) * 1000)
-            metrics = [Metric(name, value, at, record["step"]) for name, value in numbers_of(record).items()]
+            metrics = [Metric(name_of(name), value, at, record["step"]) for name, value in numbers_of(record).items()]
             if len(batch) + len(metrics) > _METRICS:
-                self._client.log_batch(self._run_id, metrics=batch)
+                self._log(batch)
                 batch = []
             batch += metrics
             if record["kind"] == "train":
                 self._trained = max(self._trained, record["step"])
-        self._client.log_batch(self._run_id, metrics=batch)
+        self._log(batch)
+
+    def _log(self, metrics: list[Any]) -> None:
+        # A classifier of very many classes has records that are too large for one request.
+        for start in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
 
     def close(self, *, complete: bool, totals: Mapping[str, float]) -> None:
         """Set the final status; a run that continues later is set to running again."""

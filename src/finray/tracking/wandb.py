@@ -12,13 +12,14 @@ from typing import Any
 from finray.tracking.follow import Cursor, Followed, Service, numbers_of
 
 KEY, MODE, ADDRESS, PROJECT, ENTITY = "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_ENTITY"
+_MODES = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 # Timeouts for reaching the service, and for sending the last records.
 _START_S, _FINISH_S = 30.0, 25.0
 
 
 def mode_of(tracking: Mapping[str, Any]) -> str:
-    """`online` or `offline`: the config's, else the environment's."""
-    return str(tracking["wandb_mode"] or ("offline" if os.environ.get(MODE) == "offline" else "online"))
+    """`online` or `offline`: the config's, else the environment's, which may also be `disabled`: nothing is written."""
+    return str(tracking["wandb_mode"] or _MODES.get(os.environ.get(MODE, "").lower(), "online"))
 
 
 def address() -> str:
@@ -43,7 +44,7 @@ class WandbService(Service):
         self._mode = mode_of(tracking)
         self._project = tracking["wandb_project"] or os.environ.get(PROJECT) or "finray"
         self._entity = tracking["wandb_entity"] or os.environ.get(ENTITY)
-        place = address() if self._mode == "online" else "offline"
+        place = address() if self._mode == "online" else self._mode
         return f"{place} {self._entity or ''}/{self._project}"
 
     def open(self, run: Followed, known: Cursor | None) -> Cursor:

@@ -15,12 +15,13 @@ from pydantic import ValidationError
 
 from finray.config.identity import FREE, differences, flatten, is_free
 from finray.config.load import build_config, load_config, preset_names, read_preset
-from finray.config.redact import MASK, is_secret_name, redact, redact_text
+from finray.config.redact import MASK, is_secret_name, redact, redact_saved, redact_text
 from finray.config.reference import full_yaml, json_schema, reference_markdown, starter_yaml
 from finray.config.schema import AdapterConfig, Config, ModelConfig, sections
 from finray.errors import ConfigError, FinrayError, from_dict
 
 SMALL: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}}
+TEMPLATES = {"input_template": "{q}", "output_template": "{a}"}
 
 
 def test_overrides_win_over_the_file_and_the_file_over_presets(tmp_path: Path) -> None:
@@ -34,6 +35,17 @@ def test_overrides_win_over_the_file_and_the_file_over_presets(tmp_path: Path) -
     assert config.train.learning_rate == 1e-3
     assert config.train.max_steps == 7
     assert config.adapter.target_modules == ["q_proj", "v_proj"]
+
+
+def test_an_override_of_one_field_keeps_what_a_preset_says_beside_it() -> None:
+    before = load_config(None, ["preset=qwen3-8b-lora"]).evaluation.early_stopping
+    assert before is not None
+    after = load_config(None, ["preset=qwen3-8b-lora", "evaluation.early_stopping.patience=5"]).evaluation
+    assert after.early_stopping == before.model_copy(update={"patience": 5})
+    assert before.min_gain == 0.001
+    env = load_config(None, ["preset=bloomz-zero3", "cluster.env.X=a"]).cluster.env
+    assert env == {**load_config(None, ["preset=bloomz-zero3"]).cluster.env, "X": "a"}
+    assert len(env) > 1
 
 
 def test_all_problems_come_at_once() -> None:
@@ -412,6 +424,34 @@ def test_a_value_that_nothing_can_be_made_of_is_refused(override: str, said: str
     assert said in "\n".join(caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"converter": "my:f"}, None),
+        ({"converter": "my:f", "of_entry": {"format": "text"}}, "data.mix.1: data.converter replaces format"),
+        ({"converter": "my:f", "of_entry": {"field_mapping": {"text": "a"}}}, "data.mix.1: data.converter replaces"),
+        ({"of_entry": {**TEMPLATES, "format": "text"}}, "data.mix.1.input_template has no effect with format text"),
+        ({"format": "alpaca", "of_entry": TEMPLATES}, "data.mix.1.input_template has no effect with format alpaca"),
+        ({"format": "alpaca", "of_entry": {**TEMPLATES, "format": "template"}}, None),
+        ({"of_entry": {"format": "template"}}, "data.mix.1.format: template requires"),
+        # An entry that has no use for the templates of the others says so.
+        ({**TEMPLATES, "of_entry": {"format": "text"}}, None),
+        ({**TEMPLATES, "of_entry": {"format": "template"}}, None),
+    ],
+)
+def test_a_setting_of_a_source_in_a_mix_that_would_be_ignored_is_refused(
+    data: dict[str, Any], said: str | None
+) -> None:
+    entry = {"source": "b", **data.pop("of_entry", {})}
+    raw = {"model": {"name": "m"}, "data": {"mix": [{"source": "a"}, entry], **data}}
+    if said is None:
+        build_config(raw, source="test")
+        return
+    with pytest.raises(ConfigError) as caught:
+        build_config(raw, source="test")
+    assert said in "\n".join(caught.value.problems)
+
+
 def test_a_column_called_token_is_no_secret() -> None:
     config = load_config(None, ["model.name=m", "data.source=d", "data.field_mapping={text: token}"])
     plain = {**config.plain()["data"], "field_mapping": {"token": "a", "password": "b"}}
@@ -501,3 +541,7 @@ def test_tokens_of_a_template_are_no_secrets() -> None:
     arguments = {"eos_token": "<|im_end|>", "bos_token": "<s>", "think_token": "<think>", "api_key": MASK}
     arguments |= {"max_new_tokens": 5, "keywords": ["a"], "pad_token": None}
     assert ModelConfig(name="m", chat_template_arguments=arguments).chat_template_arguments == arguments
+    # What a run's directory holds is read again, and renders the same.
+    nested = {**arguments, "style": {"think_token": "<t>"}, "turns": [{"end_token": "<e>"}]}
+    assert redact_saved({"chat_template_arguments": nested}) == {"chat_template_arguments": nested}
+    assert redact_saved({"other": {"think_token": "<t>"}}) == {"other": {"think_token": MASK}}

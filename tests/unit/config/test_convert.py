@@ -294,6 +294,16 @@ def test_what_a_setting_comes_to(changes: dict[str, Any], expected: dict[str, An
             {"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}},
             {"data.input_template": "Q: {q}", "data.output_template": "{a}"},
         ),
+        (
+            {
+                "type": {
+                    "field_instruction": "input",
+                    "field_input": "instruction",
+                    "format": "Q {instruction} C {input}",
+                }
+            },
+            {"data.input_template": "Q {input} C {instruction}", "data.output_template": "{output}"},
+        ),
         ({"name": "main", "data_files": ["a.jsonl"]}, {"data.subset": "main"}),
         # Files of a dataset on the Hub, and files that a builder reads.
         ({"type": "alpaca", "data_files": "a.jsonl"}, {"data.source": "hf://datasets/org/rows/a.jsonl"}),
@@ -322,6 +332,16 @@ def test_what_a_source_of_axolotl_comes_to(source: dict[str, Any], expected: dic
     text = yaml.safe_dump(yaml.safe_load(AXOLOTL) | {"datasets": [{"path": "org/rows", **source}]})
     found = fields(text, tmp_path)
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_what_a_prompt_of_axolotls_own_says_to_the_system_is_listed(tmp_path: Path) -> None:
+    kind = {"field_instruction": "q", "system_prompt": "Be brief.", "field_system": "s", "system_format": "{system}"}
+    text = yaml.safe_dump(yaml.safe_load(AXOLOTL) | {"datasets": [{"path": "org/rows", "type": kind}]})
+    lost = [one.key for one in converted(text, tmp_path).lost]
+    assert [one for one in lost if "datasets.type" in one] == [
+        'datasets.type.field_system: "s"',
+        'datasets.type.system_prompt: "Be brief."',
+    ]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finray.config import environment
-from finray.config.environment import accept, secrets_of, set_default, with_defaults
+from finray.config.environment import accept, secrets_of, set_default, unset_default, with_defaults
 from finray.runtime.worker import WorkerSpec
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -42,6 +42,18 @@ def test_what_finray_has_set_in_this_process_is_not_the_users(monkeypatch: pytes
     set_default("X", "ours", environ)
     assert environ == {"X": "theirs"}
     assert with_defaults({}, {("X",): "default"}, environ) == {"X": "theirs"}
+
+
+def test_what_finray_has_set_can_be_taken_back_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_OURS", {})
+    environ = {"THEIRS": "1"}
+    for name in ("THEIRS", "OURS", "CHANGED"):
+        set_default(name, "0", environ)
+    environ["CHANGED"] = "2"
+    unset_default("THEIRS", "OURS", "CHANGED", "NEVER", environ=environ)
+    assert environ == {"THEIRS": "1", "CHANGED": "2"}
+    set_default("OURS", "3", environ)
+    assert environ["OURS"] == "3"
 
 
 def test_secrets_go_to_workers_as_arguments_that_nobody_prints(monkeypatch: pytest.MonkeyPatch) -> None:

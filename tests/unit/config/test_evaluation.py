@@ -100,7 +100,12 @@ def test_rows_that_are_learned_as_a_whole_have_no_prompts() -> None:
 
 
 def test_a_classifier_has_metrics_of_its_own_and_of_each_class() -> None:
-    for metric, mode in (("f1_macro", "max"), ("precision_not bad", "max"), ("mean_squared_error", "min")):
+    for metric, mode in (
+        ("f1_macro", "max"),
+        ("precision_not bad", "max"),
+        ("recall_error", "max"),
+        ("mean_squared_error", "min"),
+    ):
         assert SEQUENCE_CLASSIFICATION.chosen(config({"metric": metric}).evaluation) == (metric, mode)
     with pytest.raises(ConfigError, match="did you mean `accuracy`"):
         SEQUENCE_CLASSIFICATION.chosen(config({"metric": "acuracy"}).evaluation)

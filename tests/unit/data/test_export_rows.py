@@ -132,6 +132,36 @@ def test_files_of_an_earlier_export_are_gone(preparing: Preparing, put: Write, t
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".data_ready", "training.jsonl"]
 
 
+def test_files_that_are_not_of_an_earlier_export_are_left_alone(
+    preparing: Preparing, put: Write, tmp_path: Path
+) -> None:
+    """They may be the only copy of the data."""
+    content = "".join(f'{{"text": "row {number}"}}\n' for number in range(10))
+    own = put("own/training.jsonl", content)
+    with pytest.raises(DataError, match="not from an earlier export") as caught:
+        exported(preparing, own.parent, put("rows.jsonl", lines([{"text": "a"}])))
+    assert caught.value.where == str(own)
+    # Nor where the rows are read from it, even if an export wrote it.
+    (own.parent / ".data_ready").write_text("ready")
+    with pytest.raises(DataError, match="give another directory"):
+        exported(preparing, own.parent, own.parent)
+    assert own.read_text() == content
+    assert sorted(path.name for path in own.parent.iterdir()) == [".data_ready", "training.jsonl"]
+
+
+def test_an_export_that_fails_leaves_the_earlier_one(preparing: Preparing, put: Write, tmp_path: Path) -> None:
+    source = put("rows.jsonl", lines([{"text": "a"}, {"text": "b"}]))
+    before = exported(preparing, tmp_path / "out", source)
+    config = preparing.config(source)
+    location = prepare_here(config, root=tmp_path / "c")
+    source.unlink()
+    with pytest.raises(DataError):
+        export_rows(config, location, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".data_ready", "training.jsonl"]
+    rows = (tmp_path / "out" / "training.jsonl").read_text().splitlines()
+    assert [json.loads(row) for row in rows] == before["training.jsonl"]
+
+
 def test_a_folder_that_cannot_be_written_is_named(preparing: Preparing, put: Write, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("in the way")
     with pytest.raises(DataError, match="cannot be written") as caught:

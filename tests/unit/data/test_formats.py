@@ -729,10 +729,25 @@ def test_an_edited_converter_gives_another_data_set(
     assert module.__file__ is not None
     path = Path(module.__file__)
     path.write_text(path.read_text().replace("row['a']", "row['a'].upper()"))
-    importlib.reload(module)
     second = preparing.dataset(source, converter=converter)
     assert first.name != second.name
     assert preparing.said(second.all_rows("train")) == ["ONE TWO"]
+    path.write_text("def ")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        preparing.dataset(source, converter=converter)
+
+
+def test_a_converter_may_change_what_it_gets_although_its_batch_is_converted_twice(
+    preparing: Preparing, put: Write, own: Callable[[str], str]
+) -> None:
+    """After a bad row, the rows beside it are converted again, one by one."""
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows: list[dict[str, Any]] = [{"messages": said}] * 5
+    rows[2] = {"messages": "none"}
+    converter = own("row['messages'].insert(0, {'role': 'system', 'content': 'be brief'}); return row")
+    dataset = preparing.dataset(put("rows.jsonl", lines(rows)), converter=converter, on_bad_row="drop")
+    found = preparing.said(dataset.all_rows("train"))
+    assert [one.count("be brief") for one in found] == [1] * 4
 
 
 # --- text and source files ------------------------------------------------------------------------------------------

@@ -95,6 +95,16 @@ def test_data_sets_that_datasets_wrote(tmp_path: Path) -> None:
         texts(tmp_path / "saved", split="dev")
 
 
+def test_a_data_set_that_was_saved_with_a_format_has_the_values_that_it_was_made_of(tmp_path: Path) -> None:
+    row = {"text": "a", "label": 1, "messages": [{"role": "user", "content": "b"}]}
+    made = datasets.Dataset.from_list([row])
+    made.set_format("numpy")
+    made.save_to_disk(str(tmp_path / "saved"))
+    (value,) = (one.value for one in read(resolve(str(tmp_path / "saved"), split="train")))
+    assert value == row
+    assert [type(value[name]) for name in row] == [str, int, list]
+
+
 SPLITS = {"train": [f"{at}" for at in range(10)], "test": ["x", "y"]}
 
 

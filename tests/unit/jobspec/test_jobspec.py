@@ -184,7 +184,28 @@ def test_gpus_are_shared_out_over_machines() -> None:
     for asked, expected in [({}, (2, 8)), ({"nodes": 4}, (4, 4)), ({"gpus_per_node": 4}, (4, 4))]:
         spec = make_spec(config, Machines(**asked))
         assert (spec.nodes, spec.gpus_per_node) == expected
+    # Alike on all of them, with some left over; two shares of 0.4 lie on a GPU, and one of 0.6.
+    for changes, asked, expected in [
+        ({"cluster__num_workers": 12}, {}, (2, 6)),
+        ({"cluster__num_workers": 11}, {}, (2, 6)),
+        ({"cluster__num_workers": {"min": 1, "max": 9}}, {}, (2, 5)),
+        ({"cluster__num_workers": 3}, {"nodes": 2}, (2, 2)),
+        ({"cluster__num_workers": 3, "cluster__gpus_per_worker": 0.6}, {}, (1, 3)),
+        ({"cluster__num_workers": 3, "cluster__gpus_per_worker": 0.6}, {"gpus_per_node": 3}, (1, 3)),
+        ({"cluster__num_workers": 5, "cluster__gpus_per_worker": 0.4}, {}, (1, 3)),
+    ]:
+        spec = make_spec(small(cluster__use_gpu=True, **changes), Machines(**asked))
+        assert (spec.nodes, spec.gpus_per_node) == expected, changes
     assert "#SBATCH --gpus-per-node=a100:8" in slurm(make_spec(config, Machines(gpu_type="a100")))
+
+
+@pytest.mark.parametrize(
+    ("run", "job"),
+    [("2026-01-llama", "run-2026-01-llama"), ("LLaMA_3", "llama-3"), ("7" * 60, "run-" + "7" * 36)],
+)
+def test_the_name_of_a_job_begins_with_a_letter(run: str, job: str) -> None:
+    """KubeRay makes a Service of it."""
+    assert make_spec(small(run__name=run), Machines()).name == job
 
 
 def test_workers_that_come_and_go_have_bounds_of_machines() -> None:

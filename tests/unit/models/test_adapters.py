@@ -22,23 +22,14 @@ from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import _scratch, export
-from finray.models.loading import build_model, load_model
+from finray.models.loading import build_model
 from finray.models.many_adapters import read_plain_lora
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.pretrained.tokenizers import check_exists, load_tokenizer
-from tests.support import tiny
+from tests.support import adapted, tiny
+from tests.support.adapted import lora, save_adapter
 
 pytestmark = pytest.mark.long
-
-
-def lora(seed: int = 1, **fields: Any) -> Any:
-    return adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=seed)
-
-
-def save_adapter(model: Any, folder: Path) -> None:
-    layout = SavedLayout(model)
-    save_file(layout.tensors(), folder / WEIGHTS)
-    layout.save_settings(folder)
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
@@ -81,10 +72,7 @@ def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
     from peft import PeftModel
 
     model = lora(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    adapted.change(model, 0.1)
     save_adapter(model, tmp_path)
     plain = PeftModel.from_pretrained(tiny.build_model("llama"), str(tmp_path)).eval()
     tokens = torch.arange(3, 20)[None]
@@ -124,41 +112,25 @@ def test_an_unknown_hub_name_is_one_message() -> None:
         load_tokenizer(ModelConfig(name="nobody/no-such-model"))
 
 
-@pytest.fixture
-def artifact(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
-    model = adapters.add_lora(
-        load_model(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), AdapterConfig(rank=4), seed=1
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    save_adapter(model, folder)
-    tokenizer.save_pretrained(str(folder))
-    return folder
-
-
-def test_an_exported_model_has_the_logits_of_base_and_adapter(artifact: Path, tmp_path: Path) -> None:
+def test_an_exported_model_has_the_logits_of_base_and_adapter(tiny_adapter_dir: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = read_artifact(artifact)
+    found = read_artifact(tiny_adapter_dir)
     exported = export(found, tmp_path / "merged", merge=True, dtype="fp32")
     assert exported.difference < 1e-4
     # A server may run as somebody else.
     modes = {path.suffix: path.stat().st_mode & 0o777 for path in (tmp_path / "merged").iterdir()}
     assert modes[".safetensors"] == modes[".json"]
     plain = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"))
-    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(found.base.name), str(artifact))
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(found.base.name), str(tiny_adapter_dir))
     tokens = torch.arange(3, 40)[None]
     torch.testing.assert_close(plain(input_ids=tokens).logits, expected(input_ids=tokens).logits, rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(str(tmp_path / "merged")).chat_template == tiny.CHATML
 
 
 def test_an_export_that_reads_back_differently_is_not_kept(
-    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_adapter_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from finray.models import export as module
 
@@ -172,15 +144,15 @@ def test_an_export_that_reads_back_differently_is_not_kept(
 
     monkeypatch.setattr(module, "load_model", broken)
     with pytest.raises(ModelError, match="the logits of the written model differ"):
-        export(read_artifact(artifact), tmp_path / "merged", merge=True, dtype="fp32")
+        export(read_artifact(tiny_adapter_dir), tmp_path / "merged", merge=True, dtype="fp32")
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_export_overwrites_nothing(artifact: Path, tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(tiny_adapter_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
     with pytest.raises(ModelError, match="not empty"):
-        export(read_artifact(artifact), tmp_path / "there", merge=True, dtype="fp32")
+        export(read_artifact(tiny_adapter_dir), tmp_path / "there", merge=True, dtype="fp32")
     assert (tmp_path / "there" / "file").read_text() == "mine"
 
 
@@ -204,7 +176,7 @@ _SETTINGS_OF_A_PROCESS = """
 import sys
 from pathlib import Path
 from finray.models.saved_layout import SavedLayout
-from tests.unit.models.test_adapters import lora
+from tests.support.adapted import lora
 SavedLayout(lora(modules_to_save=["norm", "lm_head"])).save_settings(Path(sys.argv[1]))
 """
 _ORDERS = 'import json; print(json.dumps([list({"norm", "lm_head"}), list({"q_proj", "k_proj", "v_proj", "o_proj"})]))'
@@ -255,12 +227,12 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one(tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_adapter_is_evaluated_in_the_arithmetic_that_it_was_trained_in(
-    artifact: Path, dtype: torch.dtype, tmp_path: Path
+    tiny_adapter_dir: Path, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """PEFT's forward pass rounds once more in bf16, which an evaluation after the training would show."""
-    found = read_artifact(artifact)
+    found = read_artifact(tiny_adapter_dir)
     assert found.base is not None
-    start = AdapterConfig(start_from=str(artifact))
+    start = AdapterConfig(start_from=str(tiny_adapter_dir))
     precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     cpu = torch.device("cpu")
     trained_model = build_model(
@@ -311,28 +283,28 @@ ODD = {
 
 
 @pytest.mark.parametrize(("name", "content"), ODD.values(), ids=ODD.keys())
-def test_a_file_of_an_adapter_that_is_none_is_one_message(artifact: Path, name: str, content: bytes) -> None:
-    base = json.loads((artifact / "adapter_config.json").read_text())["base_model_name_or_path"]
-    (artifact / name).write_bytes(content)
+def test_a_file_of_an_adapter_that_is_none_is_one_message(tiny_adapter_dir: Path, name: str, content: bytes) -> None:
+    base = json.loads((tiny_adapter_dir / "adapter_config.json").read_text())["base_model_name_or_path"]
+    (tiny_adapter_dir / name).write_bytes(content)
     with pytest.raises(ModelError) as caught:
-        load_artifact(read_artifact(artifact, base=base), dtype=torch.float32)
-    assert str(artifact) in str(caught.value)
+        load_artifact(read_artifact(tiny_adapter_dir, base=base), dtype=torch.float32)
+    assert str(tiny_adapter_dir) in str(caught.value)
     assert caught.value.repair
 
 
-def test_an_adapter_with_pickled_weights_alone_or_none_is_one_message(artifact: Path) -> None:
-    (artifact / WEIGHTS).unlink()
+def test_an_adapter_with_pickled_weights_alone_or_none_is_one_message(tiny_adapter_dir: Path) -> None:
+    (tiny_adapter_dir / WEIGHTS).unlink()
     for content in (None, b"cbuiltins\nprint\n(Vran\ntR."):
         if content is not None:
-            (artifact / "adapter_model.bin").write_bytes(content)
+            (tiny_adapter_dir / "adapter_model.bin").write_bytes(content)
         with pytest.raises(ModelError, match="the adapter cannot be loaded"):
-            load_artifact(read_artifact(artifact), dtype=torch.float32)
+            load_artifact(read_artifact(tiny_adapter_dir), dtype=torch.float32)
 
 
-def test_an_adapter_without_a_base_is_one_message(artifact: Path) -> None:
-    (artifact / "adapter_config.json").write_bytes(settings_with(base_model_name_or_path=None))
+def test_an_adapter_without_a_base_is_one_message(tiny_adapter_dir: Path) -> None:
+    (tiny_adapter_dir / "adapter_config.json").write_bytes(settings_with(base_model_name_or_path=None))
     with pytest.raises(ModelError, match="does not name its base model") as caught:
-        read_artifact(artifact)
+        read_artifact(tiny_adapter_dir)
     assert "--base" in str(caught.value.repair)
 
 
@@ -360,21 +332,21 @@ def with_another_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     ],
 )
 def test_an_adapter_with_other_tensors_than_the_model_takes_is_no_answer_of_the_base(
-    artifact: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], what: str
+    tiny_adapter_dir: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], what: str
 ) -> None:
-    save_file(change(load_file(artifact / WEIGHTS)), artifact / WEIGHTS)
+    save_file(change(load_file(tiny_adapter_dir / WEIGHTS)), tiny_adapter_dir / WEIGHTS)
     with pytest.raises(ModelError, match=what) as caught:
-        load_artifact(read_artifact(artifact), dtype=torch.float32)
-    assert str(artifact) in str(caught.value)
+        load_artifact(read_artifact(tiny_adapter_dir), dtype=torch.float32)
+    assert str(tiny_adapter_dir) in str(caught.value)
 
 
-def test_an_adapter_that_lacks_a_layer_is_not_served_beside_others(artifact: Path) -> None:
-    found = read_artifact(artifact)
+def test_an_adapter_that_lacks_a_layer_is_not_served_beside_others(tiny_adapter_dir: Path) -> None:
+    found = read_artifact(tiny_adapter_dir)
     assert found.base is not None
-    assert len(read_plain_lora(artifact, found.base).parts) == 14
-    save_file(without_a_layer(load_file(artifact / WEIGHTS)), artifact / WEIGHTS)
+    assert len(read_plain_lora(tiny_adapter_dir, found.base).parts) == 14
+    save_file(without_a_layer(load_file(tiny_adapter_dir / WEIGHTS)), tiny_adapter_dir / WEIGHTS)
     with pytest.raises(ModelError, match=r"lacks the tensors of model\.layers\.1\."):
-        read_plain_lora(artifact, found.base)
+        read_plain_lora(tiny_adapter_dir, found.base)
 
 
 PEFTS = {

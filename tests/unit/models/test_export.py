@@ -18,15 +18,14 @@ from finray.models import export as module
 from finray.models.artifacts import read_artifact
 from finray.models.export import Exported, convert_gguf, export
 from finray.pretrained.tokenizers import load_tokenizer
-from tests.unit.models.test_adapters import artifact as artifact
 
 
 @pytest.fixture
-def adapter(artifact: Path, tiny_model_dir: Path) -> Path:
+def adapter(tiny_adapter_dir: Path, tiny_model_dir: Path) -> Path:
     """An adapter that changes its base, with finray's notes."""
     notes = {"rows": "chat", "base_model": str(tiny_model_dir), "other": 1}
-    (artifact / "finray.json").write_text(json.dumps(notes))
-    return artifact
+    (tiny_adapter_dir / "finray.json").write_text(json.dumps(notes))
+    return tiny_adapter_dir
 
 
 def names(folder: Path) -> set[str]:

@@ -42,6 +42,9 @@ def asked(**fields: object) -> ClusterConfig:
         ({"num_workers": 2}, [{"CPU": 8.0, "GPU": 1.0}], Placement(2, 4, False)),
         ({"num_workers": 2, "use_gpu": False}, [{"CPU": 8.0, "GPU": 2.0}], Placement(2, 4, False)),
         ({"cpus_per_worker": 3}, [{"CPU": 8.0}], Placement(1, 3, False)),
+        # A worker's CPUs are on a machine with its GPU.
+        ({"num_workers": 4}, [{"CPU": 64.0}, *[{"CPU": 8.0, "GPU": 2.0}] * 2], Placement(4, 4, True)),
+        ({"num_workers": 4, "use_gpu": False}, [{"CPU": 64.0}, {"CPU": 8.0, "GPU": 2.0}], Placement(4, 16, False)),
         # As many as there is room for, and what is left of the CPUs for each.
         ({"num_workers": {"min": 1, "max": 4}}, [{"CPU": 8.0}], Placement(4, 2, False, fewest=1, most=4)),
         ({"num_workers": {"max": 4}}, [{"CPU": 3.0}], Placement(3, 1, False, fewest=1, most=4)),

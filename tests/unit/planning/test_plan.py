@@ -418,6 +418,32 @@ def test_a_plan_of_a_run_that_is_there_says_where_it_goes_on(plan: Planner, begu
     assert "continues at step 4 of 15" in shown(**{"train.epochs": 3})
 
 
+def test_a_run_is_bound_to_what_it_chose_for_other_data_only_if_it_has_learned_from_them(
+    plan: Planner, begun: RunDir
+) -> None:
+    chosen = begun.resolved()
+    assert chosen is not None
+    begun.keep_resolved(replace(chosen, pack_length=50))
+    longer = report_of(packs=500, longest=60)
+    found = plan(longer, train=LEFT_OPEN)
+    assert "data.source: the data have changed since the run began: a row has 60 tokens, and its packs at most 50" in (
+        texts(found)
+    )
+    shutil.rmtree(begun.store().path_of(4))
+    again, new = plan(longer, train=LEFT_OPEN), plan(longer, fresh=True, train=LEFT_OPEN)
+    assert again.starts, texts(again)
+    assert again.data == new.data
+    assert new.data is not None
+    assert new.data.global_batch_size > 1
+
+
+def test_a_tracker_that_would_refuse_the_run_is_a_problem(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert "tracking.mlflow_uri: MLflow needs an address" in texts(plan(tracking={"trackers": ["mlflow"]}))
+    # Another machine has an environment of its own.
+    assert "MLflow" not in texts(plan(tracking={"trackers": ["mlflow"]}, gpu="A100-80GB"))
+
+
 def test_the_speed_of_a_small_model_is_not_promised_and_no_time_is_nought(plan: Planner) -> None:
     console = Console(file=StringIO(), width=300)
     plan(report_of(packs=1), gpu="h100").print(console)

@@ -49,6 +49,14 @@ def test_a_large_part_is_read_until_the_time_is_over(
     assert examined(few, 0).complete
 
 
+def test_answers_to_rows_without_prompts_are_refused_before_the_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": f"one {number}"}) + "\n" for number in range(20))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    asked = {"evaluation": {"generate_rows": 2, "every_steps": 1}, "data": {"eval_ratio": 0.3}}
+    plain = runs.tiny_run(tiny_model_dir, tmp_path / "rows.jsonl", tmp_path / "out", asked)
+    assert ["no prompts to answer" in str(one) for one in examine(runs.config_of(plain)).problems] == [True]
+
+
 def test_each_source_is_looked_at_even_when_the_time_is_over(examined: Examine, tmp_path: Path) -> None:
     for name in ("train", "validation"):
         (tmp_path / "data").mkdir(exist_ok=True)

@@ -80,6 +80,8 @@ def test_a_process_is_known_by_when_it_started() -> None:
         ("head:7000", "head:7000"),
         ("[::1]:7000", "[::1]:7000"),
         ("[::1]", "[::1]:6379"),
+        # Ray looks for the one of this machine.
+        ("auto", "auto"),
     ],
 )
 def test_the_port_of_a_head_may_be_left_out(given: str, address: str) -> None:

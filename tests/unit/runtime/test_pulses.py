@@ -80,6 +80,8 @@ def test_all_that_wait_for_each_other_are_named() -> None:
         (beat(0, 7, "other"), beat(1, 7, "other")),
         # The first step compiles.
         (beat(0, 1, "computing", steps=0), beat(1, 1, "computing", steps=0)),
+        # One has compiled it, and the other has not.
+        (beat(0, 1, "waiting", steps=0), beat(1, 1, "computing", steps=0)),
         # They load.
         (beat(0, -1, "other", steps=0), beat(1, -1, "other", steps=0)),
         # Steps were as long before.

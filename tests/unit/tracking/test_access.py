@@ -83,9 +83,15 @@ def test_wandbs_key_is_asked_for_and_tried(server: Any, monkeypatch: pytest.Monk
     assert [path for path, _ in server.asked] == ["/graphql"] * 3
 
 
-def test_wandbs_files_need_no_key(server: Any) -> None:
+def test_wandbs_files_need_no_key(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert require_access(TrackingConfig(trackers=["wandb"], wandb_mode="offline")) == []
+    for mode in ("offline", "dryrun", "disabled"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert require_access(WANDB) == []
     assert server.asked == []
+    # The config's own mode wins.
+    with pytest.raises(ConfigError, match="needs a key"):
+        require_access(TrackingConfig(trackers=["wandb"], wandb_mode="online"))
 
 
 def test_mlflows_password_is_asked_for_and_tried(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +28,52 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
     """Write the rows of each non-empty split; returns path to number of rows.
 
     A conversation's input is its prompt as a server renders it, up to the last answer; its output is that answer. Rows
-    that are not in the prepared dataset are not exported.
+    that are not in the prepared dataset are not exported. The files of an earlier export are replaced once all rows are
+    written.
 
     Raises:
-        DataError: the source cannot be read, or the files cannot be written.
+        DataError: the source cannot be read, the files cannot be written, or they would replace others than those of an
+            earlier export.
     """
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     encoder = Settings.of(config).encoder(load_tokenizer(config.model))
     splits = dataset.splits(config.data, seed=config.run.seed)
     source = SourceRows(config, has_chat_template=encoder.has_chat_template)
+    names = {split: name for split, name in NAMES.items() if getattr(splits, split) is not None}
+    read = {Path(piece.file).resolve() for part in source.all_parts() for piece in part.pieces}
+    for name in NAMES.values():
+        if (folder / name).exists() and (not (folder / READY).exists() or (folder / name).resolve() in read):
+            raise DataError(
+                "the export would replace a file that is not from an earlier export, or that the rows are read from",
+                where=str(folder / name),
+                repair="give another directory",
+            )
+    scratch = {split: folder / f".{name}.{os.getpid()}" for split, name in names.items()}
     written: dict[Path, int] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (READY, *NAMES.values()):
-            # From an earlier export: its test rows may now be training rows.
-            (folder / name).unlink(missing_ok=True)
-        for split, name in NAMES.items():
-            rows: PreparedSplit | None = getattr(splits, split)
-            if rows is None:
-                continue
-            scratch = folder / f".{name}.{os.getpid()}"
+        for split, name in names.items():
+            rows: PreparedSplit = getattr(splits, split)
             prepared_as = split if split in dataset.manifest.splits else "train"
             examples = _examples(source, prepared_as, dataset.manifest.splits[prepared_as].parts, rows)
             count = 0
-            with scratch.open("w", encoding="utf-8") as stream:
+            with scratch[split].open("w", encoding="utf-8") as stream:
                 for example in examples:
                     count += 1
                     stream.write(json.dumps(_input_output(example, encoder), ensure_ascii=False) + "\n")
-            os.replace(scratch, folder / name)
             written[folder / name] = count
+        # Test rows of an earlier export may now be training rows.
+        for name in (READY, *NAMES.values()):
+            (folder / name).unlink(missing_ok=True)
+        for split, name in names.items():
+            os.replace(scratch[split], folder / name)
         (folder / READY).write_text("ready", encoding="utf-8")
     except OSError as error:
         raise DataError(f"the rows cannot be written: {error.strerror}", where=str(folder)) from None
+    finally:
+        for path in scratch.values():
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
     return written
 
 

@@ -33,6 +33,10 @@ class SourceRows:
         """The parts that the rows of a split were prepared from, in the order of their rows."""
         return [part for part in self._parts if part.stream.split == split]
 
+    def all_parts(self) -> list[Part]:
+        """The parts of all splits."""
+        return list(self._parts)
+
     def places(self, part: Part) -> list[str]:
         """``file:row`` of each row of a part, in order."""
         found = []

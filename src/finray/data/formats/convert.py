@@ -6,6 +6,7 @@ A bad row raises a :class:`DataError` without a location; the caller, who knows 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -29,6 +30,8 @@ Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
 # What Python's own templates have after a name.
 _FORMATTED = re.compile(r"(?<!\{)(?:\{\{)*\{(\w[\w .-]*)[:!\[][^{}]*\}")
+# Digest of the file that each converter was imported from.
+_CONVERTERS: dict[str, str | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,7 @@ class FormatChoice:
         """The settings that change tokens, as JSON types; a converter is included by its source code."""
         converter = None
         if self.converter is not None:
-            file = getattr(inspect.getmodule(load_function(self.converter)), "__file__", None)
-            content = Path(file).read_bytes() if file else self.converter.encode()
-            converter = [self.converter, hashlib.sha256(content).hexdigest()]
+            converter = [self.converter, _digest(load_function(self.converter)) or _sha256(self.converter.encode())]
         # The tokens changed when `auto` began to make chat turns of prompts and completions; other formats did not.
         pairs: dict[str, Any] = {} if converter or self.input_template or self.format != "auto" else {"pairs": "chat"}
         if self.labels is not None or self.format == "labelled_text":
@@ -468,14 +469,28 @@ def load_function(path: str) -> Callable[..., Any]:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    function = imported(
-        path,
-        where=f"data.converter={path}",
-        repair="the module must lie in the working directory or be installed where Ray's workers run",
-    )
+    where = f"data.converter={path}"
+    repair = "the module must lie in the working directory or be installed where Ray's workers run"
+    function = imported(path, where=where, repair=repair)
     if not callable(function):
-        raise ConfigError("the converter is not a function", where=f"data.converter={path}")
+        raise ConfigError("the converter is not a function", where=where)
+    # A notebook lives on while the file is edited: prepared rows are named after what stands there, so that must run.
+    if _CONVERTERS.setdefault(path, _digest(function)) != _digest(function):
+        for name in (module, getattr(function, "__module__", module)):
+            sys.modules.pop(name, None)
+        function = imported(path, where=where, repair=repair)
+        _CONVERTERS[path] = _digest(function)
     return function  # type: ignore[no-any-return]
+
+
+def _digest(function: Callable[..., Any]) -> str | None:
+    """Of the file of a function's module; None if there is no such file."""
+    file = getattr(inspect.getmodule(function), "__file__", None)
+    return _sha256(Path(file).read_bytes()) if file else None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _overdue(excess: str) -> DataError:
@@ -489,7 +504,8 @@ def _overdue(excess: str) -> DataError:
 def _converted(function: Callable[..., Any], row: Columns, own: RowFormat, *, has_chat_template: bool) -> list[Example]:
     with within(CONVERTER_S, _overdue):
         try:
-            result = function(dict(row))
+            # It may change what it gets, and may be called again for the same row.
+            result = function(copy.deepcopy(dict(row)))
             # A generator runs, and fails, only here.
             rows = list(result) if isinstance(result, Iterable) and not isinstance(result, Mapping | str) else [result]
         except (Exception, SystemExit) as error:

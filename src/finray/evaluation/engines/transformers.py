@@ -43,7 +43,7 @@ from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
 # Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-# Large passes of scored rows on a CPU have a multiple of so many tokens.
+# Large passes of scored rows on a CPU have a multiple of so many tokens and logits.
 SAME_TOKENS = 64
 # Settings of a generation config that affect greedy search, each with the values that have no effect.
 _ASKS = {
@@ -344,12 +344,16 @@ class TransformersEngine:
                 lengths.append((len(pieces[-1 - len(branches)][0]), branches))
             # On a CPU, oneDNN keeps its kernels for each number of tokens, and glibc's heap gets holes of each size.
             # Large passes are filled up so that few numbers occur: memory does not grow with the number of rows.
-            rest = -at % SAME_TOKENS if device.type == "cpu" and at > 16 * SAME_TOKENS else 0
-            if rest:
-                pieces.append(([0] * rest, 0))
-                lengths.append((rest, []))
+            unused = 0
+            if device.type == "cpu" and at > 16 * SAME_TOKENS:
+                if rest := -at % SAME_TOKENS:
+                    pieces.append(([0] * rest, 0))
+                    lengths.append((rest, []))
+                unused = -len(places) % SAME_TOKENS
+                places += [0] * unused
             laid = Laid.of(pieces, Branches(lengths), device)
-            tokens_K = torch.tensor([token for number in numbers for token in rows[number].tokens], device=device)
+            tokens = [token for number in numbers for token in rows[number].tokens]
+            tokens_K = torch.tensor(tokens + [0] * unused, device=device)
             places_K = torch.tensor(places, device=device)
             if self._packed.has_plain_head(laid):
                 hidden_KH = self._packed.hidden_TH(laid).index_select(0, places_K)
@@ -361,9 +365,9 @@ class TransformersEngine:
                 ]
             else:
                 parts = [_compare(self._packed.logits_KV(laid, places_K).float(), tokens_K)]
-            sizes = [len(rows[number].tokens) for number in numbers]
+            sizes = [*(len(rows[number].tokens) for number in numbers), unused]
             logprobs, greedy = (torch.split(torch.cat(column), sizes) for column in zip(*parts, strict=True))
-            found = list(zip(logprobs, greedy, strict=True))
+            found = list(zip(logprobs, greedy, strict=True))[: len(numbers)]
         return [
             Likelihood(number, tuple(logprobs.tolist()), bool(greedy.all()))
             for number, (logprobs, greedy) in zip(numbers, found, strict=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from finray.errors import ConfigError, DataError
+from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.engines import Answer, Continuation, Sampling
 from finray.evaluation.engines import transformers as engine_module
+from finray.evaluation.engines.base import Loading
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.models import slots
+from finray.models.artifacts import Artifact, read_artifact
 from tests.support import tiny
 
 pytestmark = pytest.mark.long
@@ -60,6 +64,12 @@ def by_row(answers: Iterator[Answer]) -> dict[int, Answer]:
 
 def made(family: str, **options: Any) -> TransformersEngine:
     return TransformersEngine.of(tiny.build_model(family).eval(), Words(), **options)
+
+
+def base_of(artifact: Artifact) -> Artifact:
+    """The model under an adapter."""
+    assert artifact.base is not None
+    return read_artifact(Path(artifact.base.name))
 
 
 def reference(family: str) -> Any:
@@ -242,6 +252,41 @@ def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> No
     # Also of shorter prompts, which are padded.
     found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
     assert [list(found[row].tokens) for row in range(len(PROMPTS))] == [plain(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_length_of_the_text_are_left_to_transformers(kind: str) -> None:
+    """In slots, a row would get the angles of the longest one."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    model = tiny.build_model("llama", rope_parameters=rope, max_position_embeddings=64).eval()
+    expected = [plain(model, prompt, 12) for prompt in PROMPTS]
+    lines: list[str] = []
+    engine = TransformersEngine.of(model, Words(), batch_size=1, notify=lines.append)
+    found = by_row(engine.generate(PROMPTS, Sampling(12)))
+    assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
+    assert not engine.has_slots
+    assert ["slower" in line for line in lines] == [True]
+
+
+def test_a_merged_adapter_answers_as_the_two_together_and_its_base_cannot(tiny_adapter_dir: Path) -> None:
+    artifact = read_artifact(tiny_adapter_dir)
+    loading = Loading(artifact, Words(), torch.device("cpu"), torch.float32, batch_size=4)
+    apart, merged = (TransformersEngine(replace(loading, merge=merge)) for merge in (False, True))
+    base = TransformersEngine(replace(loading, artifact=base_of(artifact)))
+    answers = [by_row(engine.generate(PROMPTS, Sampling(NEW))) for engine in (apart, merged, base)]
+    assert answers[0] == answers[1] != answers[2]
+    assert by_row(apart.generate(PROMPTS, Sampling(NEW), adapter=False)) == answers[2]
+    for asked in (
+        lambda: list(merged.generate(PROMPTS, Sampling(NEW), adapter=False)),
+        lambda: list(merged.log_likelihood([Continuation([1], [2])], adapter=False)),
+    ):
+        with pytest.raises(ModelError, match="merged into the weights"):
+            asked()
+    # There is nothing to merge in a model without an adapter.
+    whole = TransformersEngine(replace(loading, artifact=base_of(artifact), merge=True))
+    assert by_row(whole.generate(PROMPTS, Sampling(NEW), adapter=False)) == answers[2]
 
 
 def test_a_row_of_a_batch_that_leaves_little_room_does_not_shorten_the_others() -> None:
