@@ -93,14 +93,11 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     pack_length = pack_length_of(config, lengths) if complete else None
     lines = [*report_lines(dataset.manifest), *remarks_on_files(config), *shared_rows(splits)]
     problems: list[FinrayError] = []
-    for check in (
-        lambda: dataset.require_kind(task_spec(config.model.task)),
-        lambda: require_prompts(config, dataset.kind()),
-    ):
-        try:
-            check()
-        except FinrayError as error:
-            problems.append(error)
+    try:
+        dataset.require_kind(task_spec(config.model.task))
+        require_prompts(config, dataset.kind())
+    except FinrayError as error:
+        problems.append(error)
     labels = find_labels(dataset, splits, config) if complete else FoundLabels(dataset.label_set)
     problems += labels.problems
     return DataReport(

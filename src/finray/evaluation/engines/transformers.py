@@ -352,8 +352,8 @@ class TransformersEngine:
                 unused = -len(places) % SAME_TOKENS
                 places += [0] * unused
             laid = Laid.of(pieces, Branches(lengths), device)
-            tokens = [token for number in numbers for token in rows[number].tokens]
-            tokens_K = torch.tensor(tokens + [0] * unused, device=device)
+            asked = [*(token for number in numbers for token in rows[number].tokens), *[0] * unused]
+            tokens_K = torch.tensor(asked, device=device)
             places_K = torch.tensor(places, device=device)
             if self._packed.has_plain_head(laid):
                 hidden_KH = self._packed.hidden_TH(laid).index_select(0, places_K)
