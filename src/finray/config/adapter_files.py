@@ -27,6 +27,7 @@ class AdapterSettings:
     """The part of PEFT's ``adapter_config.json`` that finray reads; not every kind of adapter has all of it."""
 
     peft_type: str | None = None
+    task_type: str | None = None
     base_model_name_or_path: str | None = None
     revision: str | None = None
     r: int | None = None

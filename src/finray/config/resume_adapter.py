@@ -7,6 +7,7 @@ from typing import Any
 
 from finray.config.adapter_files import NOTES, SETTINGS, read_notes, read_settings
 from finray.config.schema import Config
+from finray.config.tasks import task_spec
 from finray.errors import ConfigError
 
 # Initializations of an adapter that change the base weights too.
@@ -40,6 +41,14 @@ def with_start(config: Config) -> Config:
             where=where,
             repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
         )
+    spec = task_spec(config.model.task)
+    if settings.task_type != spec.peft_type and (settings.task_type is not None or spec.adds_head):
+        raise ConfigError(
+            f"the adapter is for {settings.task_type or 'no task that it names'}, and model.task {spec.name} needs "
+            f"{spec.peft_type}",
+            where=where,
+            repair="start a new adapter, or set model.task to what the adapter was trained for",
+        )
     if settings.bias != "none":
         raise ConfigError("an adapter that trains biases cannot be continued", where=where)
     targets, rank, alpha = settings.target_modules, settings.r, settings.lora_alpha
@@ -52,7 +61,10 @@ def with_start(config: Config) -> Config:
         "rank": rank,
         "alpha": float(alpha),
         "target_modules": targets if isinstance(targets, str) else sorted(targets),
-        "modules_to_save": settings.modules_to_save or [],
+        # PEFT adds the names that the head of a classifier may have.
+        "modules_to_save": [
+            one for one in settings.modules_to_save or [] if not (spec.adds_head and one in ("classifier", "score"))
+        ],
     }
     words = list(notes.get("new_tokens") or [])
     compared = [(f"adapter.{name}", getattr(config.adapter, name), theirs[name], SETTINGS) for name in theirs]

@@ -70,9 +70,13 @@ class Answers:
         with _attending_by_itself(model), amp:
             # The engine needs finray's attention, if the model has another.
             engine = TransformersEngine.of(model, self._tokenizer, batch_size=settings.batch_size)
-            for done, answer in enumerate(engine.generate(prompts, Sampling(max_new_tokens=settings.max_new_tokens))):
-                texts[answer.row] = answer.text
-                told((done + 1) / len(prompts))
+            try:
+                sampling = Sampling(max_new_tokens=settings.max_new_tokens)
+                for done, answer in enumerate(engine.generate(prompts, sampling)):
+                    texts[answer.row] = answer.text
+                    told((done + 1) / len(prompts))
+            finally:
+                engine.close()
         return texts
 
     def _scores(self, answers: list[str], references: list[list[int]]) -> dict[str, float]:

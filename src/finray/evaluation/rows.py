@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from finray.checkpoint import CheckpointStore
-from finray.checkpoint.rundir import RunDir
+from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.paths import PREPARED, is_url, local_dir_of
 from finray.config.schema import Config, DataConfig
 from finray.data.dataset.prepare import prepare_here
@@ -175,7 +175,9 @@ def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
         except CheckpointError:
             continue
         require_same_data(trained_on, dataset, config)
-        return dataset.splits(config.data, seed=config.run.seed), dataset
+        # As the run was split: by other ratios, or another seed, rows that were trained on would be held out.
+        own = saved_config(run)
+        return dataset.splits(own.data, seed=own.run.seed), dataset
     raise DataError(
         "the run has no checkpoint left, so its training data is unknown",
         where=str(run.path),

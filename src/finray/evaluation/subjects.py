@@ -24,6 +24,7 @@ from finray.evaluation.outcome import Rate
 from finray.evaluation.rows import Rows, of_file, of_run, splits_of, stream_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
+from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, loading_options, not_loaded
 
 
@@ -214,7 +215,7 @@ class Case:
                 )
         elif run is not None:
             name, held, dataset, train = of_run(run, config, request.split)
-            stream = stream_of(name, config.data)
+            stream = stream_of(name, saved_config(run).data)
         else:
             return None
         if (dataset.kind() == "labelled") != self.spec.reads_labels:
@@ -278,6 +279,9 @@ def _config_of(
             raise not_loaded("model's configuration", artifact.model, error) from None
         # As many tokens as the model reads, if it says so.
         reads = min(getattr(text, "max_position_embeddings", None) or 0, 2**24)
+        if task_spec(artifact.model.task).adds_head:
+            # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
+            reads = min(reads, packing_of(artifact.model).positions or reads)
         own["max_length"] = max(config.data.max_length, reads)
         config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     config = with_absolute_paths(load_config(config, overrides))

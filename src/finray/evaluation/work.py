@@ -76,7 +76,9 @@ class Work:
         rows = self.rows
         # What is not set is left out: answers of earlier versions, which did not have it, are still known.
         sampling = {name: one for name, one in asdict(self.sampling).items() if one is not None}
-        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": sampling})
+        # Several answers are numbered by how many each row has.
+        several = {"attempts": attempts} if attempts > 1 else {}
+        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": sampling, **several})
         place = {number: index for index, number in enumerate(rows.numbers)}
         wanted = [number * attempts + attempt for number in rows.numbers for attempt in range(attempts)]
         with self._each("answers", kept, wanted) as (parts, keep):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from finray.config.extensions import load_named
+from finray.errors import ModelError
 from finray.models.saved_layout import PISSA_RESIDUAL
 
 # Subspace iterations for the principal part (Halko et al. 2011), with oversampling: twice the rank plus a constant.
@@ -118,7 +119,15 @@ def first_values(
     # Tensors of the same module are requested consecutively.
     @lru_cache(maxsize=1)
     def principal(module: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        up, down = principal_part(base(module), rank, seeded_generator(seed, module))
+        weight = base(module)
+        if rank > min(weight.shape):
+            size = " x ".join(map(str, weight.shape))
+            raise ModelError(
+                f"PiSSA of rank {rank} needs matrices that are as large: `{module}` is {size}",
+                where="adapter.rank",
+                repair=f"set it to {min(weight.shape)} or less, or leave this layer out of adapter.target_modules",
+            )
+        up, down = principal_part(weight, rank, seeded_generator(seed, module))
         root = scaling(module) ** 0.5
         return up / root, down / root
 
@@ -128,7 +137,7 @@ def first_values(
             norms: torch.Tensor = torch.linalg.norm(base(module).float(), dim=1)
             return norms
         if method.is_pissa and kind.startswith(("A.", "B.")):
-            up, down = principal(module, min(shape))
+            up, down = principal(module, shape[0] if kind.startswith("A.") else shape[1])
             if kind.startswith("A."):
                 return down
             return -up if f".{PISSA_RESIDUAL}." in name else up

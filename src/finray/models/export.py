@@ -141,6 +141,10 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
                 where=str(output),
                 repair="the output was deleted; try --dtype fp32, or report this with the model's name",
             )
+        known: dict[str, Any] = {**notes}
+        kept = {name: known[name] for name in _KEPT if name in known}
+        if base is None and kept:
+            _write_json(scratch / NOTES, kept)
         if not merge or base is None:
             return Exported(output, not artifact.is_adapter, used, difference)
         stored = notes.get("quantization")
@@ -150,9 +154,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
             del trained
             packed = load_as_trained(artifact, bits=BITS[trained_on])
             rounding = relative_difference(_logits(packed, probe), _logits(again, probe))
-        known: dict[str, Any] = {**notes}
-        exported = {name: known[name] for name in _KEPT if name in known}
-        exported |= {"merged_onto": base.name, "revision": base.revision}
+        exported: dict[str, Any] = {**kept, "merged_onto": base.name, "revision": base.revision}
         exported |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
         _write_json(scratch / NOTES, exported)
         return Exported(output, True, used, difference, base.name, trained_on, rounding)

@@ -60,7 +60,7 @@ def load_model(
     has_head = task_spec(model.task).adds_head
     try:
         if on_meta:
-            from transformers import AutoConfig
+            from transformers import AutoConfig, GenerationConfig
 
             config = AutoConfig.from_pretrained(**loading_options(model), **classifier.head_options(labels))
             # The model gets plain layers, even if the files hold quantized ones.
@@ -68,6 +68,10 @@ def load_model(
                 del config.quantization_config
             with torch.device("meta"):
                 loaded = auto_class.from_config(config, trust_remote_code=model.trust_remote_code, **options)
+            # As `from_pretrained` does: the tokens that end a turn may stand in this file alone.
+            if loaded.can_generate():
+                with suppress(OSError):
+                    loaded.generation_config = GenerationConfig.from_pretrained(model.name, revision=model.revision)
             if has_head and (folder := Path(model.name).expanduser()).is_dir():
                 # Errors in the files are reported when they are read.
                 with suppress(FinrayError):

@@ -128,7 +128,8 @@ def _per_element(bits: int, dtype: torch.dtype) -> int:
 def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
     """Replace the linear layers of a model on the meta device by quantized ones; returns their number.
 
-    The head, fully trained modules (``keep``, name suffixes) and layers of odd shapes are not replaced.
+    The head, fully trained modules (``keep``, ends of names) with all inside them, and layers of odd shapes are not
+    replaced.
 
     Raises:
         ModelError: there is no linear layer, or bitsandbytes is not installed.
@@ -143,7 +144,7 @@ def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
         and id(module) in body
         and module is not head
         and (module.in_features if bits == 8 else module.weight.numel()) % fill == 0
-        and not any(name == one or name.endswith(f".{one}") for one in keep)
+        and not any(f".{one}." in f".{name}." for one in keep)
     ]
     if not found:
         raise ModelError(

@@ -126,4 +126,4 @@ class SavedLayout:
 
 
 def _rank_dimension(name: str) -> int:
-    return 1 if ".lora_B." in name else 0
+    return 1 if ".lora_B." in name or ".lora_embedding_B" in name else 0

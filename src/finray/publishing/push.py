@@ -23,7 +23,7 @@ from finray.evaluation.artifacts import export_model, find_artifact
 from finray.evaluation.subjects import files_of
 from finray.files import digest_of, require_writable
 from finray.models.artifacts import Artifact
-from finray.publishing.card import Facts, card, scores_of
+from finray.publishing.card import Facts, card, is_hub_id, scores_of
 from finray.publishing.hub import MARK, Hub, Target, public_name
 from finray.results import Result
 
@@ -124,7 +124,14 @@ def push(
         files = model_files(whole)
     elif artifact.base is not None and known is not None:
         files |= {name: text.encode() for name, text in with_base(artifact.folder, known).items()}
-    files.setdefault(MARK, (json.dumps(artifact.notes, indent=2) + "\n").encode())
+    mark = files.get(MARK)
+    text = mark.read_bytes() if isinstance(mark, Path) else mark
+    notes = dict(artifact.notes) if text is None else json.loads(text)
+    for field in ("base_model", "merged_onto"):
+        # The directory of a base model on this machine says nothing to others.
+        if isinstance(local := notes.get(field), str) and not is_hub_id(local):
+            notes[field] = known
+    files[MARK] = (json.dumps(notes, indent=2) + "\n").encode()
     if "README.md" not in files or config is not None:
         files["README.md"] = card(facts).encode()
     size = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for one in files.values())

@@ -185,7 +185,7 @@ class Queue:
         """Append the next token to a row, and report the text that it completes."""
         answer = take(job, token, job.tokenizer, job.stream.token)
         if answer is not None:
-            if len(job.chosen) > len(job.output_ids):
+            if job.chosen and token in job.ends:
                 # The token that ends an answer is not part of it.
                 job.chosen.pop()
             job.stream.end(answer.text)

@@ -42,12 +42,15 @@ class Classifier:
         device = inference_device()
         self.name, self._source, self._created = found.name, settings.model, int(clock())
         self._labels = found.artifact.labels
-        self._packs = packing_of(found.artifact.model).safe
+        packing = packing_of(found.artifact.model)
+        self._packs = packing.safe
         dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
         self._model = load_artifact(found.artifact, dtype=dtype).to(device)
         self._tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
         inner = without_adapter(self._model)
-        limits = (settings.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None))
+        named = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+        # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
+        limits = (settings.max_length, named, packing.positions)
         self.max_length: int | None = min((one for one in limits if one), default=None)
         self._max_queue, self._lock, self._waiting = settings.max_queue, threading.Lock(), 0
         self._counting = threading.Lock()

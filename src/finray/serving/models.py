@@ -126,6 +126,12 @@ def find(settings: Settings) -> Found:
         VLLMEngine.require()
     artifact = artifact_of(settings.model, base=settings.base)
     name = checked_name(settings.name or name_of(settings.model))
+    if name == BASE and artifact.is_adapter:
+        raise ConfigError(
+            f"`{BASE}` is the name of the model under the adapter",
+            where="--name" if settings.name else settings.model,
+            repair="give the adapter another name with --name",
+        )
     task = artifact.model.task
     is_classifier = task in SPECS and SPECS[task].adds_head
     if is_classifier and settings.adapters:

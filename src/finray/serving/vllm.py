@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from finray.evaluation.engines.vllm import VLLMEngine
-from finray.serving.batching import Job, Queue, TokenLogprob
+from finray.serving.batching import Finished, Job, Queue, TokenLogprob
 
 
 class VLLMBatcher(Queue):
@@ -73,6 +73,12 @@ class VLLMBatcher(Queue):
             if job.is_done:
                 self._end([output.request_id])
                 return
+        if output.finished:
+            # It has stopped at what finray does not take for an end.
+            job.is_done = True
+            job.on_event(Finished("length" if made.finish_reason == "length" else "stop", len(job.output_ids)))
+            self._end([output.request_id])
+            return
         self._rows[output.request_id] = job, len(made.token_ids)
 
 

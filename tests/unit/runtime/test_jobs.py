@@ -31,7 +31,6 @@ from finray.runtime.jobs import (
     ("changes", "name"),
     [
         ({"data.source": "https://me:hf_abcdefghijklmnopqrstuv@host/x"}, "HF_TOKEN"),
-        ({"model.chat_template_arguments": {"access_token": "anything"}}, "ACCESS_TOKEN"),
         ({"data.system": "use AKIAABCDEFGHIJKLMNOP"}, "AWS_ACCESS_KEY_ID"),
     ],
 )

@@ -50,7 +50,7 @@ _ASKS = {
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (None, 0)),
     **dict.fromkeys(("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"), (None,)),
     **dict.fromkeys(("begin_suppress_tokens", "sequence_bias", "exponential_decay_length_penalty"), (None,)),
-    **dict.fromkeys(("num_beams", "guidance_scale", "encoder_repetition_penalty"), (None, 1, 1.0)),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), (None, 1, 1.0)),
     **dict.fromkeys(("remove_invalid_values", "penalty_alpha", "watermarking_config"), (None, False)),
 }
 
@@ -270,6 +270,9 @@ class TransformersEngine:
         while rows:
             longest = len(rows[0].prompt)
             fit = len(rows) if pads else sum(len(row.prompt) == longest for row in rows)
+            if self.max_length is not None:
+                # All rows of a batch go on until the last is finished, and a table of positions ends.
+                fit = sum(longest + row.room <= self.max_length for row in rows[:fit])
             batch, rows = rows[: min(fit, self._batch_size)], rows[min(fit, self._batch_size) :]
             tokens_BT = torch.full((len(batch), longest), pad, dtype=torch.int64)
             mask_BT = torch.zeros_like(tokens_BT)
@@ -285,6 +288,8 @@ class TransformersEngine:
                     pad_token_id=pad,
                     eos_token_id=None,
                     use_cache=True,
+                    # Whose logits are those of several rows for each.
+                    num_beams=1,
                     repetition_penalty=penalty,
                     logits_processor=[driver],
                     stopping_criteria=[_Done(batch)],

@@ -143,9 +143,12 @@ class VLLMEngine:
                 repair="use `--engine transformers`",
             ) from None
         self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
-        generation = GenerationConfig.from_model_config(config)
-        if (Path(model) / "generation_config.json").is_file():
-            generation = GenerationConfig.from_pretrained(model)
+        try:
+            revision = None if self._is_merged else source.get("revision")
+            generation = GenerationConfig.from_pretrained(model, revision=revision)
+        except OSError:
+            # It has none.
+            generation = GenerationConfig.from_model_config(config)
         self.generation, self._ends = generation, end_tokens(self.tokenizer, generation)
         self._penalty = float(generation.repetition_penalty or 1.0)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
+from finray.config.tasks import less_is_better, metric_name
 from finray.errors import ConfigError, FinrayError
 from finray.files import first_line
 
@@ -116,6 +117,7 @@ class OwnScore(SummedScore):
     def __init__(self, function: Callable[[list[str], list[str]], Any], name: str) -> None:
         super().__init__()
         self._function, self._name = function, name
+        self.lower_is_better = less_is_better(metric_name(name))
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
         """The values of rows, or None if the function returns a single number."""
