@@ -452,6 +452,30 @@ def test_a_setting_of_a_source_in_a_mix_that_would_be_ignored_is_refused(
     assert said in "\n".join(caught.value.problems)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "workers", "said"),
+    [
+        ({"strategy": "fsdp", "shard_size": 3}, 4, "parallel.shard_size: 3 does not divide 4 workers"),
+        ({"strategy": "fsdp", "shard_size": 8}, 4, "parallel.shard_size: 8 does not divide 4 workers"),
+        ({"strategy": "fsdp", "shard_size": 2}, 4, None),
+        ({"shard_size": 2}, 4, "parallel.shard_size has no effect with parallel.strategy ddp"),
+        ({"cpu_offload": True}, 1, "parallel.cpu_offload has no effect with parallel.strategy ddp"),
+        ({"strategy": "deepspeed", "cpu_offload": True}, 1, None),
+        ({"strategy": "auto", "cpu_offload": True}, 1, None),
+    ],
+)
+def test_settings_of_shards_that_fit_nothing_are_refused(
+    parallel: dict[str, Any], workers: int, said: str | None
+) -> None:
+    raw = {**SMALL, "parallel": parallel, "cluster": {"num_workers": workers}}
+    if said is None:
+        build_config(raw, source="test")
+        return
+    with pytest.raises(ConfigError) as caught:
+        build_config(raw, source="test")
+    assert said in "\n".join(caught.value.problems)
+
+
 def test_a_column_called_token_is_no_secret() -> None:
     config = load_config(None, ["model.name=m", "data.source=d", "data.field_mapping={text: token}"])
     plain = {**config.plain()["data"], "field_mapping": {"token": "a", "password": "b"}}
@@ -542,6 +566,8 @@ def test_tokens_of_a_template_are_no_secrets() -> None:
     arguments |= {"max_new_tokens": 5, "keywords": ["a"], "pad_token": None}
     assert ModelConfig(name="m", chat_template_arguments=arguments).chat_template_arguments == arguments
     # What a run's directory holds is read again, and renders the same.
+    with pytest.raises(ValueError, match="access_token looks like a secret"):
+        ModelConfig(name="m", chat_template_arguments={"access_token": "anything"})
     nested = {**arguments, "style": {"think_token": "<t>"}, "turns": [{"end_token": "<e>"}]}
     assert redact_saved({"chat_template_arguments": nested}) == {"chat_template_arguments": nested}
     assert redact_saved({"other": {"think_token": "<t>"}}) == {"other": {"think_token": MASK}}

@@ -73,6 +73,31 @@ def test_the_base_is_of_the_revision_that_the_adapter_was_trained_on(folder: Pat
     assert with_start(config(folder, model={"name": "copy", "revision": "v2"})).model.revision == "v2"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "task", "said"),
+    [
+        ("SEQ_CLS", "sequence_classification", None),
+        ("CAUSAL_LM", "causal_lm", None),
+        (None, "causal_lm", None),
+        ("CAUSAL_LM", "sequence_classification", "the adapter is for CAUSAL_LM"),
+        (None, "sequence_classification", "the adapter is for no task that it names"),
+        ("SEQ_CLS", "causal_lm", "the adapter is for SEQ_CLS, and model.task causal_lm needs CAUSAL_LM"),
+    ],
+)
+def test_an_adapter_of_another_task_is_refused_and_a_classifiers_head_is_no_setting(
+    folder: Path, theirs: str | None, task: str, said: str | None
+) -> None:
+    # As PEFT writes it for a classifier, whatever its head is called.
+    saved = ["classifier", "score"] if theirs == "SEQ_CLS" else None
+    settings = {**SETTINGS, "task_type": theirs, "modules_to_save": saved}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    if said is None:
+        assert with_start(config(folder, model={"task": task})).adapter.modules_to_save == []
+        return
+    with pytest.raises(ConfigError, match=said):
+        with_start(config(folder, model={"task": task}))
+
+
 def test_a_finished_run_stands_for_its_adapter(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

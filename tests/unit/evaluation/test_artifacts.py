@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from finray.checkpoint import copies
 from finray.checkpoint.copies import push, push_folder
 from finray.checkpoint.objects import Objects
+from finray.checkpoint.remote import RemoteStore
 from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import Precision
 from finray.errors import FinrayError, ModelError
@@ -103,6 +105,37 @@ def test_a_run_that_is_not_finished_stands_for_its_newest_valid_checkpoint(run_d
     assert find_artifact(run_dir).folder == run_dir / "checkpoint-000002"
     runs.flip(run_dir / "checkpoint-000002" / "adapter_model.safetensors")
     assert find_artifact(run_dir).folder == run_dir / "checkpoint-000001"
+
+
+def test_a_checkpoint_of_an_earlier_run_at_a_url_is_not_taken_for_one_of_it(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy on this machine still has it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"memory://{tmp_path.name}-{id(tmp_path)}/runs/run"
+    objects = Objects(url)
+    push(run_dir, objects, ["config.yaml"])
+    store = RemoteStore(tmp_path / "trainer", objects)
+    store.take()
+
+    def save(step: int, text: str) -> None:
+        def fill(folder: Path) -> None:
+            shutil.copytree(run_dir / "checkpoint-000001", folder, dirs_exist_ok=True)
+            (folder / "manifest.json").unlink()
+            (folder / "README.md").write_text(text)
+
+        store.commit(scratch := store.begin(step), step, store.fill(scratch, step, fill), metrics={})
+        store.leave(scratch)
+
+    save(3, "old")
+    assert (find_artifact(url).folder / "README.md").read_text() == "old"
+    copies.move_aside(objects, f"{url}.before")
+    push(run_dir, Objects(url), ["config.yaml"])
+    store = RemoteStore(tmp_path / "again", Objects(url))
+    store.take()
+    save(1, "new")
+    assert (find_artifact(url).folder / "README.md").read_text() == "new"
+    assert artifact_of(url).folder == find_artifact(url).folder
 
 
 def test_a_directory_of_weights_stands_for_itself(run_dir: Path) -> None:

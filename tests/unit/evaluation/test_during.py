@@ -58,6 +58,10 @@ class Engine:
         for row, prompt in reversed(list(enumerate(prompts))):
             yield SimpleNamespace(row=row, text=str(prompt[-1] + 10) if prompt[0] < 13 else "else")
 
+    def close(self) -> None:
+        """The model has its attention again."""
+        self.seen.append("closed")
+
 
 class Model:
     """A model with finray's attention, which can have only some of Transformers'."""
@@ -126,7 +130,7 @@ def test_prompts_are_answered_with_transformers_attention_in_the_precision_of_tr
     usual = model.attention
     answers = made(precision, max_new_tokens=9, batch_size=3)
     assert answers._answer(model, [[10, 20], [14, 24], [12, 22]], lambda share: None) == ["30", "else", "32"]
-    assert seen == [(inside, autocast, {"batch_size": 3}), (9, 0.0)]
+    assert seen == [(inside, autocast, {"batch_size": 3}), (9, 0.0), "closed"]
     assert model.attention == usual
     monkeypatch.setattr(Engine, "generate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

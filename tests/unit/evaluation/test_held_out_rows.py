@@ -63,6 +63,18 @@ def loss_of(model: Any, tokenizer: Any, rows: list[list[dict[str, str]]]) -> flo
     return sum(losses) / len(losses)
 
 
+@pytest.mark.parametrize("override", ["data.eval_ratio=0.2", "run.seed=99"])
+def test_rows_that_were_trained_on_are_not_held_out_by_another_ratio_or_seed(
+    train: Train, tmp_path: Path, override: str
+) -> None:
+    run_dir = train(**{"data.eval_source": None, "data.eval_ratio": 0.5})
+    own = evaluate(run_dir)
+    again = evaluate(run_dir, [override], output=tmp_path / "again")
+    assert [one.where for one in again.predictions] == [one.where for one in own.predictions]
+    assert again.tuned.loss == own.tuned.loss
+    assert own.rows == 3
+
+
 def test_the_prompt_is_all_before_the_last_answer_and_the_reference_that_answer(found: Comparison) -> None:
     assert found.rows == 3
     for number, prediction in enumerate(found.predictions, start=6):

@@ -16,7 +16,7 @@ import torch
 
 from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError, DataError
-from finray.evaluation.scores.base import Answered, Score, blaming, score_named
+from finray.evaluation.scores.base import Answered, OwnScore, Score, blaming, score_named
 from finray.evaluation.scores.code import pass_at_k, passes
 from finray.evaluation.scores.match import normalized, number_in
 from tests.support.pairs import json_pairs, pairs
@@ -340,6 +340,12 @@ def test_a_checker_says_what_is_right(checker: str, answer: str, right: bool) ->
 )
 def test_code_that_takes_too_much_is_wrong_and_ends(checker: str, answer: str) -> None:
     assert passes(checker, answer, {"given": 3, "wanted": 4}, seconds=3, memory_mb=512) is False
+
+
+def test_a_function_of_your_own_is_better_the_less_it_is_where_its_name_says_so() -> None:
+    """As in training, and in a report."""
+    for name, less in (("my:word_error_rate", True), ("my.errors:closeness", False), ("my:eval_loss", True)):
+        assert OwnScore(lambda answers, references: 0.0, name).lower_is_better is less
 
 
 def test_pass_at_k_is_over_all_attempts_of_a_row(checker: str) -> None:

@@ -81,6 +81,16 @@ def test_a_whole_model_is_written_in_the_dtype_that_was_asked_for(
     assert "finray.json" not in names(tmp_path / "out")
 
 
+def test_a_model_that_was_trained_whole_says_what_it_was_trained_for(tiny_model_dir: Path, tmp_path: Path) -> None:
+    trained = tmp_path / "trained"
+    shutil.copytree(tiny_model_dir, trained)
+    notes = {"task": "causal_lm", "system": "Answer in French.", "rows": "chat", "base_model": str(tiny_model_dir)}
+    (trained / "finray.json").write_text(json.dumps(notes))
+    exported = export(read_artifact(trained), tmp_path / "out", merge=True, dtype="fp32")
+    del notes["base_model"]
+    assert json.loads((exported.folder / "finray.json").read_text()) == notes
+
+
 def test_weights_that_fp16_cannot_hold_are_refused_and_bf16_holds_them(tiny_model_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from finray.config.schema import AdapterConfig
+from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.adapter_methods import DORA, LORA, PISSA, first_values, kaiming_a_zero_b
 
@@ -102,6 +103,9 @@ def test_dora_begins_with_the_norms_of_the_rows_and_pissa_with_the_principal_par
     residual = value("m.lora_B.pissa_residual.weight", torch.Size((7, 2)))
     assert torch.equal(residual, -up)
     assert torch.equal(value("m.lora_A.pissa_residual.weight", torch.Size((2, 5))), down)
+    with pytest.raises(ModelError, match="PiSSA of rank 6 needs matrices that are as large: `m` is 7 x 5") as caught:
+        value("m.lora_A.default.weight", torch.Size((6, 5)))
+    assert "5 or less" in str(caught.value.repair)
     # A table has no principal parts.
     assert value("m.lora_embedding_B.default.weight", torch.Size((7, 2))).any()
 

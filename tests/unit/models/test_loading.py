@@ -217,6 +217,26 @@ def test_an_index_that_points_out_of_the_directory_is_not_followed(folder: Path)
         load_model(ModelConfig(name=str(folder)), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("bits", [None, 4])
+def test_what_ends_a_turn_is_read_from_the_generation_config_however_the_model_is_built(
+    folder: Path, tmp_path: Path, bits: int | None
+) -> None:
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"eos_token_id": [2, 5], "repetition_penalty": 1.3}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    adapter = AdapterConfig(method="none" if bits is None else "lora")
+    options: dict[str, Any] = {"precision": "fp32", "attention_name": None, "bits": bits, "seed": 0}
+    model = build_model(
+        ModelConfig(name=str(folder)), adapter, device=torch.device("cpu"), on_meta=bits is None, **options
+    )
+    model = model if bits is None else model.get_base_model()
+    assert (model.generation_config.eos_token_id, model.generation_config.repetition_penalty) == ([2, 5], 1.3)
+    # A model without the file has what its configuration says.
+    (folder / "generation_config.json").unlink()
+    plain = load_model(ModelConfig(name=str(folder)), dtype=torch.float32, on_meta=True)
+    assert plain.generation_config.eos_token_id == plain.config.eos_token_id
+
+
 def test_what_is_sharded_is_built_with_plain_layers_where_the_files_are_quantized(folder: Path) -> None:
     quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     model = load_model(configure(folder, quantization_config=quantized), dtype=torch.float32, on_meta=True)

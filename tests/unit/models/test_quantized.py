@@ -106,6 +106,14 @@ def test_the_head_and_what_is_trained_whole_stay_as_they_are() -> None:
     assert kinds["model.layers.1.mlp.up_proj"] is QuantizedLinear
 
 
+def test_all_layers_in_a_module_that_is_trained_whole_stay_as_they_are() -> None:
+    with torch.device("meta"):
+        model = tiny.build_model("llama")
+    assert quantize_layers(model, 4, dtype=torch.bfloat16, keep=["mlp", "layers.1.self_attn"]) == 4
+    quantized = {name for name, module in model.named_modules() if type(module) is QuantizedLinear}
+    assert quantized == {f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"}
+
+
 def test_a_model_without_linear_layers_is_refused() -> None:
     with torch.device("meta"):
         model = tiny.build_model("gpt2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,32 @@ def test_probabilities_are_the_models_own(models: Models, folder: Path) -> None:
         right = logits[place].log_softmax(-1)
         assert each.logprob == pytest.approx(float(right[each.token]), abs=1e-4)
         assert [token for token, _ in each.top] == right.topk(2).indices.tolist()
+
+
+def test_the_token_that_ends_an_answer_has_no_probability_in_it(models: Models) -> None:
+    free = Heard(models, "two", PROMPTS[0], Sampling(8))
+    models.batcher.submit([free.job])
+    work(models, lambda: free.is_over)
+    told = free.job.output_ids
+    # The first token that is not one of those before it ends the answer.
+    at = next(place for place in range(2, len(told)) if told[place] not in told[:place])
+    one = Heard(models, "two", PROMPTS[0], Sampling(8), top=1)
+    one.job.ends = frozenset({told[at]})
+    models.batcher.submit([one.job])
+    work(models, lambda: one.is_over)
+    chosen = [each.token for event in one.events if isinstance(event, Piece) for each in event.logprobs]
+    assert chosen == one.job.output_ids == told[:at]
+
+
+def test_an_adapter_cannot_have_the_name_of_the_model_under_it(folder: Path) -> None:
+    for options in ({"name": "base"}, {}):
+        model = folder / "two"
+        if not options:
+            model = folder / "run" / "base"
+            model.parent.mkdir(exist_ok=True)
+            shutil.copytree(folder / "two", model)
+        with pytest.raises(ConfigError, match="`base` is the name of the model under the adapter"):
+            find(Settings(str(model), dtype="fp32", **options))
 
 
 def test_text_comes_piece_by_piece_and_ends_before_a_stop_string(models: Models) -> None:

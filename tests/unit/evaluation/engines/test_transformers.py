@@ -289,6 +289,25 @@ def test_a_merged_adapter_answers_as_the_two_together_and_its_base_cannot(tiny_a
     assert by_row(whole.generate(PROMPTS, Sampling(NEW), adapter=False)) == answers[2]
 
 
+def test_beams_of_the_generation_config_are_not_searched() -> None:
+    for family in ("llama", "bloom"):
+        model = tiny.build_model(family).eval()
+        expected = [plain(model, prompt, 6) for prompt in PROMPTS[:4]]
+        model.generation_config.num_beams = 3
+        found = by_row(TransformersEngine.of(model, Words(), batch_size=2).generate(PROMPTS[:4], Sampling(6)))
+        assert [list(found[row].tokens) for row in range(4)] == expected
+
+
+def test_a_row_near_the_end_of_the_table_of_positions_is_not_batched_with_one_that_goes_on() -> None:
+    model = tiny.build_model("gpt2").eval()
+    model.generation_config.no_repeat_ngram_size = 600
+    limit = model.config.n_positions
+    prompts = [(PROMPTS[6] * 99)[: limit - 3], PROMPTS[3]]
+    found = by_row(TransformersEngine.of(model, Words(), batch_size=2).generate(prompts, Sampling(NEW)))
+    for row, new in ((0, 3), (1, NEW)):
+        assert list(found[row].tokens) == plain(model, prompts[row], new)
+
+
 def test_a_row_of_a_batch_that_leaves_little_room_does_not_shorten_the_others() -> None:
     model = tiny.build_model("llama").eval()
     # More than this room asks for nothing, and has Transformers answer in padded batches.
