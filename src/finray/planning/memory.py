@@ -363,7 +363,8 @@ def _others(config: Config, resolved: Resolved, device: Device) -> dict[str, lis
             found["precision"] = ["bf16-true"]
     if device.kind == "cuda":
         found["activation_offload"] = [True]
-        if resolved.strategy == "fsdp" or (resolved.strategy == "deepspeed" and not config.parallel.deepspeed_config):
+        # Of FSDP2 it was never seen on a GPU.
+        if resolved.strategy == "deepspeed" and not config.parallel.deepspeed_config:
             found["cpu_offload"] = [True]
         if resolved.strategy != "ddp" or config.parallel.strategy == "auto":
             found["num_workers"] = [resolved.world_size * factor for factor in (2, 4, 8)]
