@@ -239,10 +239,11 @@ class Loop:
         if request not in ("", "save"):
             self.ended_by = request
         self.stopped = (bool(self.ended_by) or self.stopped) and not last
-        if self.stopped and self._window.tokens:
-            self._log_step(data, rate, numbers)
         due = self._is_due(config.checkpoint, data.items) or is_wanted or request == "save"
         is_stored = last or due or self.stopped
+        if is_stored and self._window.tokens:
+            # A run that continues from here begins with an empty window.
+            self._log_step(data, rate, numbers)
         behind = is_stored and config.checkpoint.asynchronous and not (last or self.stopped or request == "save")
         # A checkpoint written in the background may still fail.
         if self.memory is not None and (behind or not is_stored) and state.step % self.memory.interval == 0:
