@@ -1,0 +1,33 @@
+"""What a model card does not say: where things are on the machine that trained the model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finray.config.load import build_config
+from finray.publishing import card
+
+
+def test_other_models_have_the_names_of_their_directories() -> None:
+    score = {"exact_match": {"value": 0.5, "low": 0.4, "high": 0.6}}
+    other = "/home/me/secret/runs/first-try"
+    says = [f"tuned is better than {other} on exact match", "tuned is better than org/model on exact match"]
+    scores = {"rows": 3, "models": {other: score, "org/model": score, "tuned": score}, "says": says}
+    text = card._scores(SimpleNamespace(scores=scores))  # type: ignore[arg-type]
+    assert "secret" not in text
+    assert "|  | first-try | org/model | tuned |" in text
+    assert "tuned is better than first-try on exact match" in text
+    assert "tuned is better than org/model on exact match" in text
+
+
+@pytest.mark.parametrize("field", ["tracking.mlflow_uri", "run.output_dir", "prepare.dir", "cluster.address"])
+def test_no_address_is_in_the_config(field: str) -> None:
+    section, name = field.split(".")
+    raw: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}, section: {name: "s3://10.0.0.5/x"}}
+    text = card._again(SimpleNamespace(config=build_config(raw, source="test"), version="1"))  # type: ignore[arg-type]
+    assert "finray train" in text
+    assert "10.0.0.5" not in text
+    assert name not in text
