@@ -89,6 +89,18 @@ def test_a_killed_run_goes_on_in_another_directory_as_if_nothing_had_been(
     assert bucket.get("runs/run/metrics.jsonl") == (tmp_path / "second" / "metrics.jsonl").read_bytes()
 
 
+def test_a_run_that_is_killed_before_its_first_checkpoint_is_the_same_run_to_trackers(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
+) -> None:
+    """What a start finds behind the URL replaces what lies here."""
+    runs.assemble_alone(tiny_on_s3, tmp_path / "run")
+    first = (tmp_path / "run" / "run_id").read_text()
+    assert bucket.get("runs/run/run_id").decode() == first
+    for folder in ("run", "elsewhere"):
+        runs.assemble_alone(tiny_on_s3, tmp_path / folder)
+        assert (tmp_path / folder / "run_id").read_text() == first
+
+
 def test_what_workers_print_is_behind_the_url_and_ranks_on_other_machines_bring_their_own(
     tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
 ) -> None:
