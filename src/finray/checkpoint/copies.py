@@ -58,7 +58,12 @@ def local_copy(run: str | Path, *, weights: bool = True, local_dir: str | None =
         )
     path = copy_path(objects.url, local_dir)
     path.mkdir(parents=True, exist_ok=True)
+    before = _id_of(path)
     pull(path, objects, SMALL)
+    if before is not None and before != _id_of(path):
+        # Another run is there now: checkpoints of the one before are not its own.
+        for folder in path.glob("checkpoint-*"):
+            shutil.rmtree(folder, ignore_errors=True)
     if not weights:
         pull(path, objects, objects.files(EVALUATION))
         return path
@@ -82,6 +87,11 @@ def local_copy(run: str | Path, *, weights: bool = True, local_dir: str | None =
                 continue
             break
     return path / inner
+
+
+def _id_of(run_dir: Path) -> bytes | None:
+    file = run_dir / RUN_ID
+    return file.read_bytes() if file.is_file() else None
 
 
 def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:

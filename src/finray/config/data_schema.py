@@ -21,7 +21,7 @@ FIELDS = (
 
 
 class SourceConfig(Section):
-    """One of several sources that are mixed. A field that is not set has the value of the data section."""
+    """One of several sources that are mixed. What is not set of how rows are read is that of the data section."""
 
     source: str = Field(description="As `data.source`.")
     subset: str | None = Field(None, description="As `data.subset`.")
@@ -150,7 +150,8 @@ class DataConfig(Section):
                 known = ", ".join(sorted(FIELDS))
                 raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {known}")
         for number, one in enumerate(self.mix):
-            if self.converter is not None and (one.input_template or one.field_mapping or one.format):
+            own = one.input_template or one.field_mapping or one.format not in (None, "auto")
+            if self.converter is not None and own:
                 raise ValueError(
                     f"data.mix.{number}: data.converter replaces format, field_mapping and templates; leave these out"
                 )

@@ -95,6 +95,9 @@ def _secrets(value: Any, name: str = "") -> Iterator[str]:
             named = re.fullmatch(r"[\w.=+/-]+" if named else r"[\w.=+/-]{16,}", value) is not None
         if named or redact_text(value, environ={}) != value:
             yield name
+    elif type(value) in (int, float) and is_secret_name(name) and not name.lower().endswith("_token"):
+        # `max_token: 5` is no credential, and `password: 12345678` is one.
+        yield name
 
 
 class ModelConfig(Section):
@@ -243,9 +246,6 @@ class ParallelConfig(Section):
         for name in ("zero_stage", "deepspeed_config"):
             if getattr(self, name) is not None and self.strategy != "deepspeed":
                 raise ValueError(f"parallel.{name} has no effect with parallel.strategy {self.strategy}")
-        if self.strategy == "ddp" and (self.cpu_offload or self.shard_size is not None):
-            name = "cpu_offload" if self.cpu_offload else "shard_size"
-            raise ValueError(f"parallel.{name} has no effect with parallel.strategy ddp; set that to fsdp")
         return self
 
 
@@ -483,10 +483,6 @@ class Config(Section):
             raise ValueError(
                 "parallel.shard_size: must divide the number of workers, but cluster.num_workers lets it change; "
                 "leave it out"
-            )
-        if self.parallel.shard_size is not None and self.cluster.max_workers % self.parallel.shard_size:
-            raise ValueError(
-                f"parallel.shard_size: {self.parallel.shard_size} does not divide {self.cluster.max_workers} workers"
             )
         if self.parallel.strategy == "deepspeed" and self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(

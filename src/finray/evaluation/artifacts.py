@@ -11,11 +11,8 @@ import torch
 
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.copies import local_copy
-from finray.checkpoint.objects import Objects
-from finray.checkpoint.remote import RemoteStore
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir
 from finray.checkpoint.store import ATTEMPT_FILE
-from finray.config.paths import is_url
 from finray.config.schema import ModelConfig
 from finray.errors import CheckpointError, ModelError, did_you_mean_path
 from finray.hardware import cpu_has_bf16
@@ -42,7 +39,6 @@ def find_artifact(path: str | Path, *, base: str | None = None) -> Artifact:
     Raises:
         FinrayError: there is no model, or it is damaged.
     """
-    url = str(path).rstrip("/") if is_url(str(path)) else None
     path = Path(local_copy(path)).expanduser()
     if not path.is_dir():
         raise ModelError(
@@ -55,9 +51,7 @@ def find_artifact(path: str | Path, *, base: str | None = None) -> Artifact:
     if folder == run.path and not run.final.exists():
         if run.summary_file.exists():
             raise ModelError("the run is finished, but its final/ is missing", where=str(run.final), repair=_AGAIN)
-        # What is in the copy of a run behind a URL may be of an earlier run there.
-        store = CheckpointStore(run.path) if url is None else RemoteStore(run.path, Objects(url))
-        latest = store.latest()
+        latest = CheckpointStore(run.path).latest()
         if latest is None:
             raise ModelError("the run has no checkpoint yet", where=str(path), repair="run `finray train` first")
         _require_listed(latest.path, latest.files)
@@ -82,8 +76,7 @@ def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
     Raises:
         FinrayError: there is no model, or it is damaged.
     """
-    if is_url(str(model)):
-        return find_artifact(model, base=base)
+    model = local_copy(model)
     path = Path(model).expanduser()
     if path.is_dir() or base is not None or _is_beside_runs(path):
         return find_artifact(path, base=base)

@@ -206,8 +206,14 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
     if nodes is None:
         nodes = math.ceil(total / (each or 8)) if gpu else 1
     if gpu and each is None:
-        # Alike on all machines; some may be left over.
+        # Alike on all machines; some may be left over on the last.
         each = math.ceil(total / nodes)
+        if nodes > math.ceil(total / each):
+            raise ConfigError(
+                f"{workers} workers use {total} GPUs, and {nodes} machines would not all be used",
+                where="--nodes",
+                repair=f"ask for {math.ceil(total / each)} or fewer, or set cluster.num_workers to more",
+            )
     elif gpu and each and nodes * each > total:
         raise ConfigError(
             f"{nodes} x {each} are {nodes * each} GPUs, and {workers} worker{'s' if workers > 1 else ''} of "

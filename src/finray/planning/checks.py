@@ -71,6 +71,8 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
         check_start,
         deepspeed_config.check,
         check_quantization,
+        check_shards,
+        check_sources,
         check_evaluation,
         check_export,
     ):
@@ -79,6 +81,36 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
         except FinrayError as error:
             problems.append(error)
     return problems
+
+
+def check_shards(config: Config) -> None:
+    """See that what the config says of shards has an effect.
+
+    Raises:
+        ConfigError: it has none, or does not divide the workers.
+    """
+    parallel, workers = config.parallel, config.cluster.max_workers
+    if parallel.strategy == "ddp" and (parallel.cpu_offload or parallel.shard_size is not None):
+        name = "cpu_offload" if parallel.cpu_offload else "shard_size"
+        raise ConfigError(
+            "has no effect with parallel.strategy ddp",
+            where=f"parallel.{name}",
+            repair=f"leave it out, or set parallel.strategy to {'deepspeed' if parallel.cpu_offload else 'fsdp'}",
+        )
+    if parallel.shard_size is not None and workers % parallel.shard_size:
+        raise ConfigError(f"{parallel.shard_size} does not divide {workers} workers", where="parallel.shard_size")
+
+
+def check_sources(config: Config) -> None:
+    """See that what names a dataset of the Hub belongs to one.
+
+    Raises:
+        ConfigError: it is said of a mix, whose sources have their own.
+    """
+    for name in ("subset", "revision"):
+        if config.data.mix and getattr(config.data, name) is not None:
+            repair = "write it into the entries that it is meant for"
+            raise ConfigError("has no effect on data.mix", where=f"data.{name}", repair=repair)
 
 
 def check_extensions(config: Config) -> None:

@@ -176,6 +176,8 @@ def make_plan(
                 found.warn(message, "tracking.trackers")
         except FinrayError as error:
             found.problem(error)
+    elif offline and {"wandb", "mlflow"} & {*config.tracking.trackers}:
+        found.skip("whether the trackers accept their keys", "tracking.trackers")
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     report = _report(config, examine, found)

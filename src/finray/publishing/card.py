@@ -99,7 +99,7 @@ def _front(facts: Facts) -> dict[str, Any]:
     found |= {name: facts.card[name] for name in _LICENCE if facts.card.get(name)}
     if facts.card.get("language"):
         found["language"] = facts.card["language"]
-    if datasets := [name for name in _sources(facts.config) if is_hub_id(name)]:
+    if datasets := [name for name in _sources(facts.config) if _is_hub_id(name)]:
         found["datasets"] = datasets
     method = None if facts.config is None else facts.config.adapter.method
     found["tags"] = [
@@ -115,7 +115,7 @@ def _front(facts: Facts) -> dict[str, Any]:
             if isinstance(one, Mapping)
         ]
         made_of = (facts.scores["made_by"].get("data") or {}).get("source") or "held-out rows"
-        rows = {"name": _short(str(made_of)), "type": str(made_of) if is_hub_id(str(made_of)) else "custom"}
+        rows = {"name": _short(str(made_of)), "type": str(made_of) if _is_hub_id(str(made_of)) else "custom"}
         task = {"type": _TAGS.get(task_of(facts.artifact.notes), "text-generation")}
         result = {"task": task, "dataset": rows, "metrics": values}
         found["model-index"] = [{"name": facts.repo.rpartition("/")[2], "results": [result]}]
@@ -153,11 +153,13 @@ def _scores(facts: Facts) -> str:
         [score.replace("_", " "), *(_interval(models[name].get(score)) for name in names)]
         for score in models[names[-1]]
     ]
-    head = ["", *map(_short, names)]
-    lines = [f"## Evaluation\n\nOn {found['rows']:,} rows, with 95 % intervals:\n", _table(head, rows)]
+    short = {name: _short(name) for name in names}
+    if len({*short.values()}) < len(names):
+        short = {name: f"{_short(name)} ({number})" for number, name in enumerate(names, start=1)}
+    lines = [f"## Evaluation\n\nOn {found['rows']:,} rows, with 95 % intervals:\n", _table(["", *short.values()], rows)]
     for one in found.get("says") or ():
-        for name in names:
-            one = one.replace(name, _short(name))
+        for name in sorted(names, key=len, reverse=True):
+            one = one.replace(name, short[name])
         lines.append(f"\n{one}")
     seen = found.get("in_training_data") or {}
     if seen.get("rows"):
@@ -177,7 +179,7 @@ def _data(facts: Facts) -> str:
         return ""
     data = facts.config.data
     named = (
-        f"[{one}](https://huggingface.co/datasets/{one})" if is_hub_id(one) else f"`{_short(one)}`"
+        f"[{one}](https://huggingface.co/datasets/{one})" if _is_hub_id(one) else f"`{_short(one)}`"
         for one in _sources(facts.config)
     )
     return f"## Data\n\nTrained on {', '.join(named)}, of which rows have at most {data.max_length:,} tokens."
@@ -300,12 +302,11 @@ def _sources(config: Config | None) -> list[str]:
     return list(dict.fromkeys(one for one in found if one))
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether a model's name is one of the Hub, and not a path."""
+def _is_hub_id(name: str) -> bool:
     path = Path(name).expanduser()
     return not (is_url(name) or path.is_absolute() or path.exists() or name.startswith(".") or name.count("/") != 1)
 
 
 def _short(name: str) -> str:
     """The last component of a path or URL."""
-    return name if is_hub_id(name) else name.rstrip("/").rpartition("/")[2].partition("?")[0]
+    return name if _is_hub_id(name) else name.rstrip("/").rpartition("/")[2].partition("?")[0]

@@ -23,7 +23,7 @@ from finray.evaluation.artifacts import export_model, find_artifact
 from finray.evaluation.subjects import files_of
 from finray.files import digest_of, require_writable
 from finray.models.artifacts import Artifact
-from finray.publishing.card import Facts, card, is_hub_id, scores_of
+from finray.publishing.card import Facts, card, scores_of
 from finray.publishing.hub import MARK, Hub, Target, public_name
 from finray.results import Result
 
@@ -129,8 +129,8 @@ def push(
     notes = dict(artifact.notes) if text is None else json.loads(text)
     for field in ("base_model", "merged_onto"):
         # The directory of a base model on this machine says nothing to others.
-        if isinstance(local := notes.get(field), str) and not is_hub_id(local):
-            notes[field] = known
+        if isinstance(name_here := notes.get(field), str):
+            notes[field] = public_name(name_here, known, merged=True)
     files[MARK] = (json.dumps(notes, indent=2) + "\n").encode()
     if "README.md" not in files or config is not None:
         files["README.md"] = card(facts).encode()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from finray.evaluation.engines.vllm import VLLMEngine
-from finray.serving.batching import Finished, Job, Queue, TokenLogprob
+from finray.serving.batching import Finished, Job, Piece, Queue, TokenLogprob
 
 
 class VLLMBatcher(Queue):
@@ -76,6 +76,9 @@ class VLLMBatcher(Queue):
         if output.finished:
             # It has stopped at what finray does not take for an end.
             job.is_done = True
+            job.stream.end(str(job.tokenizer.decode(job.output_ids, skip_special_tokens=True)))
+            if job.pieces or job.chosen:
+                job.on_event(Piece("".join(job.pieces), tuple(job.chosen)))
             job.on_event(Finished("length" if made.finish_reason == "length" else "stop", len(job.output_ids)))
             self._end([output.request_id])
             return

@@ -36,6 +36,9 @@ def require_access(tracking: TrackingConfig) -> list[str]:
                 _CHECKS[name](tracking)
             except FinrayError:
                 raise
+            except ImportError:
+                # That its package is missing is said elsewhere, with what to install.
+                continue
             except OSError as error:
                 reason = getattr(error, "reason", None) or error
                 warnings.append(

@@ -241,15 +241,17 @@ class Loop:
         self.stopped = (bool(self.ended_by) or self.stopped) and not last
         due = self._is_due(config.checkpoint, data.items) or is_wanted or request == "save"
         is_stored = last or due or self.stopped
-        if is_stored and self._window.tokens:
-            # A run that continues from here begins with an empty window.
-            self._log_step(data, rate, numbers)
         behind = is_stored and config.checkpoint.asynchronous and not (last or self.stopped or request == "save")
         # A checkpoint written in the background may still fail.
-        if self.memory is not None and (behind or not is_stored) and state.step % self.memory.interval == 0:
+        memory = self.memory if behind or not is_stored else None
+        memory = memory if memory is not None and state.step % memory.interval == 0 else None
+        if (is_stored or memory is not None) and self._window.tokens:
+            # A run that continues from here begins with an empty window.
+            self._log_step(data, rate, numbers)
+        if memory is not None:
             started = self.clock()
-            self.memory.ready()
-            self.memory.begin(self._snapshot(self.memory.buffers), state.step)
+            memory.ready()
+            memory.begin(self._snapshot(memory.buffers), state.step)
             self.phases["checkpoint"] += self.clock() - started
         if not is_stored:
             return

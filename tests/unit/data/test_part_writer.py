@@ -124,10 +124,3 @@ def test_a_row_that_takes_too_long_ends_the_part_where_other_bad_rows_are_droppe
     assert (found.message, found.repair, found.overdue) == ("is slow (data.converter)", "look for a loop", True)
     assert str(found.where).endswith("rows.jsonl:3")
     assert seen == ["one", "bad", "one", "bad", "slow"], "the next row would take as long"
-
-
-def test_a_source_of_a_mix_has_the_subset_and_revision_of_the_section_where_it_says_none(preparing: Preparing) -> None:
-    mix = [{"source": "org/a"}, {"source": "org/b", "subset": "own", "revision": "v2"}]
-    settings = Settings.of(preparing.config(None, mix=mix, subset="main", revision="v1"))
-    found = [(one.source.name, one.source.subset, one.source.revision) for one in plan_streams(settings)]
-    assert found == [("org/a", "main", "v1"), ("org/b", "own", "v2")]

@@ -167,6 +167,7 @@ def test_the_form_with_replicas_names_workers_once(name: str, tmp_path: Path) ->
         ({}, {"secrets": ("hf_abcdefghijklmnopqrstuv",)}, "not the secret itself"),
         ({}, {"secrets": ("HF_TOKEN=x",)}, "not the secret itself"),
         ({}, {"nodes": 1, "max_nodes": 3}, "3 nodes would not all be used"),
+        ({"cluster__use_gpu": True, "cluster__num_workers": 2}, {"nodes": 4}, "4 machines would not all be used"),
     ],
 )
 def test_machines_that_the_run_cannot_use_are_refused(

@@ -23,6 +23,8 @@ from finray.errors import ConfigError, FinrayError, ModelError
 from finray.planning.checks import (
     check_extras,
     check_quantization,
+    check_shards,
+    check_sources,
     check_stored_model,
     quick_problems,
     require_startable,
@@ -37,6 +39,33 @@ def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 def with_fields(plain: dict[str, Any], **sections: dict[str, Any]) -> Config:
     return runs.config_of(runs.changed(plain, sections))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel.strategy": "fsdp", "parallel.shard_size": 3}, "parallel.shard_size: 3 does not divide 4 workers"),
+        ({"parallel.strategy": "fsdp", "parallel.shard_size": 8}, "parallel.shard_size: 8 does not divide 4 workers"),
+        ({"parallel.strategy": "fsdp", "parallel.shard_size": 2}, None),
+        ({"parallel.shard_size": 2}, "parallel.shard_size: has no effect with parallel.strategy ddp"),
+        ({"parallel.cpu_offload": True}, "parallel.cpu_offload: has no effect with parallel.strategy ddp"),
+        ({"parallel.strategy": "deepspeed", "parallel.cpu_offload": True}, None),
+        ({"data.source": None, "data.mix": [{"source": "a"}], "data.revision": "v1"}, "data.revision: has no effect"),
+        ({"data.source": None, "data.mix": [{"source": "a", "revision": "v1"}]}, None),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused_before_a_run_and_not_in_the_config_of_one_that_is_there(
+    plain: dict[str, Any], changes: dict[str, Any], said: str | None
+) -> None:
+    config = runs.config_of(runs.changed(plain, {"cluster.num_workers": 4, **changes}))
+    found = []
+    for check in (check_shards, check_sources):
+        try:
+            check(config)
+        except ConfigError as error:
+            found.append(str(error))
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
 
 
 def test_extras_are_named_in_one_line(plain: dict[str, Any]) -> None:

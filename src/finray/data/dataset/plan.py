@@ -138,8 +138,7 @@ def _streams(settings: Settings) -> list[Stream]:
         streams = []
         for number, one in enumerate(data.mix):
             split = one.split or data.train_split
-            subset, revision = one.subset or data.subset, one.revision or data.revision
-            source = resolve(one.source, split=split, subset=subset, revision=revision)
+            source = resolve(one.source, split=split, subset=one.subset, revision=one.revision)
             streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, one, labels=labels)))
     else:
         streams = [Stream("train", "train", _own(data, data.train_split), choice)]

@@ -64,8 +64,9 @@ def _load(source: Source, state: str) -> Any:
                 there = f"there are: {', '.join(loaded)}"
                 raise DataError(f"there is no split `{split}`", where=source.name, repair=there)
             loaded = loaded[split]
-        # Values as they were written, not as arrays or tensors: a format is saved with the dataset.
-        loaded = loaded.with_format(None)
+        if loaded.format["type"] is not None:
+            # Values as they were written, not as arrays or tensors: a format is saved with the dataset.
+            loaded = loaded.with_format(None)
         if split == source.split:
             return loaded
         ranges = datasets.ReadInstruction.from_spec(source.split).to_absolute({split: len(loaded)})

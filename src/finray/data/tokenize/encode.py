@@ -210,9 +210,6 @@ class Tokenizer:
 
     def _jobs(self, example: Example) -> tuple[list[_Job], frozenset[str]]:
         if isinstance(example, Text):
-            if not example.text.strip():
-                # Nothing to learn, as an empty line of a text file, which is no row.
-                return [_Job(example.text, (), self._bos)], frozenset()
             return [_Job(example.text, ((0, len(example.text)),), self._bos, self._eos())], frozenset()
         if isinstance(example, Labelled):
             return [], frozenset()
