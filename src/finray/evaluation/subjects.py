@@ -215,7 +215,11 @@ class Case:
                 )
         elif run is not None:
             name, held, dataset, train = of_run(run, config, request.split)
-            stream = stream_of(name, saved_config(run).data)
+            own = saved_config(run)
+            stream = stream_of(name, own.data)
+            ratios = [(one.data.eval_ratio, one.data.test_ratio, one.run.seed) for one in (config, own)]
+            if ratios[0] != ratios[1]:
+                self.notes.append("rows are held out as in the training; other ratios or seeds do not change that")
         else:
             return None
         if (dataset.kind() == "labelled") != self.spec.reads_labels:

@@ -73,6 +73,7 @@ def test_rows_that_were_trained_on_are_not_held_out_by_another_ratio_or_seed(
     assert [one.where for one in again.predictions] == [one.where for one in own.predictions]
     assert again.tuned.loss == own.tuned.loss
     assert own.rows == 3
+    assert [sum("held out as in the training" in note for note in one.notes) for one in (own, again)] == [0, 1]
 
 
 def test_the_prompt_is_all_before_the_last_answer_and_the_reference_that_answer(found: Comparison) -> None:
