@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from finray.cli import show
-from finray.config.paths import cache_dir, is_url
+from finray.config.paths import absolute, cache_dir
 from finray.config.redact import redact, redact_text
 from finray.errors import FinrayError
 from finray.files import require_writable_file
@@ -49,9 +49,8 @@ def doctor(
     if cluster or address is not None:
         from finray.runtime.status import cluster_here
 
-        if not is_url(where):
-            # Each node has a working directory of its own.
-            where = str(Path(where.removeprefix("file://")).expanduser().absolute())
+        # Each node has a working directory of its own.
+        where = absolute(where)
         named = address or (None if settings is None else settings.cluster.address)
         found = look.cluster(where, cluster_here(named), notify=show.remark)
     else:

@@ -21,7 +21,10 @@ FIELDS = (
 
 
 class SourceConfig(Section):
-    """One of several sources that are mixed. What is not set of how rows are read is that of the data section."""
+    """One of several sources that are mixed.
+
+    A field that is not set has the value of the data section, except ``subset`` and ``revision``.
+    """
 
     source: str = Field(description="As `data.source`.")
     subset: str | None = Field(None, description="As `data.subset`.")

@@ -85,20 +85,20 @@ def with_absolute_paths(config: Config) -> Config:
     data = _absolute(config.data, "source", "eval_source")
     data = data.model_copy(update={"mix": [_absolute(one, "source") for one in data.mix]})
     prepare = config.prepare.model_copy(
-        update={name: _resolved(getattr(config.prepare, name)) for name in ("dir", "local_dir")}
+        update={name: absolute(getattr(config.prepare, name)) for name in ("dir", "local_dir")}
     )
     return config.model_copy(
         update={
             "data": data,
             "model": _absolute(config.model, "name", "chat_template"),
             "parallel": config.parallel.model_copy(
-                update={"deepspeed_config": _resolved(config.parallel.deepspeed_config)}
+                update={"deepspeed_config": absolute(config.parallel.deepspeed_config)}
             ),
             "prepare": prepare,
             "run": config.run.model_copy(
                 update={
                     "output_dir": config.run.output_dir if run_url(config) else str(run_path(config).parent),
-                    "local_dir": _resolved(config.run.local_dir),
+                    "local_dir": absolute(config.run.local_dir),
                 }
             ),
         }
@@ -158,8 +158,8 @@ def _absolute(section: S, *fields: str) -> S:
     return section.model_copy(update=changed)
 
 
-def _resolved(value: V) -> V | str:
-    """A path made absolute; anything else as it is."""
+def absolute(value: V) -> V | str:
+    """A local path made absolute; a URL, and what is no path, as it is."""
     return str(_local(value).absolute()) if isinstance(value, str) and not is_url(value) else value
 
 

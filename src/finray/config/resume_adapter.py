@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finray.config.adapter_files import NOTES, SETTINGS, read_notes, read_settings
+from finray.config.adapter_files import NOTES, SETTINGS, AdapterSettings, read_notes, read_settings
 from finray.config.schema import Config
-from finray.config.tasks import task_spec
+from finray.config.tasks import TaskSpec, task_spec
 from finray.errors import ConfigError
 
 # Initializations of an adapter that change the base weights too.
@@ -42,13 +42,7 @@ def with_start(config: Config) -> Config:
             repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
         )
     spec = task_spec(config.model.task)
-    if settings.task_type != spec.peft_type and (settings.task_type is not None or spec.adds_head):
-        raise ConfigError(
-            f"the adapter is for {settings.task_type or 'no task that it names'}, and model.task {spec.name} needs "
-            f"{spec.peft_type}",
-            where=where,
-            repair="start a new adapter, or set model.task to what the adapter was trained for",
-        )
+    _require_task(settings, spec, where=where)
     if settings.bias != "none":
         raise ConfigError("an adapter that trains biases cannot be continued", where=where)
     targets, rank, alpha = settings.target_modules, settings.r, settings.lora_alpha
@@ -101,3 +95,14 @@ def with_start(config: Config) -> Config:
 def _ordered(field: str, value: Any) -> Any:
     """The order of names of modules means nothing, that of new tokens does."""
     return sorted(value) if isinstance(value, list) and field != "model.new_tokens" else value
+
+
+def _require_task(settings: AdapterSettings, spec: TaskSpec, *, where: str) -> None:
+    """Refuse an adapter of another task, and one without a head for a task that needs one."""
+    if settings.task_type != spec.peft_type and (settings.task_type is not None or spec.adds_head):
+        raise ConfigError(
+            f"the adapter is for {settings.task_type or 'no task that it names'}, and model.task {spec.name} needs "
+            f"{spec.peft_type}",
+            where=where,
+            repair="start a new adapter, or set model.task to what the adapter was trained for",
+        )

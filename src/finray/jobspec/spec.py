@@ -191,6 +191,57 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
         ConfigError: impossible request: GPUs that no worker would use, or too few; a secret given by value.
     """
     fewest, workers = config.cluster.min_workers, config.cluster.max_workers
+    nodes, each = _machines_of(config, machines)
+    sharded = config.parallel.shard_size
+    if sharded is not None and workers % sharded:
+        raise ConfigError(
+            f"parallel.shard_size {sharded} does not divide {workers} workers", where="parallel.shard_size"
+        )
+    for name in machines.secrets:
+        if not _VARIABLE.fullmatch(name) or redact_text(name, environ={}) != name:
+            raise ConfigError(
+                "give the name of an environment variable, not the secret itself",
+                where="--secret",
+                repair="name the variable, such as --secret HF_TOKEN; its value is read from the environment or a "
+                "Secret",
+            )
+    on_each = math.ceil(workers / nodes)
+    cpus = machines.cpus_per_node or on_each * (config.cluster.cpus_per_worker or (8 if each else 4))
+    if cpus < on_each * (config.cluster.cpus_per_worker or 1):
+        raise ConfigError(
+            f"{on_each} workers on each machine need {on_each * (config.cluster.cpus_per_worker or 1)} CPUs, but it "
+            f"has {cpus}",
+            where="--cpus-per-node",
+            repair="ask for more, or lower cluster.cpus_per_worker",
+        )
+    memory = machines.memory_gb or max(16, 64 * (each or 0))
+    low = machines.min_nodes or math.ceil(fewest / on_each)
+    high = machines.max_nodes or nodes
+    if not low <= nodes <= high:
+        raise ConfigError(
+            f"{nodes} nodes are not between {low} and {high}", where="--min-nodes", repair="change the bounds"
+        )
+    if high > nodes:
+        raise ConfigError(
+            f"the run has at most {workers} workers, which fit on {nodes} nodes: {high} nodes would not all be used",
+            where="--max-nodes",
+            repair="set cluster.num_workers to more, or leave the option out",
+        )
+    name = _NAME.sub("-", config.run.name.lower()).strip("-") or "finray"
+    # KubeRay makes a Service of it, whose name begins with a letter.
+    name = (name if name[0].isalpha() else f"run-{name}")[:40].strip("-")
+    config, files = _with_files(config, machines) if takes_files else (config, {})
+    notes = tuple(_notes(config, machines, files))
+    return JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, files, notes)
+
+
+def _machines_of(config: Config, machines: Machines) -> tuple[int, int | None]:
+    """Number of machines, and of GPUs on each; None without GPUs.
+
+    Raises:
+        ConfigError: GPUs that no worker would use, or too few.
+    """
+    workers = config.cluster.max_workers
     per_worker = config.cluster.gpus_per_worker
     wants_gpu = config.cluster.use_gpu
     # `auto` requests GPUs if the user gave a number.
@@ -227,47 +278,7 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
             where="--nodes",
             repair=f"ask for {math.ceil(total / each)} nodes, or set cluster.num_workers to {nodes * each}",
         )
-    sharded = config.parallel.shard_size
-    if sharded is not None and workers % sharded:
-        raise ConfigError(
-            f"parallel.shard_size {sharded} does not divide {workers} workers", where="parallel.shard_size"
-        )
-    for name in machines.secrets:
-        if not _VARIABLE.fullmatch(name) or redact_text(name, environ={}) != name:
-            raise ConfigError(
-                "give the name of an environment variable, not the secret itself",
-                where="--secret",
-                repair="name the variable, such as --secret HF_TOKEN; its value is read from the environment or a "
-                "Secret",
-            )
-    on_each = math.ceil(workers / nodes)
-    cpus = machines.cpus_per_node or on_each * (config.cluster.cpus_per_worker or (8 if gpu else 4))
-    if cpus < on_each * (config.cluster.cpus_per_worker or 1):
-        raise ConfigError(
-            f"{on_each} workers on each machine need {on_each * (config.cluster.cpus_per_worker or 1)} CPUs, but it "
-            f"has {cpus}",
-            where="--cpus-per-node",
-            repair="ask for more, or lower cluster.cpus_per_worker",
-        )
-    memory = machines.memory_gb or max(16, 64 * (each or 0))
-    low = machines.min_nodes or math.ceil(fewest / on_each)
-    high = machines.max_nodes or nodes
-    if not low <= nodes <= high:
-        raise ConfigError(
-            f"{nodes} nodes are not between {low} and {high}", where="--min-nodes", repair="change the bounds"
-        )
-    if high > nodes:
-        raise ConfigError(
-            f"the run has at most {workers} workers, which fit on {nodes} nodes: {high} nodes would not all be used",
-            where="--max-nodes",
-            repair="set cluster.num_workers to more, or leave the option out",
-        )
-    name = _NAME.sub("-", config.run.name.lower()).strip("-") or "finray"
-    # KubeRay makes a Service of it, whose name begins with a letter.
-    name = (name if name[0].isalpha() else f"run-{name}")[:40].strip("-")
-    config, files = _with_files(config, machines) if takes_files else (config, {})
-    notes = tuple(_notes(config, machines, files))
-    return JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, files, notes)
+    return nodes, each
 
 
 def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, str]]:

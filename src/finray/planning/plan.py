@@ -170,14 +170,8 @@ def make_plan(
     found.problem(*(one for one in quick if not (offline and _is_out_of_reach(one))))
     _check_push(config, found, offline=offline)
     # The environment here, with its keys, is not that of another machine.
-    if away is None and not offline:
-        try:
-            for message in require_access(config.tracking):
-                found.warn(message, "tracking.trackers")
-        except FinrayError as error:
-            found.problem(error)
-    elif offline and {"wandb", "mlflow"} & {*config.tracking.trackers}:
-        found.skip("whether the trackers accept their keys", "tracking.trackers")
+    if away is None:
+        _check_trackers(config, found, offline=offline)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     report = _report(config, examine, found)
@@ -248,6 +242,18 @@ def _check_push(config: Config, found: Findings, *, offline: bool) -> None:
         return
     try:
         check_push(config)
+    except FinrayError as error:
+        found.problem(error)
+
+
+def _check_trackers(config: Config, found: Findings, *, offline: bool) -> None:
+    if offline:
+        if {"wandb", "mlflow"} & {*config.tracking.trackers}:
+            found.skip("whether the trackers accept their keys", "tracking.trackers")
+        return
+    try:
+        for message in require_access(config.tracking):
+            found.warn(message, "tracking.trackers")
     except FinrayError as error:
         found.problem(error)
 
