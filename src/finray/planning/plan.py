@@ -166,23 +166,18 @@ def make_plan(
     away = None if _address(config, environ) else named
     missing = refuse if away is None else _note_missing(found, away)
     # A source that lies on the Hub is asked for its splits; what of it is out of reach is said with the data.
-    quick = quick_problems(config, missing=missing)
-    found.problem(*(one for one in quick if not (offline and _is_out_of_reach(one))))
+    found.problem(*(one for one in quick_problems(config, missing=missing) if not (offline and _is_out_of_reach(one))))
     _check_push(config, found, offline=offline)
-    # The environment here, with its keys, is not that of another machine.
-    if away is None:
-        _check_trackers(config, found, offline=offline)
+    _check_trackers(config, found, offline=offline, is_here=away is None)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     report = _report(config, examine, found)
     labels = _labels(config, report, found, before)
     model = plan_model(config, found, labels=labels, environ=environ, offline=offline)
-    # What was decided for other data binds only a run that has begun to learn from them.
     begun = before if earlier is not None and earlier.step else None
     data = None if report is None else _data(config, report, model, found, begun, offline=offline)
     if model is not None:
-        longest = max(report.longest, report.longest_held_out) if report is not None and report.complete else None
-        check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
+        _check_length(config, report, model, found)
     placed, placement, device = _place(config, named, found, environ, ask)
     resolved = memory = speed = None
     choices: list[StrategyChoice] = []
@@ -246,7 +241,15 @@ def _check_push(config: Config, found: Findings, *, offline: bool) -> None:
         found.problem(error)
 
 
-def _check_trackers(config: Config, found: Findings, *, offline: bool) -> None:
+def _check_length(config: Config, report: DataReport | None, model: PlannedModel, found: Findings) -> None:
+    longest = max(report.longest, report.longest_held_out) if report is not None and report.complete else None
+    check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
+
+
+def _check_trackers(config: Config, found: Findings, *, offline: bool, is_here: bool) -> None:
+    if not is_here:
+        # The environment of another machine has keys of its own.
+        return
     if offline:
         if {"wandb", "mlflow"} & {*config.tracking.trackers}:
             found.skip("whether the trackers accept their keys", "tracking.trackers")

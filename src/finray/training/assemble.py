@@ -136,8 +136,7 @@ def assemble(
         memory=in_memory,
         profiler=Profiler(config.train.profile, run_dir, strategy, notify=lambda text: notify(Note(text))),
     )
-    # Behind a URL the run's id is there before its first checkpoint: after a kill it is the same run to trackers.
-    loop.writer.follow()
+    loop.writer.follow()  # Behind a URL, trackers find the run's id after a kill before its first checkpoint.
     loop.phases["load"] = clock() - started - loaded.waited
     return Assembled(loop, header)
 
