@@ -202,6 +202,16 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str] | for
     raise AssertionError(f"step {step} was not reached")
 
 
+def wait_for_no_group() -> None:
+    """Return when no placement group keeps CPUs of the cluster; a killed driver's are removed a little later."""
+    from ray.util import placement_group_table
+
+    deadline = time.monotonic() + 60
+    while left := [group for group in placement_group_table().values() if group["state"] != "REMOVED"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def finray(*arguments: object) -> tuple[int, str, str]:
     """Run `finray ...` in this process, several seconds faster than :func:`cli`, which is for tests of what only a
     process of its own shows: exit code, standard output, standard error."""

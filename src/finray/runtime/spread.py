@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from finray.evaluation.engines.base import Ids, Numbers, OnToken, check_continua
 from finray.evaluation.outcome import Comparison
 from finray.evaluation.subjects import EvaluationRequest, Progress
 from finray.models.artifacts import Artifact
-from finray.planning.placement import share
+from finray.planning.placement import room, share
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.runtime.cluster import connected
 from finray.runtime.failures import describe, lost_process
@@ -49,6 +50,8 @@ WHERE = "--replicas"
 TRIES = 3
 # Seconds to find a place for all replicas in the cluster.
 _ROOM_S = 60
+# Seconds until Ray's count of free resources shows that others have ended.
+_SETTLE_S = 5
 
 
 def evaluate(model: str | Path, overrides: Overrides, request: EvaluationRequest, *, progress: Progress) -> Comparison:
@@ -103,7 +106,12 @@ class SpreadEngine:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            free = [*available_resources_per_node().values()]
+            # Ray counts what the replicas of the model before had as theirs for a moment after they have ended.
+            settled, fit = time.monotonic() + _SETTLE_S, room(nodes, {"CPU": 1}, most=replicas)
+            while room(free := [*available_resources_per_node().values()], {"CPU": 1}, most=replicas) < fit:
+                if time.monotonic() > settled:
+                    break
+                time.sleep(0.1)
             each = share(nodes, replicas, free=free, one_gpu=not joins_gpus(name), where=WHERE)
             # When it is removed, Ray ends the replicas in it.
             group = ray.util.placement_group([each] * replicas, strategy="SPREAD")

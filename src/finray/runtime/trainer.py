@@ -9,11 +9,14 @@ moved the modules imported here fails, so pyproject.toml pins the version.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import psutil
 import ray
+from ray._private.state import actors
 from ray.train import BackendConfig
 from ray.train.backend import Backend
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
@@ -33,6 +36,8 @@ _UNUSED = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 
 
 _POLL_S = 0.1
+# How long a killed controller's process may take to end.
+_END_S = 10.0
 
 
 class Trainer(DataParallelTrainer):  # type: ignore[misc]
@@ -91,9 +96,13 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         environment = {"env_vars": {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}}
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": environment}
         controller = ray.remote(**options)(TrainController).remote(**arguments)
+        process: psutil.Process | None = None
         try:
             run = controller.run.remote()
             while not ray.wait([run], timeout=_POLL_S)[0]:
+                if process is None and (pid := actors(controller._actor_id.hex()).get("Pid")):
+                    with suppress(psutil.NoSuchProcess):
+                        process = psutil.Process(pid)
                 self._watch()
             ray.get(run)
             return ray.get(controller.get_result.remote())
@@ -101,6 +110,10 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
             # Its workers end with it. Without this it is asked to exit, and now and then hangs forever (Ray 2.60) if
             # Ray shuts down at the same moment.
             ray.kill(controller)
+            if process is not None:
+                # It may be creating a placement group at this moment, which `remove_groups` would not see yet.
+                with suppress(psutil.TimeoutExpired):
+                    process.wait(_END_S)
 
 
 def remove_groups(name: str) -> None:
