@@ -350,8 +350,12 @@ def sync(
     """Send a run's records to W&B or MLflow: those that are missing there, or all."""
     from finray.reporting.sync import sync_run
 
-    for sent in sync_run(run, to):
-        show.result(sent)
+    found = sync_run(run, to)
+    if show.mode().json:
+        show.document([one.plain() for one in found])
+    else:
+        for one in found:
+            show.result(one)
 
 
 @app.command()

@@ -180,7 +180,7 @@ class PrepareConfig(Section):
     num_workers: PositiveInt | None = Field(
         None,
         description="Number of processes that tokenize: the driver and Ray workers. 1 never uses Ray; null adds a "
-        "worker for each free CPU if there is enough work left.",
+        "worker for each free CPU if there is enough work left, on a cluster or with more than four CPUs.",
     )
     dir: str | None = Field(
         None,

@@ -110,4 +110,6 @@ class EvaluationConfig(Section):
         "training, to compute `metrics` in addition to the loss. null answers none.",
     )
     max_new_tokens: PositiveInt = Field(128, description="Maximum tokens generated per answer.")
-    batch_size: PositiveInt = Field(16, description="`finray evaluate`: prompts per batch.")
+    batch_size: PositiveInt = Field(
+        16, description="Prompts per batch, in `finray evaluate` and for answers during training."
+    )

@@ -187,7 +187,7 @@ SENTENCES = {
     "swanlab_project": "not supported: there is no tracker for SwanLab",
     "strict": "not needed: an unknown key is always an error",
     "ray_storage_path": "put `run.output_dir` on a shared directory",
-    "pissa_iter": "not supported: the singular vectors are not approximated by iteration",
+    "pissa_iter": "not supported: finray always takes eight subspace iterations",
     "pissa_convert": "not needed: the saved adapter fits the original weights",
     "save_first_step": "not supported: test saving with `checkpoint.every_steps: 1` in a run of two steps",
     "upcast_layernorm": "not needed: norms are computed in fp32",

@@ -22,7 +22,7 @@ _TOKENIZERS = "not needed: Transformers chooses the class from the model's files
 _PUBLISHED = "not supported: publish the output of `finray export`"
 _NOT_HERE = "not supported: `docs/guide/extending.md` shows how to add a task with its own loss"
 _FLASH = "not needed: `model.attention: auto` uses FlashAttention if it is installed"
-_LIGER = "`train.liger` enables all of Liger's kernels"
+_LIGER = "`train.liger` enables Liger's norms, rotary embeddings and gated MLPs; the loss is finray's"
 _INTERVAL = "`epoch`: `{path}.every_epochs: 1`; `steps`: `{path}.every_steps`"
 _SCHEDULED = "set `{path}` to a number of steps"
 

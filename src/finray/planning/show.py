@@ -108,7 +108,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield "strategy", f"{result.strategy.strategy}: {result.strategy.reason}"
     if resolved is not None:
         stored = f", frozen layers in {resolved.bits} bits" if resolved.bits else ""
-        rows = f"packed rows ({resolved.attention})" if resolved.packs else "one row at a time, the model's attention"
+        alone = "rows of one length in a pass, the model's attention"
+        rows = f"packed rows ({resolved.attention})" if resolved.packs else alone
         yield "resolved", f"{resolved.precision}{stored}, {rows}"
     if result.placement is not None:
         place = result.placement
