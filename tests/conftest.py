@@ -18,7 +18,7 @@ from hypothesis import settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.support import forks, runs, s3, tiny
+from tests.support import forks, s3, tiny
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("finray", deadline=None)
@@ -208,7 +208,9 @@ def _no_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests share a cluster of four CPUs: one that leaves a placement group would be the failure of another test."""
     yield
     if "ray_cluster" in request.fixturenames:
-        runs.wait_for_no_group()
+        from tests.support.runs import wait_for_no_group
+
+        wait_for_no_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

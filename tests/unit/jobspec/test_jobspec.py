@@ -354,8 +354,17 @@ def test_a_model_and_a_data_set_are_enough() -> None:
 
 def test_files_of_this_machine_are_named() -> None:
     spec = make_spec(small(data__source="data/train.jsonl", model__name="./model"), Machines())
-    assert len(spec.notes) == 2
-    assert all("on every machine" in note for note in spec.notes)
+    assert len(spec.notes) == 3
+    assert all("on every machine" in note for note in spec.notes[:2])
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "per_node", "said"), [("auto", None, True), ("auto", 1, False), (False, None, False)]
+)
+def test_a_job_that_requests_no_gpu_by_default_says_so(use_gpu: object, per_node: int | None, said: bool) -> None:
+    notes = make_spec(small(cluster__use_gpu=use_gpu), Machines(gpus_per_node=per_node)).notes
+    note = "no GPU is requested: cluster.use_gpu is auto; set it to true, or give --gpus-per-node"
+    assert (note in notes) is said
 
 
 def test_what_a_job_needs_besides_its_config_is_named() -> None:
@@ -367,6 +376,7 @@ def test_what_a_job_needs_besides_its_config_is_named() -> None:
         "data": {"source": "org/d", "converter": "mine:rows", "eval_ratio": 0.1},
         "evaluation": {"metrics": ["mine:score", "exact_match"], "generate_rows": 2},
         "run": {"name": "r"},
+        "cluster": {"use_gpu": False},
     }
     notes = make_spec(build_config(fields, source="x"), Machines()).notes
     wanted = ("parallel.deepspeed_config zero.json", "model.chat_template chat.jinja", "adapter.start_from runs/before")
@@ -392,6 +402,7 @@ def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, m
         "data": {"mix": [{"source": "my rows.jsonl"}, {"source": "private.jsonl"}], "eval_source": "large.jsonl"},
         "evaluation": {"metrics": ["mine:score", "other.part:score"], "generate_rows": 2},
         "run": {"name": "r"},
+        "cluster": {"use_gpu": False},
     }
     spec = make_spec(build_config(fields, source="x"), Machines(), takes_files=True)
     assert sorted(spec.files.values()) == sorted(texts.values())
