@@ -223,6 +223,17 @@ def progress_of(address: Address) -> int:
         return -1
 
 
+def is_gone(address: Address) -> bool:
+    """Whether the driver's process has ended, asked on its machine. One that is busy or stopped has not."""
+    try:
+        socket.create_connection((address.host, address.port), _PATIENCE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _answer(address: Address, question: str, *, timeout_s: float | None = _PATIENCE_S) -> str:
     """The driver's answer, one line; empty if it ends the connection."""
     with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:

@@ -8,6 +8,7 @@ moved the modules imported here fails, so pyproject.toml pins the version.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,7 +29,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from finray.runtime.elastic import Elastic, Failures
-from finray.runtime.progress import Address, progress_of
+from finray.runtime.progress import Address, is_gone, progress_of
 
 # Never used by a run: datasets of Ray Data, and an actor that removes the placement groups of a dead controller. The
 # driver does that with `remove_groups`, and Ray does it when the driver is dead too.
@@ -90,7 +91,7 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         elif self._alone and type(arguments.get("scaling_policy")) is FixedScalingPolicy:
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         arguments["failure_policy"] = Failures(self.run_config.failure_config, partial(progress_of, self._listener))
-        arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group)]
+        arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group, self._listener)]
         # As in Ray, except for the wait: Ray's has a signal handler that ends the process with exit code 1.
         here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
         environment = {"env_vars": {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}}
@@ -128,16 +129,20 @@ def remove_groups(name: str) -> None:
 
 
 class _NamedGroup(ControllerCallback):  # type: ignore[misc]
-    """Names the placement groups that a controller creates; runs in the controller's process."""
+    """Names the placement groups that a controller creates; runs in its process, on the driver's machine."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, listener: Address) -> None:
+        self._name, self._listener = name, listener
 
     def after_controller_start(self, train_run_context: Any) -> None:  # noqa: ARG002
         """Ray Train leaves them unnamed."""
         create = worker_group.placement_group
 
         def create_named(**options: Any) -> Any:
+            if is_gone(self._listener):
+                # Ray removes the groups of a dead driver once: one that its controller, which ends a little later, then
+                # creates for a restart would keep its CPUs and GPUs as long as the cluster lives (Ray 2.60).
+                os._exit(1)
             # A restart creates another one, and names must be unique.
             return create(**options, name=f"{self._name} {uuid4().hex[:8]}")
 
