@@ -108,6 +108,8 @@ def test_a_rank_has_its_elements_of_each_moment_and_the_scales_of_its_vectors() 
         "shared/absmax1.zero2-2-1": ([0.5] * 3, 3, (6,)),
         "shared/absmax2.zero2-2-1": ([0.25] * 3, 3, (6,)),
     }
+    counts = [one for one in optimizer.sharded_state().values() if isinstance(one, torch.Tensor)]
+    assert [(one.dtype, one.shape) for one in counts] == [(torch.float32, ())] * 4
     # Weights know their values in the vectors from now on.
     for name, parameter in parameters.items():
         store = store_of(parameter)
