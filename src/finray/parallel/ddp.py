@@ -85,7 +85,6 @@ class _Buckets:
         self._reset()
 
     def _reset(self) -> None:
-        self.is_last_backward = False
         self._started: list[dist.Work] = []
         for bucket in self._buckets:
             bucket.flat = None

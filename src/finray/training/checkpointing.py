@@ -327,7 +327,7 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Stop the thread; an unfinished checkpoint is not committed."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
 
 
 # --- finding and restoring ------------------------------------------------------------------------------------------

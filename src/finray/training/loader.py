@@ -147,7 +147,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop the thread."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
 
 
 @dataclass(frozen=True, slots=True)

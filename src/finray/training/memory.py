@@ -154,7 +154,7 @@ class MemoryWriter:
     def close(self) -> None:
         """Stop the thread."""
         self.wait()
-        self._pool.shutdown(wait=False)
+        self._pool.shutdown()
 
 
 def whole(parts: Iterable[Part], *, after: int = 0) -> list[list[Part]]:

@@ -23,7 +23,7 @@ def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
     Linear from peak/W to the peak over W updates of warm-up, then along the schedule towards
     ``train.min_learning_rate``, which is reached one update after the last; ``inverse_sqrt`` never falls below it.
     After the warm-up the formulas are those of Transformers' ``get_scheduler``. ``update`` counts those done before
-    this one, ``total`` those of the run.
+    this one, at most ``total``, which are those of the run.
     """
     peak, low, options = train.learning_rate, train.min_learning_rate, train.schedule_options or ScheduleOptions()
     warm = warmup_steps(train, total)
@@ -32,7 +32,7 @@ def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
     if train.schedule == "inverse_sqrt":
         timescale = options.timescale or warm or 10_000
         return max(low, peak / math.sqrt((update - warm + timescale) / timescale))
-    progress = min(1.0, (update - warm) / max(1, total - warm))
+    progress = (update - warm) / max(1, total - warm)
     if train.schedule == "cosine":
         return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if train.schedule == "linear":
@@ -45,7 +45,7 @@ def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
         return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * within))
     if train.schedule == "wsd":
         decay = min(options.num_decay_steps or math.ceil(total / 10), max(1, total - warm))
-        done = min(1.0, max(0.0, (update - (total - decay)) / decay))
+        done = max(0.0, (update - (total - decay)) / decay)
         cosine = 0.5 * (1.0 + math.cos(math.pi * done))
         shapes = {"cosine": cosine, "linear": 1.0 - done, "1-sqrt": 1.0 - math.sqrt(done)}
         return low + (peak - low) * shapes[options.decay_type or "cosine"]

@@ -50,6 +50,18 @@ def test_the_name_of_a_weight_without_what_an_adapter_puts_around_it(name: str, 
     assert base_name(name) == expected
 
 
+def test_tensors_of_layers_that_the_model_has_fewer_of_are_known() -> None:
+    model = torch.nn.Module()
+    model.base_model_prefix = "model"  # type: ignore[assignment]
+    model.model, model.head = torch.nn.Module(), torch.nn.Linear(2, 2)
+    model.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
+    names = ("model.layers.0.weight", "head.weight", "model.layers.2.weight", "layers.1.weight", "layers.1.bias")
+    # Of another kind, of no layer, and of another head.
+    others = ("model.layers.1.scale", "model.norm.weight", "score.weight")
+    stored: Any = SimpleNamespace(tensors=dict.fromkeys((*names, *others)))
+    assert sharded.left_out(model, stored) == ["layers.1.weight", "model.layers.2.weight"]
+
+
 def test_where_the_files_of_a_model_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert folder_of(ModelConfig(name=str(tmp_path))) == tmp_path
     assert folder_of(ModelConfig(name=str(tmp_path / "model.gguf"))) is None
@@ -67,7 +79,17 @@ def test_where_the_files_of_a_model_lie(tmp_path: Path, monkeypatch: pytest.Monk
     assert folder_of(ModelConfig(name="org/none")) is None
 
 
-def test_memory_is_given_to_what_is_tied_once_and_buffers_are_computed() -> None:
+def test_memory_is_given_to_what_is_tied_once_and_buffers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Any] = []
+    real = sharded.compat.init_module
+
+    def compute(whole: Any, module: Any) -> None:
+        # Weights are away meanwhile: they may be shards.
+        assert all(one.is_meta for one in module.parameters(recurse=False))
+        computed.append(module)
+        real(whole, module)
+
+    monkeypatch.setattr(sharded.compat, "init_module", compute)
     expected = tiny.build_model("llama", tie_word_embeddings=True)
     with torch.device("meta"):
         model = tiny.build_model("llama", tie_word_embeddings=True)
@@ -75,6 +97,7 @@ def test_memory_is_given_to_what_is_tied_once_and_buffers_are_computed() -> None
     sharded._give_memory(model, model, CPU)
     assert model.model.embed_tokens.weight is model.lm_head.weight
     assert not any(one.is_meta for one in [*model.parameters(), *model.buffers()])
+    assert computed == [one for one in model.modules() if list(one.buffers(recurse=False))]
     theirs = dict(expected.named_buffers())
     assert theirs
     for name, buffer in model.named_buffers():

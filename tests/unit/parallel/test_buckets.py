@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finray.errors import CheckpointError
-from finray.parallel import ddp
+from finray.parallel import base, ddp
 from finray.parallel.base import ProcessGroup, StatefulOptimizer, grad_norm, kinds_of_state, on_all_ranks, stateful
 from finray.parallel.ddp import DDPStrategy
 
@@ -93,13 +94,16 @@ def test_the_sum_of_gradients_is_that_of_all_micro_batches_on_all_ranks(
 def test_buckets_follow_the_order_of_the_parameters_up_to_their_size_and_by_dtype(
     sums: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for dtypes, layout in (
+    for elements, dtypes, layout in (
         # 12 | 5 + 4 | 30, larger than a bucket | 7 + 1.
-        ({}, [[0], [1, 2], [3], [4, 5]]),
-        ({2: torch.bfloat16}, [[0], [1], [2], [3], [4, 5]]),
+        (12, {}, [[0], [1, 2], [3], [4, 5]]),
+        # One that is exactly full.
+        (17, {}, [[0, 1], [2], [3], [4, 5]]),
+        (12, {2: torch.bfloat16}, [[0], [1], [2], [3], [4, 5]]),
+        (12, {0: torch.bfloat16}, [[0], [1, 2], [3], [4, 5]]),
     ):
         own = parameters(dtypes)  # type: ignore[arg-type]
-        strategy = strategy_over(own, monkeypatch)
+        strategy = strategy_over(own, monkeypatch, elements)
         sums.clear()
         strategy.backward(loss_of(own, 1.0), last=True)
         strategy.all_reduce_gradients(own, torch.zeros(1))
@@ -154,6 +158,34 @@ def test_one_process_alone_has_no_buckets_and_gives_zeros_for_what_has_no_gradie
     torch.testing.assert_close(own[1].grad, 4 * own[1].detach())
     assert (strategy.is_alone, strategy.rank, strategy.world_size) == (True, 0, 1)
     assert (strategy.broadcast_object({"a": 1}), strategy.all_gather_object(3)) == ({"a": 1}, [3])
+
+
+def test_what_ranks_tell_each_other_goes_over_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broadcast(values: list[Any], src: int) -> None:
+        values[0] = f"of rank {src}, not {values[0]}"
+
+    def gather(values: list[Any], own: Any) -> None:
+        assert values == [None] * 4
+        values[:] = [own if rank == 2 else f"of rank {rank}" for rank in range(4)]
+
+    monkeypatch.setattr(base.dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(base.dist, "all_gather_object", gather)
+    monkeypatch.setattr(base.dist, "all_reduce", lambda values: values.mul_(4))
+    for world, rank in ((4, 2), (1, 0)):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        try:
+            group = ProcessGroup(CPU)
+        finally:
+            dist.destroy_process_group()
+        assert (group.is_alone, group.rank, group.world_size, group.device) == (world == 1, rank, world, CPU)
+        values = torch.ones(2)
+        assert group.all_reduce(values) is values
+        assert values.tolist() == [float(world)] * 2
+        assert group.broadcast_object("mine") == ("mine" if world == 1 else "of rank 0, not mine")
+        others = ["of rank 0", "of rank 1", "mine", "of rank 3"]
+        assert group.all_gather_object("mine") == (["mine"] if world == 1 else others)
+        # A library's own strategy has more to write, and shares out what is trained.
+        assert (group.save_own(Path("none")), group.lockstep, group.shards_weights) == (False, False, False)
 
 
 # --- what all strategies share ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -55,6 +56,17 @@ def test_one_process_alone_is_a_group_of_one(
     assert no_library == [{"fp16": precision == "fp16"}] * 2
 
 
+def test_on_a_gpu_one_process_alone_has_the_group_of_gpus(no_library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append((backend, options)))
+    resolved: Any = SimpleNamespace(precision="fp16")
+    made = DeepSpeedStrategy.from_config(config(zero_stage=1), resolved, torch.device("cuda", 1))
+    ((backend, options),) = asked
+    assert (backend, options["rank"], options["world_size"]) == ("nccl", 0, 1)
+    assert isinstance(options["store"], dist.HashStore)  # type: ignore[attr-defined]
+    assert (made.device, made._precision, made.stage, made.world_size) == (torch.device("cuda", 1), "fp16", 1, 1)
+
+
 @pytest.fixture
 def strategy(no_library: Any) -> DeepSpeedStrategy:
     made = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
@@ -74,13 +86,39 @@ def test_the_loss_is_multiplied_by_the_ranks_whose_mean_is_taken(strategy: DeepS
     assert said == [False, passed, True, passed]
 
 
+def test_gradients_are_summed_already_and_the_rest_is_summed_here(strategy: DeepSpeedStrategy) -> None:
+    weight, extra = torch.nn.Parameter(torch.zeros(2)), torch.tensor([3.0])
+    strategy.is_alone = True
+    assert strategy.all_reduce_gradients([weight], extra) is extra
+    assert weight.grad is None, "DeepSpeed keeps them elsewhere"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_sizes_that_follow_from_a_model_are_those_of_its_text_model(
+    strategy: DeepSpeedStrategy, precision: str
+) -> None:
+    """A PEFT model, and a head, may have a configuration of their own kind."""
+    net, strategy._config, strategy._precision = torch.nn.Sequential(torch.nn.Module()), config(zero_stage=1), precision
+    net.config = SimpleNamespace(hidden_size=3)
+    net[0].config = SimpleNamespace(hidden_size=5, get_text_config=lambda: SimpleNamespace(hidden_size=12))
+    found = strategy._settings(net)
+    # Eight rows a step on four workers are two micro-batches of one each.
+    assert (found["train_batch_size"], found["gradient_accumulation_steps"]) == (8, 2)
+    assert found["zero_optimization"]["reduce_bucket_size"] == 144
+    assert found["bf16"]["enabled"] is (precision == "bf16")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("norm", [6.0, 0.0, -1.0])
 def test_the_norm_is_without_the_scale_and_not_finite_where_deepspeed_says_minus_one(
-    strategy: DeepSpeedStrategy, norm: float
+    strategy: DeepSpeedStrategy, norm: float, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zero: Any = SimpleNamespace(
-        loss_scaler=SimpleNamespace(cur_scale=1.0), scaled_global_norm=lambda: torch.tensor(norm)
-    )
+    zero: Any = SimpleNamespace(loss_scaler=SimpleNamespace(cur_scale=1.0))
+    if stage == 3:
+        monkeypatch.setattr(module.compat, "zero3_gradient_norm", lambda own: torch.tensor(norm) if own is zero else 0)
+    else:
+        zero.scaled_global_norm = lambda: torch.tensor(norm)
+    strategy.stage = stage
     strategy._engine = SimpleNamespace(optimizer=zero)
     strategy.unscale_gradients([], torch.tensor(3.0))
     assert zero.loss_scaler.cur_scale == 3.0
@@ -310,16 +348,27 @@ def test_an_auto_that_is_deepspeeds_to_decide_is_left_out(tmp_path: Path) -> Non
 
 def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "mine")
-    fake = SimpleNamespace(init_distributed=lambda **options: None)
+    begun: list[dict[str, Any]] = []
+    fake = SimpleNamespace(init_distributed=lambda **options: begun.append(options))
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", fake)
-    monkeypatch.setattr(module.compat, "without_compiled_collectives", lambda: None)
+    levels: list[int] = []
+    logger = logging.getLogger("DeepSpeed")
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    monkeypatch.setattr(module.compat, "without_compiled_collectives", lambda: levels.append(logger.level))
     monkeypatch.setenv("LOCAL_RANK", "7")
     assert module._library(CPU, fp16=False) is fake
     assert (os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"]) == ("mine", "0")
+    # It takes the group that there is, and says nothing below an error.
+    assert begun == [{"auto_mpi_discovery": False, "dist_init_required": False, "verbose": False}]
+    assert levels == [logging.ERROR]
     allowed: list[str] = []
     monkeypatch.setattr(module.compat, "allow_fp16_on_cpu", lambda: allowed.append("cpu"))
     monkeypatch.delenv("DS_ACCELERATOR")
     for device in ("cuda:3", "cpu"):
         module._library(torch.device(device), fp16=True)
     assert allowed == ["cpu"]
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    module._library(torch.device("cuda", 3), fp16=False)
+    assert os.environ["LOCAL_RANK"] == "3"
+    module._library(CPU, fp16=False)
     assert (os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"]) == ("cuda", "0")

@@ -80,12 +80,27 @@ def test_fsdp_is_told_of_precision_and_offload(
     monkeypatch.setattr(fsdp, "fully_shard", lambda module, **options: given.append(options))
     sharded(precision, cpu_offload=offload)
     dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert len(given) == 3
+    # Two blocks, and the rest, which the backward pass needs at once.
+    assert [options["reshard_after_forward"] for options in given] == [True, True, False]
+    assert len({id(options["mesh"]) for options in given}) == 1
     for options in given:
         policy = options["mp_policy"]
         # Gradients are summed in fp32 whatever the weights are gathered in.
         assert (policy.param_dtype, policy.reduce_dtype) == (dtype, None if dtype is None else torch.float32)
         assert isinstance(options["offload_policy"], CPUOffloadPolicy) is offload
+        # Tokens and lengths, and what attention is told, stay as they are.
+        assert policy.cast_forward_inputs is (dtype is None)
+
+
+def test_gradients_of_shards_are_summed_and_not_averaged(four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is divided by the targets of the whole step already."""
+    asked: list[tuple[str, FSDPModule, Any]] = []
+    for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
+        monkeypatch.setattr(FSDPModule, name, lambda part, given, name=name: asked.append((name, part, given)))
+    net: Any = sharded()
+    for name, given in (("set_gradient_divide_factor", 1.0), ("set_force_sum_reduction_for_comms", True)):
+        found = {part: value for what, part, value in asked if what == name}
+        assert found == dict.fromkeys((net, *net.blocks), given)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
@@ -185,3 +200,6 @@ def test_the_table_is_gathered_in_its_own_group_and_the_rest_in_others(four: Non
     FSDPStrategy(CPU, ParallelConfig(strategy="fsdp"), precision="fp32").shard(model, [model.block])
     groups = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
     assert groups == ["", "block", "outside.1"]
+    model.outside[1](torch.tensor([1]))
+    # The head needs it again, if only for its gradient.
+    assert not isinstance(model.outside[1].weight, DTensor)

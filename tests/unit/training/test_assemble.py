@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,13 +160,64 @@ def test_the_notes_of_a_checkpoint_are_what_a_later_command_needs(tmp_path: Path
     }
 
 
+@pytest.mark.parametrize("pad", [None, "<pad>"])
+def test_the_notes_of_a_classifier_have_its_labels_and_its_tokenizer_can_pad(tmp_path: Path, pad: str | None) -> None:
+    tokenizer: Any = SimpleNamespace(save_pretrained=lambda folder: None, pad_token=pad, eos_token="</s>")
+    dataset: Any = SimpleNamespace(kind=lambda: "labelled")
+    resolved: Any = SimpleNamespace(bits=None, problem="single_label", labels=("no", "yes"))
+    outputs.save_extras(config(), dataset, resolved, tokenizer)(tmp_path)
+    notes = json.loads((tmp_path / "finray.json").read_text())
+    assert (notes["problem"], notes["labels"]) == ("single_label", ["no", "yes"])
+    assert tokenizer.pad_token == (pad or "</s>")
+
+
+@pytest.mark.parametrize("every_s", [None, 2.5])
+def test_what_trackers_are_made_of(
+    tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, every_s: float | None
+) -> None:
+    given: list[Any] = []
+
+    class Made:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            given.append((arguments, options))
+
+        def start(self, run: Any) -> None: ...
+
+    monkeypatch.setattr(outputs, "Trackers", Made)
+    monkeypatch.setattr(outputs, "find_nvml", lambda: "nvml")
+    system: Any = SimpleNamespace(sample="sample")
+    monkeypatch.setattr(outputs, "System", lambda folder, *, nvml: given.append((folder, nvml)) or system)
+    monkeypatch.setattr(outputs, "Sampler", lambda sample, seconds: (sample, seconds))
+    header: Any = SimpleNamespace(step=7)
+    settings = config(tracking={"system_every_seconds": every_s, "trackers": ["m:A"]})
+    outputs.start_trackers(settings, tmp_path, header, print, print)
+    (inline, background), options = given.pop()
+    # Whoever watches is told of a step that is on disk already.
+    assert list(inline) == ["metrics.jsonl", "console", "starts.jsonl"]
+    assert list(background) == ["tensorboard", "m:A"]
+    assert options["warn"] is print
+    assert options["machine"] == (None if every_s is None else ("sample", 2.5))
+    assert given == ([] if every_s is None else [(tmp_path, "nvml")])
+
+
+def test_a_worker_is_named_as_torchs_launchers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy: Any = SimpleNamespace(rank=5, world_size=8)
+    for name in ("LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    host = socket.gethostname()
+    assert outputs.place_of(strategy) == f"RANK=5 LOCAL_RANK=5 WORLD_SIZE=8 NODE_RANK=0 on {host}"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("NODE_RANK", "2")
+    assert outputs.place_of(strategy) == f"RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 NODE_RANK=2 on {host}"
+
+
 @pytest.mark.parametrize(
     ("weights", "world", "total", "epochs", "accumulation"),
     # Six packs a step in micro-batches of two are three, which two workers share.
     [("fp32", 1, None, 20 * 6 / 4, 3), ("bf16", 2, None, 20 * 6 / 4, 2), ("fp32", 4, 8, 2.0, 1)],
 )
 def test_the_header_counts_what_is_trained_on(
-    weights: str, world: int, total: int | None, epochs: float, accumulation: int
+    weights: str, world: int, total: int | None, epochs: float, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = np.array([5, 4, 3, 2, 6])
     plan = plan_packs(lengths, 6)
@@ -191,6 +243,12 @@ def test_the_header_counts_what_is_trained_on(
     assert (found.world_size, found.global_batch_size, found.micro_batch_size) == (world, 6, 2)
     assert (found.accumulation, found.epochs) == (accumulation, epochs)
     assert (found.device, found.threads) == ("CPU", torch.get_num_threads())
+    assert (found.labelled, found.method) == (False, outputs.method_of(config(), resolved))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"the GPU {device.index}")
+    object.__setattr__(resolved, "problem", "regression")
+    gpu: Any = SimpleNamespace(world_size=world, device=torch.device("cuda", 3))
+    other = outputs.make_header(config(), resolved, task, gpu, loader, evaluation, state)
+    assert (other.labelled, other.device) == (True, "the GPU 3")
     alone = outputs.make_header(config(), resolved, task, strategy, loader, None, state)
     assert (alone.eval_rows, alone.held_out) == (0, 0)
     # Only what begins evaluates first, where that is not switched off or done elsewhere.

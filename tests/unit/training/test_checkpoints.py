@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,21 @@ from safetensors.torch import load_file
 
 from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import PieceReader
+from finray.checkpoint.remote import FOLLOWING
 from finray.config.schema import CheckpointConfig
 from finray.errors import CheckpointError, ModelError
 from finray.sharding import FlatShard
-from finray.training.checkpointing import CheckpointWriter, Saved, Snapshot, find_latest, restore, take_snapshot
+from finray.training import checkpointing
+from finray.training.checkpointing import (
+    CheckpointWriter,
+    Saved,
+    Snapshot,
+    find_latest,
+    open_store,
+    ranks_here,
+    restore,
+    take_snapshot,
+)
 from finray.training.state import TrainState
 from tests.support import runs
 from tests.support.ranks import Group
@@ -227,6 +239,76 @@ def test_where_the_checkpoint_cannot_be_made_all_fail_and_nothing_is_left(
     found = saved(tmp_path, [4])
     assert all(isinstance(one, CheckpointError) and "taken over this run" in str(one) for one in found)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_does_not_wait_for_what_is_being_written(tmp_path: Path) -> None:
+    wanted = threading.Event()
+    strategy: Any = Group(1).rank(0)
+    writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, CheckpointConfig(), best=("loss", "min"))
+    writer.begin(Snapshot({}, [], "", others=lambda folder: wanted.wait(10) and None), step=4, metrics={})
+    writer.close()
+    assert not writer.is_done
+    wanted.set()
+
+
+# --- whose a run is ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_rank_takes_a_run_over_from_an_earlier_start(tmp_path: Path) -> None:
+    strategies: list[Any] = [SimpleNamespace(rank=rank) for rank in (0, 1)]
+    earlier = open_store(tmp_path, None, strategies[0])
+    open_store(tmp_path, None, strategies[1])
+    earlier.commit(earlier.begin(1), 1, [], metrics={})
+    open_store(tmp_path, None, strategies[0])
+    with pytest.raises(CheckpointError, match="another process has taken over this run"):
+        earlier.commit(earlier.begin(2), 2, [], metrics={})
+
+
+def test_ranks_that_see_each_others_files_are_known_and_leave_none(tmp_path: Path) -> None:
+    """This is rank 1 of four, and rank 3 sees the same disk."""
+    folder, seen, names = tmp_path / "run", list[list[str]](), list[str]()
+
+    def broadcast(name: str) -> str:
+        names.append(name)
+        return name
+
+    def gather(value: Any) -> list[Any]:
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        if len(seen) == 1:
+            (folder / f"{names[0]}-3").mkdir()
+        return [value] * 4
+
+    strategy: Any = SimpleNamespace(rank=1, world_size=4, broadcast_object=broadcast, all_gather_object=gather)
+    assert ranks_here(strategy, folder) == [1, 3]
+    # Its own mark is there before the others look, and until they have.
+    assert seen == [[f"{names[0]}-1"], [f"{names[0]}-1", f"{names[0]}-3"]]
+    assert [path.name for path in folder.iterdir()] == [f"{names[0]}-3"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_behind_a_url_the_ranks_of_a_disk_share_the_work_and_the_first_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    said: list[Any] = []
+
+    class Store:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            said.append((given, options))
+
+        def take(self) -> None:
+            said.append("taken over")
+
+    monkeypatch.setattr(checkpointing, "ranks_here", lambda strategy, folder: [rank, 3])
+    monkeypatch.setattr(checkpointing, "Objects", lambda url, *, patient: (url, patient))
+    monkeypatch.setattr(checkpointing, "RemoteStore", Store)
+    monkeypatch.setattr(checkpointing, "pull", lambda *given: said.append(given))
+    strategy: Any = SimpleNamespace(
+        rank=rank, broadcast_object=lambda value: "attempt", all_gather_object=lambda value: [value]
+    )
+    assert isinstance(open_store(tmp_path, "s3://b/run", strategy), Store)
+    objects = ("s3://b/run", True)
+    assert said[0] == ((tmp_path, objects), {"attempt": "attempt", "first": rank == 0, "share": (0, 2)})
+    assert said[1:] == (["taken over", (tmp_path, objects, FOLLOWING)] if rank == 0 else [])
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------

@@ -154,3 +154,11 @@ def test_an_error_of_the_data_comes_out_where_it_is_taken() -> None:
     with pytest.raises(ValueError, match="no such row"):
         ahead.take(last=False)
     ahead.close()
+
+
+def test_a_run_that_ends_does_not_wait_for_data_that_nobody_takes() -> None:
+    wanted = threading.Event()
+    ahead = Prefetcher(lambda position: wanted.wait(10), 0)  # type: ignore[arg-type, return-value]
+    ahead.close()
+    assert not ahead._next.done()
+    wanted.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ import torch
 from finray.checkpoint import Checkpoint
 from finray.training import memory as module
 from finray.training.checkpointing import Snapshot
-from finray.training.memory import MemoryWriter, Part, fetch_newest, whole
+from finray.training.memory import MemoryWriter, Part, _scratch_root, fetch_newest, whole
 from tests.support.ranks import Group
 
 
@@ -182,3 +184,60 @@ def test_a_checkpoint_is_whole_where_one_attempt_has_the_parts_of_all_ranks() ->
         [(2, 0), (2, 1)],
     ]
     assert [held[0].step for held in whole(parts, after=2)] == [8, 6]
+
+
+# --- who waits for whom -----------------------------------------------------------------------------------------------
+
+
+def test_no_rank_goes_on_before_all_have_cleaned_up(tmp_path: Path, scratch: Path) -> None:
+    """Directories that lie there whenever the ranks wait for each other; the newest checkpoint is not whole."""
+    memory = stored(tmp_path / "run", [2, 4])
+    memory.lost.append((4, 1))
+    (scratch / f"{module._prefix(tmp_path / 'run')}rest").mkdir()
+    seen: list[int] = []
+
+    def gather(value: Any) -> list[Any]:
+        seen.append(len(list(scratch.iterdir())))
+        return [value, None]
+
+    strategy: Any = SimpleNamespace(
+        rank=0, world_size=2, all_gather_object=gather, broadcast_object=lambda value: value
+    )
+    found = fetch_newest(memory, strategy, tmp_path / "run", after=0, warn=lambda text: None)
+    assert found is not None
+    assert found.step == 2
+    # Of each: before the directory is made, twice while it is seen who shares it, and once all have filled it.
+    one, damaged = [0, 1, 1, 1], [0]
+    assert seen == [0, *one, *damaged, *one]
+
+
+def test_a_part_is_waited_for_where_no_step_may_be_lost(tmp_path: Path) -> None:
+    kept = threading.Event()
+    wanted = threading.Event()
+
+    class Slow(Kept):
+        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+            assert "metrics.jsonl" not in files, "records are brought where somebody asks for them"
+            assert wanted.wait(10)
+            time.sleep(0.05)
+            kept.set()
+
+    strategy: Any = SimpleNamespace(rank=0, world_size=1)
+    for every in (1, 2):
+        kept.clear()
+        (wanted.set if every == 1 else wanted.clear)()
+        writer = MemoryWriter(Slow(), strategy, tmp_path, every, pytest.fail, "a")
+        writer.begin(Snapshot(weights(0), [], ""), 4)
+        assert kept.is_set() is (every == 1)
+        wanted.set()
+        writer.close()
+        assert kept.is_set(), "what has begun is stored before the end"
+
+
+@pytest.mark.parametrize(("there", "free", "in_memory"), [(True, 201, True), (True, 200, False), (False, 999, False)])
+def test_what_fits_twice_is_written_in_memory(
+    monkeypatch: pytest.MonkeyPatch, scratch: Path, there: bool, free: int, in_memory: bool
+) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(Path, "is_dir", lambda folder: there)
+    assert _scratch_root(100) == (Path("/dev/shm") if in_memory else scratch)

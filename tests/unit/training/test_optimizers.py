@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,26 @@ def test_the_weights_are_those_of_the_reference(
     # The comparison sees steps that are left out.
     fewer, _ = moved(kind, range(STEPS - 3), bad=bad)
     assert largest_difference(fewer, expected) > 2 * tolerance
+
+
+@pytest.mark.parametrize(("kind", "reference"), [("muon", muon_by_torch), ("adafactor", adafactor_by_torch)])
+@pytest.mark.parametrize("weight", [1.0, 1e-5, 0.0])
+@pytest.mark.parametrize("gradient", [1e3, 1.0, 1e-9, 1e-20, 0.0])
+def test_numbers_that_are_tiny_or_large_are_treated_as_by_torch(
+    kind: str, reference: Callable[[], dict[str, Any]], weight: float, gradient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms and scales have smallest values, which ordinary numbers do not come near."""
+    here = sys.modules[__name__]
+    start, pushed = new_parameters(), {step: gradients(step) for step in range(STEPS)}
+
+    def smaller(*_: str) -> dict[str, torch.nn.Parameter]:
+        return {name: torch.nn.Parameter(one.detach() * weight) for name, one in start.items()}
+
+    monkeypatch.setattr(here, "new_parameters", smaller)
+    monkeypatch.setattr(here, "gradients", lambda step: {name: one * gradient for name, one in pushed[step].items()})
+    found, _ = moved(kind, range(STEPS))
+    for name, expected in reference().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", KINDS)

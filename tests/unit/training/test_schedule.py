@@ -84,6 +84,26 @@ def test_without_warm_up_inverse_sqrt_has_transformers_timescale_and_a_floor() -
     assert values[30_000] == 0.6
 
 
+@pytest.mark.parametrize(
+    ("fields", "last"),
+    [
+        ({"schedule": "cosine"}, 0.2),
+        ({"schedule": "linear"}, 0.2),
+        ({"schedule": "constant"}, 1.0),
+        ({"schedule": "polynomial", "schedule_options": {"power": 3.0}}, 0.2),
+        ({"schedule": "cosine_with_restarts", "schedule_options": {"num_cycles": 3}}, 0.2),
+        ({"schedule": "inverse_sqrt"}, (40 / 5) ** -0.5),
+        ({"schedule": "wsd"}, 0.2),
+    ],
+)
+def test_the_rate_after_the_last_update_is_the_minimum(fields: dict[str, Any], last: float) -> None:
+    """An extended run says from which rate it comes."""
+    train = TrainConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=5, **fields)
+    assert learning_rate(train, update=40, total=40) == pytest.approx(last)
+    # A run that was all warm-up.
+    assert learning_rate(train, update=5, total=5) == pytest.approx(0.2 if fields["schedule"] == "wsd" else 1.0)
+
+
 def test_a_decay_that_is_longer_than_the_run_begins_after_the_warm_up() -> None:
     fields: dict[str, Any] = {"schedule": "wsd", "schedule_options": {"num_decay_steps": 99, "decay_type": "linear"}}
     assert rates(6, **fields, warmup_steps=2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]

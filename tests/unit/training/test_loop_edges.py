@@ -1,0 +1,251 @@
+"""What the loop does beside training: checkpoints in memory, parts of an epoch, waiting, and what others read of it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finray.errors import TrainingError
+from finray.records import EvalRecord, Note, TrainRecord
+from finray.training import loop as module
+from finray.training.evaluator import Evaluated
+from finray.training.pulse import Pulse
+from finray.training.state import TrainState
+from tests.support.made_up_run import LOSSES, WEIGHTS, Make, Run
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    return lambda **options: Run(monkeypatch, **options)
+
+
+# --- checkpoints in memory --------------------------------------------------------------------------------------------
+
+
+class InMemory:
+    """Keeps snapshots; storing one takes half a second of the next one's time."""
+
+    def __init__(self, made: Run, interval: int) -> None:
+        self.made, self.interval, self.buffers = made, interval, {"b": 1}
+        self.begun: list[tuple[int, Any]] = []
+        self.is_ready = self.is_closed = False
+        made.loop.memory = self  # type: ignore[assignment]
+
+    def ready(self) -> None:
+        self.made.now += 0.5
+        self.is_ready = True
+
+    def begin(self, snapshot: Any, step: int) -> None:
+        assert self.is_ready
+        self.is_ready = False
+        self.begun.append((step, snapshot))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("interval", "asynchronous", "stop_at", "steps"),
+    [
+        (3, True, None, [3, 6, 9]),
+        # What is written in the background may still fail; what was written at once is there.
+        (2, True, None, [2, 4, 6, 8]),
+        (2, False, None, [2, 6]),
+        (3, True, 7, [3, 6]),
+        (3, True, 6, [3]),
+    ],
+)
+def test_between_checkpoints_on_storage_snapshots_are_kept_in_memory(
+    make: Make, interval: int, asynchronous: bool, stop_at: int | None, steps: list[int]
+) -> None:
+    storage = {"every_steps": 4, "asynchronous": asynchronous}
+    made = make(checkpoint=storage, tracking={"log_every": 50}, stop_at=stop_at)
+    kept = InMemory(made, interval)
+    made.run()
+    last = stop_at or 10
+    assert kept.begun == [(step, f"{step} behind") for step in steps]
+    stored = [*range(4, last, 4), last]
+    assert [step for step, _, _ in made.saved] == stored
+    # A run that goes on from any of them has the records up to it.
+    assert [record.step for record in made.of(TrainRecord)] == sorted({*steps, *stored})
+    assert made.loop.phases["checkpoint"] == 3.5 * len(steps) + 3.0 * len(stored)
+    assert kept.is_closed
+
+
+def test_a_request_to_save_is_stored_and_not_kept_in_memory(make: Make) -> None:
+    made = make(stop_at=6)
+    kept = InMemory(made, 3)
+    made.loop.take_request = lambda: "save"
+    made.run()
+    assert [step for step, _ in kept.begun] == [3, 9]
+    assert [(step, snapshot) for step, _, snapshot in made.saved] == [(6, "6 at once"), (10, "10 at once")]
+    assert (made.loop.stopped, made.loop.ended_by, made.loop.state.step) == (False, "", 10)
+
+
+# --- parts of an epoch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    # An epoch is seven items, and a step takes three.
+    [(1.0, [3, 5, 7, 10]), (0.5, [2, 3, 4, 5, 6, 7, 9, 10]), (2.0, [5, 10]), (9.0, [10])],
+)
+def test_checkpoints_and_evaluations_come_with_the_step_that_ends_a_part_of_an_epoch(
+    make: Make, every: float, steps: list[int]
+) -> None:
+    values = [20.0 + number for number in range(len(steps))]
+    made = make(
+        held_out=values,
+        checkpoint={"every_epochs": every, "every_steps": 1, "keep_best": False},
+        evaluation={"every_epochs": every, "on_start": False},
+    ).run()
+    assert [step for step, _, _ in made.saved] == steps
+    assert [record.step for record in made.of(EvalRecord)] == steps
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_are_rounded_to_micros_and_rates_to_thousandths(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """Each step is waited for."""
+
+        def __init__(self, at: Any, position: int, *, clock: Any) -> None:
+            self.at, self.position, self.waited = at, position, 0.0
+
+        def take(self, *, last: bool) -> Any:
+            made.now += 0.1000011234
+            self.waited += 0.1000011234
+            assert last is (self.position == 27)
+            data = self.at(self.position)
+            self.position += data.items
+            return data
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(module, "Prefetcher", Slow)
+    evaluation = {"every_steps": 5, "on_start": False}
+    made = make(passes_s=0.3, scores_s=0.7000011234, held_out=[2.0, 1.0], evaluation=evaluation)
+    made.run()
+    records = made.of(TrainRecord)
+    for step, record in enumerate(records, start=1):
+        assert record.seconds == pytest.approx(0.4000011234 * step, abs=6e-7)
+        assert record.seconds == round(record.seconds, 6)
+        assert record.tokens_per_s == pytest.approx(100 * step / 0.4000011234, abs=5e-4)
+        assert record.tokens_per_s == round(record.tokens_per_s, 3)
+        assert record.data_wait_s == 0.100001
+    assert {record.seconds for record in made.of(EvalRecord)} == {0.700001}
+    assert made.loop.phases["data_wait"] == pytest.approx(1.000011234)
+    assert made.loop.phases["train"] == pytest.approx(4.000011234)
+    assert made.loop.state.seconds == made.loop.phases["train"]
+
+
+@pytest.mark.parametrize(("seconds", "notes"), [(11.0, 0), (12.0, 1)])
+def test_waiting_for_an_evaluation_is_said_after_more_than_ten_seconds(make: Make, seconds: float, notes: int) -> None:
+    """It is looked for once a second here, and for the last time a second before it is there."""
+    made = make(held_out=[], evaluation={"mode": "async", "every_steps": None, "on_start": False})
+    begun: list[float] = []
+
+    def results() -> list[Evaluated]:
+        if not begun or made.now < begun[0] + seconds:
+            return []
+        begun.clear()
+        return [Evaluated(10, {"eval_loss": 1.0})]
+
+    def submit(step: int, checkpoint: Any) -> None:
+        begun.append(made.now)
+
+    def pause(_: float) -> None:
+        made.now += 1.0
+
+    made.loop.evaluator = SimpleNamespace(results=results, submit=submit, close=lambda: None)  # type: ignore[assignment]
+    made.loop.writer.add_metrics = lambda step, metrics: None  # type: ignore[method-assign]
+    made.loop.pause = pause
+    made.run()
+    assert [note.message for note in made.of(Note)] == ["waiting for the evaluation of step 10"] * notes
+    assert made.loop.phases["evaluate"] == seconds
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_add_their_metrics_and_what_is_done_can_be_read_meanwhile(make: Make) -> None:
+    made = make(held_out=[2.0, 1.0], evaluation={"every_steps": 5, "on_start": False})
+    pulse, seen = Pulse(lambda: made.now), list[Any]()
+    made.loop.pulse = pulse
+    score = made.loop.task.score
+
+    def looked(batch: Any, sums: Any) -> None:
+        seen.append((pulse.part, pulse.share))
+        score(batch, sums)
+
+    def answered(told: Any) -> dict[str, float]:
+        assert not made.loop.task.model.training
+        told(0.5)
+        seen.append((pulse.part, pulse.share))
+        made.now += 1.0
+        return {"exact": 0.25}
+
+    made.loop.task.score = looked  # type: ignore[method-assign]
+    made.loop.answered = answered
+    made.run()
+    assert [record.metrics for record in made.of(EvalRecord)] == [
+        {"eval_loss": value, "exact": 0.25} for value in (2.0, 1.0)
+    ]
+    assert seen == [("evaluating", 0.0), ("answering prompts", 0.5)] * 2
+    assert (pulse.part, pulse.share) == ("", 0.0)
+    assert made.loop.phases["evaluate"] == 2 * 6.0
+    # After as many steps, of two seconds each, of which none were spent in an all-reduce.
+    assert (pulse.step, pulse.steps, pulse.phase) == (10, 10, "other")
+    assert (pulse.work_s, pulse.longest_s) == (20.0, 2.0)
+
+
+def test_a_metric_that_no_evaluation_has_is_named_with_those_there_are(make: Make) -> None:
+    made = make(held_out=[2.0])
+    made.loop._best = ("rouge", "max")
+    with pytest.raises(TrainingError, match="the evaluation has no metric `rouge`") as caught:
+        made.loop.run()
+    assert (caught.value.where, caught.value.repair) == ("evaluation.metric", "use one of: eval_loss")
+
+
+@pytest.mark.parametrize(("metric", "changed"), [("", False), ("eval_loss", False), ("accuracy", True)])
+def test_the_best_value_of_another_metric_is_forgotten(make: Make, metric: str, changed: bool) -> None:
+    state = TrainState(step=9, position=27, updates=9, metric=metric, best=0.5, stale_evaluations=3)
+    made = make(held_out=[1.0], state=state)
+    said = "eval_loss now chooses the best checkpoint, instead of accuracy; its best value starts over"
+    assert made.said == ([Note(said, 9)] if changed else [])
+    assert state.metric == "eval_loss"
+    made.run()
+    assert (state.best, state.stale_evaluations) == ((1.0, 0) if changed else (0.5, 4))
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_a_profiler_is_told_of_every_step_and_of_its_parts(make: Make) -> None:
+    made = make(steps=2)
+    told: list[Any] = []
+
+    @contextmanager
+    def parts(name: str) -> Any:
+        told.append(name)
+        yield
+
+    profiler: Any = SimpleNamespace(parts=parts, close=lambda: told.append("closed"))
+    profiler.before = lambda step: told.append(("before", step))
+    profiler.after = lambda step: told.append(("after", step))
+    made.loop.profiler = profiler
+    made.run()
+    within = ["data wait", "forward", "backward", "all_reduce", "clip", "optimizer"]
+    assert told == [("before", 1), *within, ("after", 1), ("before", 2), *within, ("after", 2), "closed"]
+
+
+def test_a_window_that_ends_the_run_has_the_loss_of_its_first_and_of_its_last_step(make: Make) -> None:
+    made = make(steps=4, tracking={"log_every": 50}).run()
+    (record,) = made.of(TrainRecord)
+    mean = sum(a * b for a, b in zip(LOSSES[:4], WEIGHTS[:4], strict=True)) / sum(WEIGHTS[:4])
+    assert record.loss == pytest.approx(mean, rel=1e-12)
+    assert (made.loop.first_loss, made.loop.final_loss) == (LOSSES[0], LOSSES[3])
