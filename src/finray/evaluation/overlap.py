@@ -174,9 +174,9 @@ def _equal(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -
     """Index of each row that is also a training row, and the first such training row."""
     own = split.digests[np.asarray(numbers, dtype=np.int64)]
     order = np.argsort(train.digests, kind="stable")
-    place = np.minimum(np.searchsorted(train.digests[order], own), max(len(order) - 1, 0))
     if not len(order):
         return {}
+    place = np.minimum(np.searchsorted(train.digests[order], own), len(order) - 1)
     alike = np.flatnonzero(train.digests[order[place]] == own)
     return {int(index): int(order[place[index]]) for index in alike}
 
