@@ -108,11 +108,26 @@ def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: An
     )
     assert second[1:] == (Sampling(256, 0.5, 0.9, stop=(";",)), [1], False)
     assert third[1:] == (Sampling(256), [3], False), "a temperature without sampling is none"
-    # Room is left for the answer, at the cost of the beginning.
+    # Room is left for the answer, at the cost of the beginning; where there is none for both, a token is read.
     short = {"max_gen_toks": 30, "until": []}
     harness._model(engine, True).generate_until(asked("generate_until", (LONG, short)))  # type: ignore[arg-type]
     assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-10:]]
     assert engine.calls[-1][3] is True
+    for room, read in ((39, 1), (40, 1), (50, 1), (38, 2)):
+        options = {"max_gen_toks": room, "until": []}
+        harness._model(engine, True).generate_until(asked("generate_until", (LONG, options)))  # type: ignore[arg-type]
+        assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-read:]]
+
+
+def test_a_model_without_a_limit_gets_all_of_a_text(tokenizer: Any) -> None:
+    engine: Any = Recorder(tokenizer)
+    engine.max_length = None
+    model = harness._model(engine, True)
+    text = " ".join([LONG] * 40)
+    model.generate_until(asked("generate_until", (text, {"max_gen_toks": 30, "until": []})))
+    assert engine.calls[-1][0] == [tokenizer(text)["input_ids"]]
+    assert len(engine.calls[-1][0][0]) > 2000
+    assert model.too_long == []
 
 
 @pytest.mark.parametrize(
