@@ -71,7 +71,8 @@ def evaluate(
         notes.append("the model was trained on these rows: their scores measure memorization")
     elif rows is not None and rows.train is None:
         notes.append("the training data is unknown, so overlap with it was not checked")
-    elif rows is not None and rows.train is not None:
+    elif rows is not None:
+        assert rows.train is not None
         tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
         seen = overlap(rows.split, rows.numbers, rows.train, Words(tokenizer))
         if 0 < len(seen.rows) < len(rows):

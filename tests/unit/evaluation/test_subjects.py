@@ -242,3 +242,69 @@ def test_rows_are_shared_by_models_that_read_alike(
     assert asked[1][3] is None
     case.rows = None
     assert Case.rows_for(case, artifacts[name]) is None
+
+
+# --- the config -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reads", "positions", "task", "expected"),
+    [
+        (512, None, "causal_lm", 512),
+        (40, None, "causal_lm", 64),
+        (None, None, "causal_lm", 64),
+        (10**30, None, "causal_lm", 2**24),
+        # A causal model's table is as long as it says; RoBERTa's begins after the padding index.
+        (514, 512, "causal_lm", 514),
+        (514, 512, "sequence_classification", 512),
+        (514, None, "sequence_classification", 514),
+    ],
+)
+def test_a_file_is_read_as_the_run_reads_its_own_but_for_what_names_other_rows(
+    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch,
+    reads: int | None, positions: int | None, task: str, expected: int,
+) -> None:  # fmt: skip
+    """Whole, and in one part: splits, ratios, mixes and revisions are of the run's own source."""
+    file = put("rows.jsonl", lines([SHORT]))
+    own = preparing.config(put("own.jsonl", lines([SHORT])), on_bad_row="drop", system="be brief", tool_format="hermes")
+    data = {
+        **{
+            "mix": [{"source": "other"}],
+            "group_by": "id",
+            "train_split": "part",
+            "eval_source": "e",
+            "eval_split": "v",
+        },
+        **{"test_split": "t", "subset": "s", "revision": "r", "eval_ratio": 0.0, "test_ratio": 0.25},
+    }
+    saved = own.model_copy(update={"data": own.data.model_copy(update=data)})
+    monkeypatch.setattr(subjects, "saved_config", lambda run: saved)
+    text = SimpleNamespace() if reads is None else SimpleNamespace(max_position_embeddings=reads)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda **options: config)
+    monkeypatch.setattr(subjects, "packing_of", lambda model: SimpleNamespace(positions=positions))
+    artifact: Any = SimpleNamespace(model=ModelConfig(name=str(preparing.model), task=task))
+    request = EvaluationRequest(file=file, metrics=["bleu"], max_rows=3, max_new_tokens=5)
+    run: Any = "a run"
+    found = subjects._config_of("m", run, artifact, request, ["evaluation.batch_size=7", "evaluation.max_rows=9"])
+    wanted = own.data.model_copy(
+        update={"source": str(file), "eval_ratio": 0.5, "on_too_long": "drop", "max_length": expected}
+    )
+    assert found.data.model_dump() == wanted.model_dump()
+    evaluation = found.evaluation
+    assert (evaluation.metrics, evaluation.max_rows, evaluation.max_new_tokens) == (["bleu"], 3, 5)
+    assert (evaluation.batch_size, found.run.seed) == (7, own.run.seed)
+    # Without a file the run's rows stay what they are.
+    part = own.model_copy(update={"data": own.data.model_copy(update={"test_ratio": 0.25, "group_by": "id"})})
+    monkeypatch.setattr(subjects, "saved_config", lambda run: part)
+    kept = subjects._config_of("m", run, artifact, EvaluationRequest(), ())
+    assert kept.data.model_dump() == part.data.model_dump()
+    assert kept.evaluation.model_dump() == own.evaluation.model_dump()
+
+
+def test_a_file_that_is_not_there_is_said_before_a_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    artifact: Any = SimpleNamespace(model=ModelConfig(name="m"))
+    with pytest.raises(FinrayError, match="the file does not exist") as caught:
+        subjects._config_of("m", None, artifact, EvaluationRequest(file="nowhere.jsonl"), ())
+    assert caught.value.where == "--file nowhere.jsonl"
