@@ -27,7 +27,11 @@ def shares(answers: list[str], references: list[str]) -> float:
 
 
 def points(answers: list[str], references: list[str]) -> float:
-    return 40.0 * shares(answers, references)
+    return 1.5 * shares(answers, references)
+
+
+def lost(answers: list[str], references: list[str]) -> float:
+    return shares(answers, references) - 1
 
 
 class Rows:
@@ -118,10 +122,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_each_model_has_its_loss_and_scores_and_a_row_shows_all_answers(run: Run) -> None:
-    names = (f"{__name__}:shares", f"{__name__}:points")
+    names = tuple(f"{__name__}:{name}" for name in ("shares", "points", "lost"))
     case = run.case(metrics=("exact_match", *names), temperature=0.5, top_p=0.75, top_k=4, seed=9, stop=["s"])
     found = judge(case)
-    assert list(found.totals) == ["exact_match", "shares", "points", "loss"]
+    assert list(found.totals) == ["exact_match", "shares", "points", "lost", "loss"]
     assert {name: own["loss"].tolist() for name, own in found.statistics.items()} == LOSSES
     exact = {name: own["exact_match"][:, 0].tolist() for name, own in found.statistics.items()}
     assert exact == {"base": [0, 1], "other": [1, 0], "tuned": [1, 1]}
@@ -130,7 +134,13 @@ def test_each_model_has_its_loss_and_scores_and_a_row_shows_all_answers(run: Run
     tuned = found.values["tuned"]
     assert [(name, one.value, one.is_share, one.interval.low) for name, one in tuned.items()] == [
         ("shares", 1.0, True, None),
-        ("points", 40.0, False, None),
+        ("points", 1.5, False, None),
+        ("lost", 0.0, True, None),
+    ]
+    # Only what lies between 0 and 1 is shown as a percentage.
+    base = found.values["base"]
+    assert [(name, one.value, one.is_share) for name, one in base.items()] == [
+        *(("shares", 0.5, True), ("points", 0.75, True), ("lost", -0.5, False)),
     ]
     assert found.prediction is not None
     assert found.prediction(1) == Prediction(

@@ -23,7 +23,7 @@ from finray.evaluation.work import Work
 SPLIT = [
     ("ab|cd", [0, 0, 0, 1, 1]),
     ("xyz", [1, 1, 1]),
-    ("q:no.", [0, 0, 1, 1, 0]),
+    ("q:no.", [0, 0, 1, 1, 1]),
     ("ab|cde", [0, 1, 0, 1, 0, 1]),
     ("not evaluated", [0] * 12 + [1]),
     ("s: yes", [0, 0, 1, 1, 1, 1]),
@@ -117,18 +117,18 @@ COUNTING = {"name": "counting", "version": "1.5"}
 def test_losses_are_summed_over_what_is_learned_and_asked_for_in_parts(tmp_path: Path) -> None:
     made = Made(tmp_path)
     found = made.work.losses()
-    learned = {5: (2, 3, 4, 5), 0: (3, 4), 3: (1, 3, 5), 1: (1, 2), 2: (2, 3)}
+    learned = {5: (2, 3, 4, 5), 0: (3, 4), 3: (1, 3, 5), 1: (1, 2), 2: (2, 3, 4)}
     right = [[-sum(logprob(SPLIT[row][0], at) for at in learned[row]), len(learned[row])] for row in NUMBERS]
     np.testing.assert_allclose(found, right, rtol=1e-12)
     # From the first token that is learned to the last one; the first of a row has nothing before it.
     assert made.engine.asked == [
         ([("s:", " yes"), ("ab|", "cd")], False),
         ([("a", "b|cde"), ("x", "yz")], False),
-        ([("q:", "no")], False),
+        ([("q:", "no.")], False),
     ]
     assert [one[:3] for one in made.told] == [("tuned loss", done, 5) for done in (1, 2, 3, 4, 5)]
     (rate,) = made.case.rates
-    assert (rate.model, rate.part, rate.rows, rate.tokens) == ("tuned", "loss", 5, 4 + 2 + 5 + 2 + 2)
+    assert (rate.model, rate.part, rate.rows, rate.tokens) == ("tuned", "loss", 5, 4 + 2 + 5 + 2 + 3)
     assert made.told[-1][3] == rate.text()
     assert 0 <= rate.seconds < 60
     assert made.work.made_by == [COUNTING]
