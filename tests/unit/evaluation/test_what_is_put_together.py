@@ -131,6 +131,10 @@ def test_where_no_row_or_every_row_was_trained_on_there_are_no_scores_without_th
     monkeypatch.setattr(compare, "overlap", lambda *_: Overlap(tuple(rows), (), ()))
     found = put(case)
     assert (found.held_out, found.overlap) == ((), Overlap(tuple(rows), (), ()))
+    # The control: one row, and all but one.
+    for some in ((4,), tuple(range(19))):
+        monkeypatch.setattr(compare, "overlap", lambda *_, some=some: Overlap((), some, ()))
+        assert len(put(case).held_out) == 3
 
 
 def test_the_seed_draws_what_intervals_and_tests_need(case: Any) -> None:

@@ -26,7 +26,7 @@ SPLIT = [
     ("q:no.", [0, 0, 1, 1, 1]),
     ("ab|cde", [0, 1, 0, 1, 0, 1]),
     ("not evaluated", [0] * 12 + [1]),
-    ("s: yes", [0, 0, 1, 1, 1, 1]),
+    ("s: yes!", [0, 0, 1, 1, 1, 1, 0]),
 ]
 NUMBERS = (5, 0, 3, 1, 2)
 WARM = Sampling(9, temperature=0.5, seed=4, stop=(".",))
