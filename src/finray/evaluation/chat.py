@@ -90,7 +90,7 @@ class Conversation:
                 self.forgotten = before
             raise
         finally:
-            if pieces or (self.messages and notes and "the answer is empty" in notes):
+            if pieces or "the answer is empty" in notes:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
         return notes
 

@@ -17,7 +17,7 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.evaluation import answers, classifiers
 from finray.evaluation.engines.base import Engine
-from finray.evaluation.estimates import Judged, compared_with, evaluated, sentences
+from finray.evaluation.estimates import Judged, compared_with, evaluated, for_several, sentences
 from finray.evaluation.harness import joined
 from finray.evaluation.outcome import Comparison, Evaluated, write
 from finray.evaluation.overlap import Words, overlap
@@ -64,15 +64,15 @@ def evaluate(
     judged = JUDGES[case.spec.name](case)
     rows, seed, notes = case.rows, request.seed, case.notes
     models = [evaluated(judged, name, seed=seed) for name in judged.statistics]
-    compared = compared_with(judged, seed=seed)
     models, more = joined(models, judged.harness, seed=seed)
-    compared += more
+    compared = for_several([*compared_with(judged, seed=seed), *more])
     seen, held_out = None, list[Evaluated]()
     if rows is not None and rows.name == "train":
         notes.append("the model was trained on these rows: their scores measure memorization")
     elif rows is not None and rows.train is None:
         notes.append("the training data is unknown, so overlap with it was not checked")
-    elif rows is not None and rows.train is not None:
+    elif rows is not None:
+        assert rows.train is not None
         tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
         seen = overlap(rows.split, rows.numbers, rows.train, Words(tokenizer))
         if 0 < len(seen.rows) < len(rows):
@@ -81,7 +81,7 @@ def evaluate(
     found = Comparison(
         tuple(models),
         tuple(compared),
-        sentences(models, compared, judged.totals),
+        sentences(models, compared, judged),
         0 if rows is None else len(rows),
         () if rows is None or judged.prediction is None else Lazy(len(rows), judged.prediction),
         case.folder,

@@ -75,7 +75,7 @@ def evaluated(judged: Judged, model: str, *, seed: int, kept: npt.NDArray[np.boo
 
 
 def compared_with(judged: Judged, *, seed: int) -> list[Compared]:
-    """The last model against each other one, score by score; p is adjusted for several baselines."""
+    """The last model against each other one, score by score."""
     (*others, tuned), found = judged.statistics, []
     for other in others:
         second_of = judged.statistics[tuned] | judged.contrasts.get(tuned, {})
@@ -86,18 +86,24 @@ def compared_with(judged: Judged, *, seed: int) -> list[Compared]:
                 continue  # Losses of other tokens.
             test = paired(first, second, judged.totals[score].total, seed=seed)
             found.append(Compared(score, other, len(first), test))
-    # Several baselines are several chances to find a difference.
-    for score in {one.score for one in found}:
-        own = [one for one in found if one.score == score]
-        for one, p in zip(own, adjusted([one.found.p for one in own]), strict=True):
-            found[found.index(one)] = replace(one, found=replace(one.found, p=p))
     return found
 
 
-def sentences(models: Sequence[Evaluated], compared: Sequence[Compared], totals: dict[str, Score]) -> tuple[str, ...]:
+def for_several(compared: Sequence[Compared]) -> list[Compared]:
+    """The comparisons with p adjusted, score by score: several baselines are several chances to find a difference."""
+    found = list(compared)
+    for score in {one.score for one in found}:
+        own = [place for place, one in enumerate(found) if one.score == score]
+        for place, p in zip(own, adjusted([found[place].found.p for place in own]), strict=True):
+            found[place] = replace(found[place], found=replace(found[place].found, p=p))
+    return found
+
+
+def sentences(models: Sequence[Evaluated], compared: Sequence[Compared], judged: Judged) -> tuple[str, ...]:
     """A sentence for each baseline, about the first score that can be tested."""
     tuned = models[-1]
     first = next((name for name in tuned.scores if any(one.score == name for one in compared)), "")
+    known: dict[str, Score | Found] = {**judged.totals, **judged.harness.get(tuned.name, {})}
     return tuple(
         sentence(
             one.found,
@@ -106,7 +112,7 @@ def sentences(models: Sequence[Evaluated], compared: Sequence[Compared], totals:
             score=first.replace("_", " "),
             rows=one.rows,
             shown=tuned.scores[first].difference,
-            lower_is_better=first in totals and totals[first].lower_is_better,
+            lower_is_better=known[first].lower_is_better,
         )
         for one in compared
         if one.score == first

@@ -30,6 +30,7 @@ class Found:
     value: float
     error: float | None
     rows: FloatArray | None
+    lower_is_better: bool = False
 
 
 def require() -> None:
@@ -119,7 +120,9 @@ def run(
                 own = own if np.isclose(own.mean(), value) else None
             spread = results.get(f"{metric}_stderr,{chosen}")
             label = f"{task} {metric}" if chosen == "none" else f"{task} {metric} ({chosen})"
-            metrics[label] = Found(float(value), float(spread) if isinstance(spread, int | float) else None, own)
+            deviation = float(spread) if isinstance(spread, int | float) else None
+            less = found["higher_is_better"].get(task, {}).get(metric) is False
+            metrics[label] = Found(float(value), deviation, own, less)
     return metrics
 
 

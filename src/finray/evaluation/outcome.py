@@ -236,10 +236,9 @@ class Comparison(Result):
             )
             for row, other, share in found.named[:3]:
                 console.print(f"  {row} is like {other} ({share:.0%} of it)", highlight=False, soft_wrap=True)
-            if self.held_out:
-                for one in self.held_out:
-                    scores = ", ".join(f"{name.replace('_', ' ')} {found.text()}" for name, found in one.scores.items())
-                    console.print(f"  without them, {one.name}: {scores}", highlight=False, soft_wrap=True)
+            for one in self.held_out:
+                scores = ", ".join(f"{name.replace('_', ' ')} {found.text()}" for name, found in one.scores.items())
+                console.print(f"  without them, {one.name}: {scores}", highlight=False, soft_wrap=True)
         for rate in self.rates:
             console.print(f"{rate.model} {rate.part}: {rate.text()}", highlight=False, soft_wrap=True)
         for note in self.notes:

@@ -156,16 +156,14 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
             beside[max(0, at - RUN + 1) : at + _TEMPLATE_RUN] = True
         own = np.unique(runs[~beside])
         place = np.searchsorted(every, own)
-        telling = place[tells[place]] if len(own) else place
-        if index not in equal_to and not len(telling):
-            continue
-        if index not in equal_to:
+        telling = place[tells[place]]
+        other, share = equal_to.get(index), 1.0
+        if other is None:
+            if not len(telling):
+                continue
             shared.append(index)
+            other, share = int(np.bincount(holder[telling]).argmax()), len(telling) / len(own)
         if len(named) < _NAMED:
-            other = equal_to.get(index)
-            if other is None:
-                other = int(np.bincount(holder[telling]).argmax())
-            share = 1.0 if index in equal_to else len(telling) / len(own)
             named.append((split.where(int(numbers[index])), train.where(other), round(share, 4)))
     return Overlap(tuple(equal_to), tuple(shared), tuple(named))
 
@@ -174,9 +172,9 @@ def _equal(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -
     """Index of each row that is also a training row, and the first such training row."""
     own = split.digests[np.asarray(numbers, dtype=np.int64)]
     order = np.argsort(train.digests, kind="stable")
-    place = np.minimum(np.searchsorted(train.digests[order], own), max(len(order) - 1, 0))
     if not len(order):
         return {}
+    place = np.minimum(np.searchsorted(train.digests[order], own), len(order) - 1)
     alike = np.flatnonzero(train.digests[order[place]] == own)
     return {int(index): int(order[place[index]]) for index in alike}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +110,8 @@ def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
         error = math.sqrt(squares * (rows - 1) / rows)
     ends = []
     for z in (bias - widened, bias + widened):
-        level = stats.norm.cdf(bias + z / max(1 - acceleration * z, 1e-3))
+        # Of two rows the acceleration is 0, and of many below 1/6: the divisor is at least 0.09.
+        level = stats.norm.cdf(bias + z / (1 - acceleration * z))
         ends.append(float(np.quantile(resampled, level)))
     reach = quantile * error
     return Interval(min(ends[0], observed - reach), max(ends[1], observed + reach), "bootstrap (BCa)")
@@ -169,7 +171,7 @@ def auroc_interval(area: float, rows_N1: FloatArray | None) -> Interval:
     if rows_N1 is None:
         return Interval(None, None, "none: one row of a class has no spread")
     error = float(np.linalg.norm(rows_N1 - area)) / len(rows_N1)
-    if not error or not 0 < area < 1:
+    if not error:
         return Interval(None, None, "none: the scores separate the classes")
     reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * error / (area * (1 - area))
     low, high = special.expit(special.logit(area) + np.array([-reach, reach])).tolist()
@@ -249,11 +251,9 @@ def _signs(rows: int, seed: int) -> Iterator[FloatArray]:
 def adjusted(p: list[float]) -> list[float]:
     """P-values of several comparisons, adjusted for their number (Holm 1979)."""
     order = sorted(range(len(p)), key=p.__getitem__)
-    found, least = [1.0] * len(p), 0.0
-    for rank, number in enumerate(order):
-        least = max(least, min(1.0, p[number] * (len(p) - rank)))
-        found[number] = least
-    return found
+    least = accumulate((min(1.0, p[number] * (len(p) - rank)) for rank, number in enumerate(order)), max)
+    found = dict(zip(order, least, strict=True))
+    return [found[number] for number in range(len(p))]
 
 
 def sentence(

@@ -299,14 +299,15 @@ def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None)
     if named is None:
         return [] if own is None else [own]
     found: list[Subject] = []
+    named = [name for name in named if name not in ("none", "")]
     for name in named:
         if name == "base" and own is not None:
             found.append(own)
-        elif name not in ("none", ""):
+        else:
             short = Path(name).name if Path(name).name not in ("", "final") else str(name)
             found.append(Subject(short if short != tuned.name else name, artifact_of(name)))
     if len({one.name for one in found}) < len(found):
-        found = [replace(one, name=str(named[place])) for place, one in enumerate(found)]
+        found = [replace(one, name=str(name)) for one, name in zip(found, named, strict=True)]
     return found
 
 

@@ -45,8 +45,8 @@ class Work:
                 engine = self.open()
                 likelihoods = engine.log_likelihood([one for one, _ in pairs], adapter=self.subject.adapter)
                 for found in likelihoods:
-                    learned = np.asarray(pairs[found.row][1], dtype=bool)
-                    nats = -np.asarray(found.logprobs, dtype=np.float64)[learned]
+                    learned = np.array(pairs[found.row][1])
+                    nats = -np.array(found.logprobs)[learned]
                     keep(part[found.row], [float(nats.sum()), int(learned.sum())], tokens=len(learned))
         return np.array([kept.found[number] for number in rows.numbers], dtype=np.float64)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,3 +287,70 @@ def test_a_whole_model_has_no_base(tiny_model_dir: Path) -> None:
     with pytest.raises(ModelError, match="a full model, which has no base") as caught:
         find_artifact(tiny_model_dir, base="other")
     assert caught.value.repair == "leave out --base"
+
+
+def test_an_export_has_the_dtype_and_the_size_of_files_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(artifacts, "find_artifact", lambda path, *, base: (path, base))
+    monkeypatch.setattr(artifacts, "export", lambda *given, **options: asked.append((given, options)))
+    export_model("run", tmp_path, merge=False, dtype="fp16", base="b", max_shard_size="5GB")
+    export_model("run", "~/out")
+    assert asked == [
+        ((("run", "b"), tmp_path), {"merge": False, "dtype": "fp16", "max_shard_size": "5GB"}),
+        ((("run", None), Path.home() / "out"), {"merge": True, "dtype": "bf16", "max_shard_size": None}),
+    ]
+    with pytest.raises(ModelError, match="weights cannot be stored as `int8`"):
+        export_model("run", tmp_path, dtype="int8")
+    assert len(asked) == 2
+
+
+def test_a_trained_model_is_loaded_where_and_as_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model:
+        def to(self, device: torch.device) -> tuple[str, torch.device]:
+            return "model", device
+
+    loaded: list[Any] = []
+    monkeypatch.setattr(artifacts, "find_artifact", lambda path: SimpleNamespace(folder=Path(path)))
+    monkeypatch.setattr(artifacts, "load_artifact", lambda artifact, *, dtype: loaded.append(dtype) or Model())
+    monkeypatch.setattr(artifacts, "load_tokenizer", lambda model: f"tokenizer of {model.name}")
+    monkeypatch.setattr(artifacts, "inference_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(artifacts, "inference_dtype", lambda precision, device: (precision, device))
+    assert artifacts.load_trained("run") == (("model", torch.device("meta")), "tokenizer of run")
+    assert loaded == [(None, torch.device("meta"))]
+
+
+@pytest.mark.parametrize(
+    ("path", "config", "expected"),
+    [
+        ("runs/x", None, True),
+        ("x", None, False),
+        ("org/model", None, False),
+        ("org/model", "org/other/config.yaml", True),
+        ("org/model", "org/config.yaml", False),
+    ],
+)
+def test_a_path_that_is_not_there_is_one_of_a_run_where_runs_are_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, config: str | None, expected: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if config is not None:
+        Path(config).parent.mkdir(parents=True)
+        Path(config).write_text("")
+    assert artifacts._is_beside_runs(Path(path)) is expected
+
+
+def test_a_directory_with_the_name_of_a_checkpoint_is_one_of_a_run_only_beside_its_records(tmp_path: Path) -> None:
+    """Weights that somebody else saved have no manifest, and need none."""
+    for name, is_refused in (("final", True), ("checkpoint-000003", True), ("other", False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        assert find_artifact(tmp_path / name).folder == tmp_path / name
+        (tmp_path / "attempt").write_text("{}")
+        if is_refused:
+            with pytest.raises(FinrayError, match="is missing"):
+                find_artifact(tmp_path / name)
+        else:
+            assert find_artifact(tmp_path / name).folder == tmp_path / name
+        (tmp_path / "attempt").unlink()

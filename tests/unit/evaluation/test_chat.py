@@ -124,6 +124,17 @@ def test_an_answer_that_is_cut_off_is_told() -> None:
     assert "cut off" in note
 
 
+def test_an_empty_answer_is_told_and_is_a_turn() -> None:
+    engine = Echo(says="")
+    talk = conversation(engine)
+    assert talk.say("how many", lambda _: None) == ["the answer is empty"]
+    engine.says = "the dog runs"
+    assert talk.say("and where", lambda _: None) == []
+    asked = turn("system", "be brief") + turn("user", "how many") + turn("assistant", "") + turn("user", "and where")
+    assert engine.asked[-1] == asked + ANSWER
+    assert [one["content"] for one in talk.messages] == ["how many", "", "and where", "the dog runs"]
+
+
 def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was() -> None:
     talk = conversation(Echo())
     talk.say("how many", lambda _: None)

@@ -13,7 +13,8 @@ from finray.errors import ConfigError, DataError
 from finray.evaluation import classifiers
 from finray.evaluation.classifiers import commonest, judge
 from finray.evaluation.classify import Classification, Classified
-from finray.evaluation.outcome import Rate
+from finray.evaluation.outcome import Estimate, Rate
+from finray.evaluation.statistics import Interval, interval
 
 NAMES = ("a", "b", "c")
 # By row of the split; rows 3, 0 and 1 are evaluated.
@@ -154,6 +155,106 @@ def test_what_only_models_that_write_can_do_is_refused(request_: dict[str, Any],
     with pytest.raises(ConfigError, match="predicts labels") as caught:
         judge(case(request=request_))
     assert caught.value.where == where
+
+
+@pytest.mark.parametrize(("most", "has_intervals"), [(27, True), (26, False)])
+def test_scores_of_more_classes_and_rows_than_fit_have_no_intervals_and_that_is_said(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, most: int, has_intervals: bool
+) -> None:
+    """Three rows of three classes are three matrices of nine numbers."""
+    monkeypatch.setattr(classifiers, "_MOST_NUMBERS", most)
+    own = case()
+    judged = judge(own)
+    assert ("f1_macro" in judged.totals) == ("f1_macro" in judged.statistics["tuned"]) == has_intervals
+    assert own.notes == (
+        [] if has_intervals else ["3 classes are too many: F1, precision and recall have no intervals"]
+    )
+    if not has_intervals:
+        none = Interval(None, None, "none: there are too many classes and rows")
+        assert judged.values["tuned"]["f1_macro"] == Estimate(0.25, none)
+        assert list(judged.totals) == ["accuracy", "eval_loss", "roc_auc", "spearman"]
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_numbers_have_an_error_and_correlations_with_their_intervals(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    truths = [1.0, 2.5, 3.0, 0.5, 4.0, 2.0]
+    said = {"base": [2.0, 2.25, 2.5, 1.0, 1.5, 3.0], "tuned": [1.25, 2.0, 3.5, 0.25, 3.0, 2.75]}
+    metrics = {"eval_loss": 0.5, "mean_squared_error": 0.5, "pearson": 0.75, "spearman": 0.8}
+
+    def classify(model: Any, *_: Any, **__: Any) -> Classified:
+        found: Any = SimpleNamespace(metrics=metrics, confusion=())
+        return Classified(LabelSet("regression", ()), tuple(map(Classification, said[model])), found)
+
+    monkeypatch.setattr(classifiers, "classify", classify)
+    monkeypatch.setattr(Split, "labels", truths)
+    own = case(request={"seed": seed}, resolved=None)
+    own.rows.numbers, own.rows.train = range(6), SimpleNamespace(labels=[1.0, 4.0])
+    judged = judge(own)
+    assert own.notes == []
+    assert list(judged.totals) == ["mean_squared_error", "pearson", "roc_auc", "spearman"]
+    assert (judged.classes, judged.confusion) == ((), {})
+    errors = (np.array(said["tuned"]) - truths) ** 2
+    assert judged.statistics["tuned"]["mean_squared_error"][:, 0].tolist() == pytest.approx(errors.tolist())
+    assert judged.statistics["commonest"].keys() == {"mean_squared_error"}, "equal numbers have no correlation"
+    values = judged.values["tuned"]
+    assert values["eval_loss"] == Estimate(
+        0.5, interval(errors[:, None], lambda sums, rows: float(sums[0]) / rows, seed=seed), is_share=False
+    )
+    reach = 1.959964 * np.sqrt((1 + 0.8**2 / 2) / 3)
+    assert values["spearman"].interval.low == pytest.approx(np.tanh(np.arctanh(0.8) - reach), rel=1e-5)
+    assert values.keys() == {"eval_loss", "spearman"}
+    assert judged.contrasts["tuned"].keys() == judged.contrasts["base"].keys() == {"spearman"}
+    assert judged.contrasts["commonest"] == {}
+    assert judged.prediction is not None
+    one = judged.prediction(3)
+    assert (one.reference, one.answers) == ("0.5", {"commonest": ["2.5"], "base": ["1"], "tuned": ["0.25"]})
+    assert one.scores["tuned"] == {"mean_squared_error": pytest.approx(0.0625)}
+
+
+def test_an_area_has_delongs_interval_of_its_own_model(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    probabilities = {"base": [0.5, 0.25, 0.75, 0.375, 0.625, 0.125], "tuned": [0.75, 0.25, 0.5, 0.125, 0.5625, 0.625]}
+    truths = ["yes", "no", "yes", "no", "no", "yes"]
+
+    def classify(model: Any, *_: Any, **__: Any) -> Classified:
+        said = tuple(Classification("yes", (1 - one, one)) for one in probabilities[model])
+        scores: Any = SimpleNamespace(metrics={"roc_auc": {"base": 5 / 9, "tuned": 8 / 9}[model]}, confusion=())
+        return Classified(LabelSet("single_label", ("no", "yes")), said, scores)
+
+    monkeypatch.setattr(classifiers, "classify", classify)
+    monkeypatch.setattr(Split, "labels", truths)
+    own = case(resolved=None)
+    own.rows.numbers, own.rows.train = range(6), SimpleNamespace(labels=["yes", "no", "yes"])
+    judged = judge(own)
+    right = np.array(truths) == "yes"
+    for name, area in (("base", 5 / 9), ("tuned", 8 / 9)):
+        scores = np.array(probabilities[name])
+        won = (scores[right][:, None] > scores[~right]).astype(float)
+        error = np.sqrt(won.mean(1).var(ddof=1) / 3 + won.mean(0).var(ddof=1) / 3)
+        assert won.mean() == pytest.approx(area)
+        estimate = judged.values[name]["roc_auc"]
+        assert estimate.interval.method == "DeLong"
+        odds = area / (1 - area) * np.exp(np.array([-1.959964, 1.959964]) * error / (area * (1 - area)))
+        ends = (estimate.interval.low, estimate.interval.high)
+        assert ends == pytest.approx(tuple(odds / (1 + odds)), rel=1e-5)
+    # All are alike for who says the same of every row.
+    assert judged.contrasts["commonest"] == {}
+
+
+def test_a_loss_of_what_was_thought_impossible_is_finite() -> None:
+    truth = np.array([[True, False], [True, False]])
+    single = classifiers._losses(truth, np.array([[0.0, 1.0], [0.25, 0.75]]), True)
+    assert single[:, 0].tolist() == pytest.approx([300 * np.log(10), np.log(4)])
+    several = classifiers._losses(truth, np.array([[0.0, 1.0], [0.25, 0.0]]), False)
+    assert several[:, 0].tolist() == pytest.approx([16 * np.log(10), np.log(4) / 2])
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"), [("a", "a"), (("a", "b"), "a, b"), ((), ""), (0.123456, "0.1235"), (2.0, "2"), (1e6, "1e+06")]
+)
+def test_labels_as_they_are_shown(label: Any, shown: str) -> None:
+    assert classifiers._shown(label) == shown
 
 
 def test_a_baseline_with_other_labels_is_named(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from finray.errors import ConfigError, DataError
+from finray.config.schema import ModelConfig
+from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.evaluation import generate as module
+from finray.evaluation.engines import Answer
 from finray.evaluation.engines.sampling import Sampling
-from finray.evaluation.generate import Answers, generate_text
+from finray.evaluation.generate import Answers, Asking, generate_text
 from finray.evaluation.prompts import Prompt
+from finray.models.artifacts import Artifact
 from tests.support import evaluated, runs, tiny
 
 
@@ -175,3 +182,132 @@ def test_a_file_of_answers_that_cannot_be_written_is_refused_before_a_model_is_l
     assert "the file cannot be written: permission denied" in err
     assert str(output) in err
     assert output.read_text() == "old\n"
+
+
+class Spoken:
+    """Stands for an engine that says its prompt backwards, with a capital letter where the adapter takes part."""
+
+    def __init__(self, made: dict[str, Any]) -> None:
+        self.made = made
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, adapter: bool = True, on_token: Any = None
+    ) -> Iterator[Answer]:
+        self.made["asked"].append((prompts, sampling, adapter, on_token is not None))
+        for row, prompt in reversed(list(enumerate(prompts))):
+            text = "".join(map(chr, prompt))[::-1]
+            if on_token is not None:
+                for letter in text:
+                    on_token(row, ord(letter))
+            yield Answer(row, tuple(map(ord, text)), text.title() if adapter else text, "stop")
+
+    def close(self) -> None:
+        self.made["closed"] = True
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(map(chr, tokens)).title()
+
+
+@pytest.fixture
+def spoken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What an engine is made of and asked."""
+    made: dict[str, Any] = {"asked": []}
+    artifact = Artifact(Path("adapter"), ModelConfig(name="base"), {})
+
+    def make_engine(name: str, of: Any, **options: Any) -> Spoken:
+        made.update(options, name=name, of=of)
+        return Spoken(made)
+
+    def artifact_of(path: Any, *, base: str | None) -> Artifact:
+        made.update(path=path, base=base)
+        return replace(artifact, base=None) if path == "whole" else artifact
+
+    monkeypatch.setattr(module, "artifact_of", artifact_of)
+    monkeypatch.setattr(module, "make_engine", make_engine)
+    monkeypatch.setattr(module, "load_tokenizer", lambda model: Letters() if model.name == "adapter" else None)
+    return made
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_what_is_asked_of_an_engine_and_whose_answers_are_whose(spoken: dict[str, Any], compare: bool) -> None:
+    lines, sampling = list[str](), Sampling(9, stop=("never",))
+    options: dict[str, Any] = {"batch_size": 3, "base": "b", "engine": "fast", "merge": not compare}
+    written: list[str] = []
+    found = generate_text(
+        "p", [Prompt("ab"), Prompt("cde")], sampling=sampling, compare=compare, notify=lines.append,
+        write=written.append, **options,
+    )  # fmt: skip
+    assert (found.texts, found.base) == (("Ba", "Edc"), ("ba", "edc") if compare else ())
+    assert found.prompts == (Prompt("ab"), Prompt("cde"))
+    ids = [[ord("a"), ord("b")], [ord("c"), ord("d"), ord("e")]]
+    assert [one[:3] for one in spoken["asked"]] == [*[(ids, sampling, False)] * compare, (ids, sampling, True)]
+    assert written == [], "several answers come in any order"
+    expected = {"path": "p", "base": "b", "name": "fast", "batch_size": 3, "merge": not compare, "closed": True}
+    assert spoken | expected == spoken
+    assert spoken["notify"] == lines.append
+    assert spoken["of"].folder == Path("adapter")
+    generate_text("p", [Prompt("a")], sampling=sampling, batch_size=1)
+    assert (spoken["name"], spoken["merge"], spoken["base"], spoken["notify"]("x")) == ("auto", False, None, None)
+
+
+def test_a_single_answer_is_written_as_it_comes(spoken: dict[str, Any]) -> None:
+    written: list[str] = []
+    sampling = Sampling(9, stop=("A!",))
+    found = generate_text("p", [Prompt("cba")], sampling=sampling, batch_size=1, write=written.append)
+    # What may be the beginning of a word to stop at is held back.
+    assert (written, found.texts) == (["Ab", "c"], ("Abc",))
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "said"),
+    [
+        ("p", {"compare": True, "merge": True}, "the base model of a merged adapter cannot answer"),
+        ("whole", {"compare": True}, "there is no adapter to switch off"),
+    ],
+)
+def test_a_base_model_that_cannot_answer_is_told(
+    spoken: dict[str, Any], path: str, options: dict[str, bool], said: str
+) -> None:
+    with pytest.raises(FinrayError, match=said):
+        generate_text(path, [Prompt("a")], sampling=Sampling(), batch_size=1, **options)
+    assert "name" not in spoken, "no engine is made"
+    generate_text("whole", [Prompt("a")], sampling=Sampling(), batch_size=1, merge=True)
+
+
+def test_how_a_model_is_prompted_is_what_finray_noted_beside_it(tmp_path: Path) -> None:
+    notes = {"rows": "chat", "system": "be brief", "chat_template_arguments": {"a": 1}, "tool_format": "hermes"}
+    plain: Any = SimpleNamespace(chat_template="x")
+    found = Asking.of(Artifact(tmp_path, None, notes), plain)  # type: ignore[arg-type]
+    assert found == Asking(plain, False, "be brief", {"a": 1}, "hermes")
+    assert Asking.of(Artifact(tmp_path, None, {}), plain) == Asking(plain, False, None, None, "plain")
+    assert (found.why_no_chat, replace(found, raw=True).why_no_chat) == (None, "was trained without it")
+
+
+@pytest.mark.parametrize(
+    ("notes", "config", "refused"),
+    [
+        ({}, "{}", False),
+        ({}, '{"architectures": null}', False),
+        ({"auto_class": "AutoModelForSequenceClassification"}, "{}", True),
+        ({}, '{"architectures": ["X", "BertForTokenClassification"]}', True),
+        ({"auto_class": "AutoModelForCausalLM", "task": "mine"}, "{}", False),
+        ({"auto_class": "MyOwn", "task": "my.module:Task"}, "{}", False),
+    ],
+)
+def test_models_that_give_no_answers_are_known_by_their_task_or_class(
+    tmp_path: Path, notes: Any, config: str, refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    plain: Any = SimpleNamespace(chat_template="x")
+    with pytest.raises(ModelError, match="is a classifier") if refused else nullcontext():
+        Asking.of(Artifact(tmp_path, None, notes), plain)

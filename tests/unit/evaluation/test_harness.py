@@ -108,11 +108,26 @@ def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: An
     )
     assert second[1:] == (Sampling(256, 0.5, 0.9, stop=(";",)), [1], False)
     assert third[1:] == (Sampling(256), [3], False), "a temperature without sampling is none"
-    # Room is left for the answer, at the cost of the beginning.
+    # Room is left for the answer, at the cost of the beginning; where there is none for both, a token is read.
     short = {"max_gen_toks": 30, "until": []}
     harness._model(engine, True).generate_until(asked("generate_until", (LONG, short)))  # type: ignore[arg-type]
     assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-10:]]
     assert engine.calls[-1][3] is True
+    for room, read in ((39, 1), (40, 1), (50, 1), (38, 2)):
+        options = {"max_gen_toks": room, "until": []}
+        harness._model(engine, True).generate_until(asked("generate_until", (LONG, options)))  # type: ignore[arg-type]
+        assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-read:]]
+
+
+def test_a_model_without_a_limit_gets_all_of_a_text(tokenizer: Any) -> None:
+    engine: Any = Recorder(tokenizer)
+    engine.max_length = None
+    model = harness._model(engine, True)
+    text = " ".join([LONG] * 40)
+    model.generate_until(asked("generate_until", (text, {"max_gen_toks": 30, "until": []})))
+    assert engine.calls[-1][0] == [tokenizer(text)["input_ids"]]
+    assert len(engine.calls[-1][0][0]) > 2000
+    assert model.too_long == []
 
 
 @pytest.mark.parametrize(
@@ -171,6 +186,7 @@ def test_the_tokenizers_side_of_the_model(tokenizer: Any) -> None:
 
 
 RESULTS = {
+    "higher_is_better": {"t": {"acc": True, "bleu": False, "words": False}, "group": {"acc": None}},
     "results": {
         "t": {
             "alias": "t",
@@ -223,7 +239,7 @@ def test_metrics_of_lm_eval_with_their_rows_where_they_are_means(lm_eval_says: d
     assert rows.tolist() == [[0.0], [1.0], [1.0], [1.0]], "in the order of the documents"
     assert (found["t acc"].value, found["t acc"].error) == (0.75, 0.1)
     assert found["t f1"] == Found(0.9, None, None), "no mean of its rows"
-    assert found["t bleu"] == Found(30.0, 2.0, None), "rows without numbers"
+    assert found["t bleu"] == Found(30.0, 2.0, None, lower_is_better=True), "rows without numbers"
     strict = found["t exact (strict)"].rows
     assert strict is not None
     assert strict.tolist() == [[0.0], [1.0]]

@@ -260,6 +260,89 @@ def test_a_words_hash_does_not_depend_on_how_it_was_cut_into_tokens(tokenizers: 
     assert len(found[0]) == len(by_hand(text))
 
 
+class Vocabulary:
+    """As much of a tokenizer as its words depend on."""
+
+    def __init__(self, pieces: Sequence[str], *, special: Sequence[str] = (), added: Sequence[str] = ()) -> None:
+        self.pieces = list(pieces)
+        self.all_special_tokens = list(special)
+        self.added_tokens_decoder = dict(enumerate(added))
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self.pieces[number] for number in ids]
+
+    def words(self, *rows: str) -> tuple[list[list[int]], list[int]]:
+        """By row of pieces between commas, the hashes of its words; and the row of each."""
+        ids = [np.array([self.pieces.index(one) for one in row.split(",") if one], dtype=np.int32) for row in rows]
+        hashes, owner = Words(self)(ids)
+        return [hashes[owner == row].tolist() for row in range(len(rows))], owner.tolist()
+
+
+def test_pieces_of_sentencepiece_and_bytes_make_the_words_of_their_text() -> None:
+    pieces = [
+        "▁The",
+        "▁",
+        "the",
+        "▁c",
+        "at",
+        "cat",
+        "<0x63>",
+        "<0x20>",
+        "<0x0A>",
+        "s",
+        "!",
+        "<s>",
+        "<tool>",
+        "Ġthe",
+        "Ċ",
+    ]
+    vocabulary = Vocabulary(pieces, special=["<s>"], added=["<tool>"])
+    rows = [
+        "▁The,▁c,at",
+        "the,<0x20>,cat",
+        "the,<s>,<0x63>,at,!",
+        "the,<tool>,cat",
+        "Ġthe,Ċ,cat",
+        "the,<0x0A>,▁,cat",
+        # A row begins a word, whatever the row before it ends with.
+        "cat",
+        "the,cat",
+    ]
+    found, owner = vocabulary.words("", "!", *rows, "")
+    the, cat = found[2]
+    assert [] == found[0] == found[1] == found[-1]
+    assert found[2:8] == [[the, cat]] * 6
+    assert found[8] == [cat]
+    assert len(found[9]) == 1
+    assert found[9][0] not in (the, cat)
+    assert owner == [row for row in range(2, 8) for _ in range(2)] + [8, 9]
+    assert vocabulary.words("▁c,at,s")[0] == vocabulary.words("cat,s")[0] != vocabulary.words("s,cat")[0]
+    assert Words(vocabulary)([])[0].tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "marked", "is_wordpiece"), [(199, 1, False), (199, 2, True), (200, 2, False), (200, 3, True)]
+)
+def test_a_vocabulary_is_wordpieces_where_more_than_one_of_a_hundred_pieces_continue_a_word(
+    pieces: int, marked: int, is_wordpiece: bool
+) -> None:
+    continued = [f"##{number}" for number in range(marked)]
+    vocabulary = Vocabulary([*continued, "un", "able", *(f"w{number}" for number in range(pieces - marked - 2))])
+    assert len(vocabulary.words("un,able")[0][0]) == 1 + is_wordpiece
+    assert len(vocabulary.words("un,##0")[0][0]) == 1
+
+
+def test_rows_without_a_run_are_compared_as_a_whole_and_shares_have_four_digits() -> None:
+    assert (found([[5], [6, 7]], [row(2), [6, 7]]).equal, found([[5]], [row(2)]).shared) == ((1,), ())
+    assert found([[5]], []).equal == ()
+    copied = [*row(80, 20), *row(81, 4)]
+    # Of 12 runs the first seven are there.
+    assert found([copied, row(82)], [row(83), copied[: RUN + 6]]).named == (("rows.jsonl:1", "rows.jsonl:2", 0.5833),)
+
+
 def test_sums_that_share_their_digits_do_not_make_rows_alike(tokenizers: dict[str, Any]) -> None:
     """For a tokenizer whose digits are tokens, a calculation is a run of more than 13; words tell rows apart."""
     tokenizer = tokenizers["smollm2"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -10,7 +11,17 @@ from scipy import stats
 
 from finray.evaluation import statistics as module
 from finray.evaluation.scores.base import FloatArray
-from finray.evaluation.statistics import Interval, Paired, adjusted, interval, paired, sentence
+from finray.evaluation.statistics import (
+    Interval,
+    Paired,
+    adjusted,
+    auroc_interval,
+    auroc_rows,
+    interval,
+    paired,
+    sentence,
+    spearman_interval,
+)
 
 
 def mean(sums_K: FloatArray, rows: int) -> float:
@@ -212,10 +223,10 @@ def test_the_permutation_test_by_its_formula(seed: int) -> None:
 def test_resamples_and_swaps_are_the_same_however_many_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(1).random((30, 1))
     found = []
-    for held in (30, 7 * 30, 2**22):
+    for held in (1, 30, 7 * 30, 2**22):
         monkeypatch.setattr(module, "_HELD", held)
         found.append((interval(values, mean), paired(values, values[::-1] ** 2, mean)))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_two_graded_rows_have_an_interval_and_one_has_none() -> None:
@@ -224,3 +235,134 @@ def test_two_graded_rows_have_an_interval_and_one_has_none() -> None:
     alone = paired(first[:1], second[:1], mean)
     assert (alone.interval.method, alone.p) == ("none: one row has no spread", 1.0)
     assert interval(first, mean).low is not None
+
+
+def bca(statistics_NK: FloatArray, total: Callable[[FloatArray, int], float], *, jackknife: bool = True) -> Interval:
+    """By its formulas, of any score; rows beyond the limit of the jackknife have no skew and no error."""
+    rows = len(statistics_NK)
+    chosen = np.random.default_rng([0, 1]).integers(0, rows, size=(module._RESAMPLES, rows))
+    scores = np.array([total(statistics_NK[some].sum(0), rows) for some in chosen])
+    observed = total(statistics_NK.sum(0), rows)
+    below = np.mean(scores < observed) + np.mean(scores == observed) / 2
+    z0 = stats.norm.ppf(min(max(below, 0.5 / len(scores)), 1 - 0.5 / len(scores)))
+    skew = error = 0.0
+    if jackknife:
+        left_out = np.array([total(np.delete(statistics_NK, row, axis=0).sum(0), rows - 1) for row in range(rows)])
+        away = left_out.mean() - left_out
+        skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5) if away.any() else 0.0
+        error = np.sqrt((rows - 1) / rows * (away**2).sum())
+    t = stats.t.ppf(0.975, rows - 1)
+    low, high = (
+        np.quantile(scores, stats.norm.cdf(z0 + z / (1 - skew * z)))
+        for z in (z0 - t * np.sqrt(rows / (rows - 1)), z0 + t * np.sqrt(rows / (rows - 1)))
+    )
+    return Interval(min(low, observed - t * error), max(high, observed + t * error), "bootstrap (BCa)")
+
+
+def away_from(whole: float) -> Callable[[FloatArray, int], float]:
+    """A score that is largest for the rows as they are: nearly all resamples are below."""
+    return lambda sums_K, rows: -abs(float(sums_K[0]) - whole) / rows
+
+
+def apart(sums_K: FloatArray, rows: int) -> float:
+    """A score that is the same whichever row is left out."""
+    return (float(sums_K[0]) - rows) ** 2
+
+
+TIED, FINE = np.array([0.0, 0.5, 1.0, 0.5, 0.5, 0.0, 1.0, 1.0, 0.5])[:, None], np.arange(1.0, 12.0)[:, None] ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("rows", "total"),
+    [
+        (TIED, mean),
+        (FINE, away_from(FINE.sum())),
+        (FINE, lambda sums_K, rows: -away_from(FINE.sum())(sums_K, rows)),
+        (np.array([[0.0], [2.0], [0.0], [2.0]]), apart),
+        # Two columns are not right or wrong, whatever numbers they hold.
+        (np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]), ratio),
+    ],
+    ids=["ties", "all below", "all above", "no skew", "two columns"],
+)
+def test_the_bootstrap_of_odd_scores_by_its_formulas(
+    rows: FloatArray, total: Callable[[FloatArray, int], float]
+) -> None:
+    found, right = interval(rows, total), bca(rows, total)
+    assert (found.low, found.high) == (pytest.approx(right.low), pytest.approx(right.high))
+    assert found.method == right.method
+
+
+@pytest.mark.parametrize(("rows", "jackknife"), [(9999, True), (10_000, True), (10_001, False)])
+def test_the_skew_of_more_than_ten_thousand_rows_is_left_out(
+    rows: int, jackknife: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RESAMPLES", 20)
+    values = np.random.default_rng(3).exponential(1.0, (rows, 1)) ** 3
+    sums, found = values.sum(), interval(values, mean)
+    # The mean without each row, at once.
+    away = (sums - values) / (rows - 1)
+    away = away.mean() - away
+    chosen = np.random.default_rng([0, 1]).integers(0, rows, size=(20, rows))
+    scores, t = np.sort(values[chosen, 0].mean(1)), stats.t.ppf(0.975, rows - 1)
+    skew, error = (away**3).sum() / (6 * (away**2).sum() ** 1.5), np.sqrt((rows - 1) / rows * (away**2).sum())
+    skew, error = (skew, error) if jackknife else (0.0, 0.0)
+    z0, reach = stats.norm.ppf(np.mean(scores < values.mean())), t * np.sqrt(rows / (rows - 1))
+    low, high = (
+        np.quantile(scores, stats.norm.cdf(z0 + (z0 + side) / (1 - skew * (z0 + side)))) for side in (-reach, reach)
+    )
+    assert found.low == pytest.approx(min(low, values.mean() - t * error), rel=1e-9)
+    assert found.high == pytest.approx(max(high, values.mean() + t * error), rel=1e-9)
+
+
+def test_no_rows_have_no_interval() -> None:
+    assert interval(np.empty((0, 1)), mean) == Interval(None, None, "none: one row has no spread")
+
+
+def test_twelve_graded_rows_are_swapped_in_every_way_there_is() -> None:
+    draw = np.random.default_rng(8)
+    first, second = draw.random((12, 1)), draw.random((12, 1)) + 0.1
+    signs = np.array(list(product([-1.0, 1.0], repeat=12)))
+    swapped = np.abs((signs * (second - first)[:, 0]).mean(1))
+    extreme = int((swapped >= abs((second - first).mean()) - 1e-9).sum())
+    assert paired(first, second, mean).p == extreme / 2**12
+
+
+@pytest.mark.parametrize("gained", [0, 3])
+def test_the_interval_of_a_difference_of_shares_ends_at_one(gained: int) -> None:
+    found = paired(right(3 - gained, 3), right(gained, 3), mean)
+    centre = (2 * gained - 3) / 5
+    reach = 1.959964 * np.sqrt(4 - 9 / 5) / 5
+    assert abs(centre) + reach > 1
+    ends = sorted([centre - reach, centre + reach])
+    assert (found.interval.low, found.interval.high) == (
+        pytest.approx(max(ends[0], -1.0), rel=1e-5),
+        pytest.approx(min(ends[1], 1.0), rel=1e-5),
+    )
+    assert found.interval.method == "Agresti-Min"
+
+
+@pytest.mark.parametrize("graded", [0, 1])
+def test_a_graded_score_against_one_that_is_right_or_wrong_is_a_graded_comparison(graded: int) -> None:
+    pair = [right(4, 9), right(4, 9)]
+    pair[graded] = np.linspace(0.0, 1.0, 9)[:, None] ** 2
+    found = paired(*pair, mean)
+    assert (found.method, found.gained, found.lost) == ("permutation", None, None)
+    assert found.interval.method == "bootstrap (BCa)"
+
+
+@pytest.mark.parametrize(("value", "rows"), [(0.6, 4), (-0.3, 5), (0.9, 11), (0.0, 30)])
+def test_the_interval_of_ranks_by_its_formula(value: float, rows: int) -> None:
+    """Bonett and Wright (2000)."""
+    found = spearman_interval(value, rows)
+    spread = np.sqrt((1 + value**2 / 2) / (rows - 3))
+    ends = np.tanh(np.arctanh(value) + np.array([-1.959964, 1.959964]) * spread)
+    assert (found.low, found.high) == pytest.approx(tuple(ends), rel=1e-5)
+    assert found.method == "Bonett-Wright"
+
+
+def test_scores_that_are_all_equal_have_an_area_of_a_half_and_no_interval() -> None:
+    found = auroc_rows(np.array([[True], [True], [False], [False], [False]]), np.ones((5, 1)))
+    assert found is not None
+    assert (found[0], found[1].tolist()) == (0.5, [[0.5]] * 5)
+    assert auroc_interval(*found) == Interval(None, None, "none: the scores separate the classes")
+    assert auroc_interval(0.5, None) == Interval(None, None, "none: one row of a class has no spread")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from finray.checkpoint.rundir import RunDir
 from finray.config.schema import ModelConfig
 from finray.config.tasks import task_spec
-from finray.evaluation.subjects import Case, EvaluationRequest, Subject, files_of
+from finray.errors import FinrayError
+from finray.evaluation import subjects
+from finray.evaluation.rows import Rows
+from finray.evaluation.subjects import Case, EvaluationRequest, Subject, _baselines, _folder, files_of
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -62,3 +69,242 @@ def test_weights_are_told_apart_by_the_names_sizes_and_times_of_their_files(
     assert Subject("base", own, adapter=False).identity == {"weights": None, "base": base}
     own.base = None
     assert Subject("whole", own, adapter=False).identity == {"weights": listed, "base": None}
+
+
+# --- the models -----------------------------------------------------------------------------------------------------
+
+OWN: Any = Subject("base", "what it began from", adapter=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        (None, [("base", "what it began from", False)]),
+        ([], []),
+        (["none"], []),
+        ([""], []),
+        (["base"], [("base", "what it began from", False)]),
+        (["runs/one", "base"], [("one", "of runs/one", True), ("base", "what it began from", False)]),
+        # What has the name of the evaluated model, or ends like every run, is told apart by all of its path.
+        (
+            ["a/tuned", "runs/one/final"],
+            [("a/tuned", "of a/tuned", True), ("runs/one/final", "of runs/one/final", True)],
+        ),
+        (["/"], [("/", "of /", True)]),
+        (["a/x", "b/x"], [("a/x", "of a/x", True), ("b/x", "of b/x", True)]),
+        (["none", "a/x", "", "b/x"], [("a/x", "of a/x", True), ("b/x", "of b/x", True)]),
+        (
+            ["a/x", "base", "b/x"],
+            [("a/x", "of a/x", True), ("base", "what it began from", False), ("b/x", "of b/x", True)],
+        ),
+    ],
+)
+def test_baselines_have_names_that_tell_them_apart(
+    monkeypatch: pytest.MonkeyPatch, named: list[str] | None, expected: list[Any]
+) -> None:
+    monkeypatch.setattr(subjects, "artifact_of", lambda name: f"of {name}")
+    tuned = replace(OWN, name="tuned")
+    assert [(one.name, one.artifact, one.adapter) for one in _baselines(named, tuned, OWN)] == expected
+
+
+def test_a_model_that_began_from_nothing_has_a_baseline_only_where_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subjects, "artifact_of", lambda name: f"of {name}")
+    assert _baselines(None, OWN, None) == []
+    assert [one.artifact for one in _baselines(["base"], replace(OWN, name="tuned"), None)] == ["of base"]
+
+
+def test_models_that_share_weights_are_loaded_together(tmp_path: Path) -> None:
+    one, other = (SimpleNamespace(folder=name) for name in ("one", "other"))
+    # Equal, and yet another.
+    third = SimpleNamespace(folder="one")
+    several: Any = [Subject(str(at), weights) for at, weights in enumerate((one, other, one, third))]  # type: ignore[arg-type]
+    case: Any = SimpleNamespace(subjects=tuple(several))
+    groups = [(artifact, [subject.name for subject in group]) for artifact, group in Case.by_artifact(case)]
+    assert [names for _, names in groups] == [["0", "2"], ["1"], ["3"]]
+    assert [artifact for artifact, _ in groups] == [one, other, third]
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "request_", "expected"),
+    [
+        ("run", {}, "run/evaluation"),
+        ("run/final", {}, "run/evaluation"),
+        ("run/checkpoint-000001", {}, "run/evaluation/checkpoint-000001"),
+        ("run", {"split": "train"}, "run/evaluation/train"),
+        ("run", {"file": "some/rows.test.jsonl"}, "run/evaluation/rows.test"),
+        ("run/checkpoint-000001", {"split": "eval"}, "run/evaluation/checkpoint-000001/eval"),
+        ("run", {"split": "train", "file": "rows.jsonl", "output": "out/here"}, "out/here"),
+        ("model", {}, "model/evaluation"),
+        ("model", {"file": "rows.jsonl"}, "model/evaluation/rows"),
+        ("org/name", {"file": "rows.jsonl"}, "org--name/evaluation/rows"),
+    ],
+)
+def test_results_lie_in_a_folder_of_what_was_evaluated_and_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, request_: dict[str, Any], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("run/final", "run/checkpoint-000001", "model"):
+        Path(name).mkdir(parents=True)
+    run = RunDir(tmp_path / "run") if model.startswith("run") else None
+    artifact: Any = SimpleNamespace(folder=tmp_path / "model")
+    found = _folder(model, run, artifact, EvaluationRequest(**request_))
+    assert found.resolve() == tmp_path / expected
+    assert found.is_dir()
+    # It may be there already.
+    assert _folder(model, run, artifact, EvaluationRequest(**request_)) == found
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    artifact: Any = None
+    with pytest.raises(FinrayError, match="the scores cannot be written: not a directory") as caught:
+        _folder("m", None, artifact, EvaluationRequest(output=tmp_path / "file" / "out"))
+    assert caught.value.where == str(tmp_path / "file" / "out")
+    assert "--output" in str(caught.value.repair)
+
+
+# --- their rows -----------------------------------------------------------------------------------------------------
+
+
+class Speaking:
+    """A tokenizer as far as rows depend on it."""
+
+    def __init__(self, words: str, chat_template: str) -> None:
+        self.words, self.chat_template = words, chat_template
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: number for number, word in enumerate(self.words.split())}
+
+
+TOKENIZERS = {
+    "tuned": Speaking("a b", "x"),
+    "same": Speaking("a b", "x"),
+    "vocabulary": Speaking("b a", "x"),
+    "template": Speaking("a b", "y"),
+    "began": Speaking("c", "z"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "has_run", "shares"),
+    [
+        *(("same", True, True), ("vocabulary", True, False), ("template", True, False), ("tuned", True, True)),
+        # A run's own base is not asked for its tokenizer; the same folder beside a model without a run is.
+        *(("began", True, True), ("began", False, False)),
+    ],
+)
+def test_rows_are_shared_by_models_that_read_alike(
+    preparing: Preparing,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    put: Write,
+    name: str,
+    has_run: bool,
+    shares: bool,
+) -> None:
+    config = preparing.config(put("rows.jsonl", lines([SHORT])))
+    config = config.model_copy(update={"model": ModelConfig(name="began", task="causal_lm")})
+    artifacts: dict[str, Any] = {one: SimpleNamespace(folder=Path(one)) for one in TOKENIZERS}
+    monkeypatch.setattr(subjects, "load_tokenizer", lambda model: TOKENIZERS[model.name])
+    split: Any = SimpleNamespace(source_rows=np.array([3, 4, 7]), within=np.array([0, 1, 0]))
+    other: Any = SimpleNamespace(source_rows=np.array([7, 4, 3, 4]), within=np.array([0, 0, 0, 1]))
+    rows = Rows("eval", split, (2, 1), "dataset", True, "trained on", "test")  # type: ignore[arg-type]
+    asked: list[Any] = []
+
+    def of_file(own: Any, *, root: Any, stream: str) -> Any:
+        asked.append((own.model.name, own.model.task, own.data == config.data, root, stream))
+        return other, "another dataset"
+
+    monkeypatch.setattr(subjects, "of_file", of_file)
+    monkeypatch.setattr(subjects, "prepared_dir", lambda config: tmp_path / "prepared")
+    case: Any = SimpleNamespace(
+        rows=rows,
+        config=config,
+        run="a run" if has_run else None,
+        tuned=SimpleNamespace(artifact=artifacts["tuned"]),
+    )
+    found = Case.rows_for(case, artifacts[name])
+    if shares:
+        assert found is rows
+        assert asked == []
+        return
+    root = None if config.prepare.dir else tmp_path / "prepared"
+    assert asked == [(name, "causal_lm", True, root, "test")]
+    # The same rows, in the same order: where the other split has them.
+    assert found == Rows("eval", other, (0, 3), "another dataset", True, None, "test")  # type: ignore[arg-type]
+    case.config = config.model_copy(update={"prepare": config.prepare.model_copy(update={"dir": "d"})})
+    Case.rows_for(case, artifacts[name])
+    assert asked[1][3] is None
+    case.rows = None
+    assert Case.rows_for(case, artifacts[name]) is None
+
+
+# --- the config -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reads", "positions", "task", "expected"),
+    [
+        (512, None, "causal_lm", 512),
+        (40, None, "causal_lm", 64),
+        (None, None, "causal_lm", 64),
+        (10**30, None, "causal_lm", 2**24),
+        # A causal model's table is as long as it says; RoBERTa's begins after the padding index.
+        (514, 512, "causal_lm", 514),
+        (514, 512, "sequence_classification", 512),
+        (514, None, "sequence_classification", 514),
+    ],
+)
+def test_a_file_is_read_as_the_run_reads_its_own_but_for_what_names_other_rows(
+    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch,
+    reads: int | None, positions: int | None, task: str, expected: int,
+) -> None:  # fmt: skip
+    """Whole, and in one part: splits, ratios, mixes and revisions are of the run's own source."""
+    file = put("rows.jsonl", lines([SHORT]))
+    own = preparing.config(put("own.jsonl", lines([SHORT])), on_bad_row="drop", system="be brief", tool_format="hermes")
+    data = {
+        **{
+            "mix": [{"source": "other"}],
+            "group_by": "id",
+            "train_split": "part",
+            "eval_source": "e",
+            "eval_split": "v",
+        },
+        **{"test_split": "t", "subset": "s", "revision": "r", "eval_ratio": 0.0, "test_ratio": 0.25},
+    }
+    saved = own.model_copy(update={"data": own.data.model_copy(update=data)})
+    monkeypatch.setattr(subjects, "saved_config", lambda run: saved)
+    text = SimpleNamespace() if reads is None else SimpleNamespace(max_position_embeddings=reads)
+    config = SimpleNamespace(get_text_config=lambda: text)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda **options: config)
+    monkeypatch.setattr(subjects, "packing_of", lambda model: SimpleNamespace(positions=positions))
+    artifact: Any = SimpleNamespace(model=ModelConfig(name=str(preparing.model), task=task))
+    request = EvaluationRequest(file=file, metrics=["bleu"], max_rows=3, max_new_tokens=5)
+    run: Any = "a run"
+    found = subjects._config_of("m", run, artifact, request, ["evaluation.batch_size=7", "evaluation.max_rows=9"])
+    wanted = own.data.model_copy(
+        update={"source": str(file), "eval_ratio": 0.5, "on_too_long": "drop", "max_length": expected}
+    )
+    assert found.data.model_dump() == wanted.model_dump()
+    evaluation = found.evaluation
+    assert (evaluation.metrics, evaluation.max_rows, evaluation.max_new_tokens) == (["bleu"], 3, 5)
+    assert (evaluation.batch_size, found.run.seed) == (7, own.run.seed)
+    # Without a file the run's rows stay what they are.
+    part = own.model_copy(update={"data": own.data.model_copy(update={"test_ratio": 0.25, "group_by": "id"})})
+    monkeypatch.setattr(subjects, "saved_config", lambda run: part)
+    kept = subjects._config_of("m", run, artifact, EvaluationRequest(), ())
+    assert kept.data.model_dump() == part.data.model_dump()
+    assert kept.evaluation.model_dump() == own.evaluation.model_dump()
+
+
+def test_a_file_that_is_not_there_is_said_before_a_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    artifact: Any = SimpleNamespace(model=ModelConfig(name="m"))
+    with pytest.raises(FinrayError, match="the file does not exist") as caught:
+        subjects._config_of("m", None, artifact, EvaluationRequest(file="nowhere.jsonl"), ())
+    assert caught.value.where == "--file nowhere.jsonl"

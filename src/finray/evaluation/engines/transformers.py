@@ -399,7 +399,9 @@ def close_gaps(slots: Slots, working: list[AnyRow]) -> None:
     while place < len(working):
         if not working[place].is_done:
             place += 1
-        elif (last := working.pop()) and place < len(working):
+            continue
+        last = working.pop()
+        if place < len(working):
             working[place] = last
             if not last.is_done:
                 slots.move(len(working), place, last.length - 1)
