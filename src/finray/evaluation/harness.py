@@ -121,7 +121,7 @@ def run(
             spread = results.get(f"{metric}_stderr,{chosen}")
             label = f"{task} {metric}" if chosen == "none" else f"{task} {metric} ({chosen})"
             deviation = float(spread) if isinstance(spread, int | float) else None
-            less = found["higher_is_better"].get(task, {}).get(metric) is False
+            less = found.get("higher_is_better", {}).get(task, {}).get(metric) is False
             metrics[label] = Found(float(value), deviation, own, less)
     return metrics
 
