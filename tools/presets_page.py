@@ -115,10 +115,10 @@ finray init my-run.yaml --preset llama3-8b-lora
 ```
 
 With `--offline`, and `--gpu` for the GPUs that it will have, `finray plan` accepts every preset on a machine without a
-network or a GPU: the shapes of their models come with finray. Only the packages must be there that a preset needs:
-`deepspeed` and `quantization` for `bloomz-zero3`, `quantization` for `mistral-7b-qlora`. What cannot be checked that
-way (the tokenizer, the data) is listed as `not checked`. On a single GPU `bert-sst2-lora` takes 8 bits and needs
-`quantization`, too; without it, `plan` warns.
+network or a GPU: the shapes of their models come with finray. Packages that a preset needs and that are missing here
+are warnings: `deepspeed` and `quantization` for `bloomz-zero3`, `quantization` for `mistral-7b-qlora`. What cannot be
+checked that way (the tokenizer, the data) is listed as `not checked`. On a single GPU `bert-sst2-lora` takes 8 bits and
+needs `quantization`, too; without it, `plan` warns.
 
 <!-- Made by `HF_HUB_OFFLINE=1 python -m tools.presets_page`; a test compares it. -->
 """

@@ -54,22 +54,23 @@ def test_a_second_fit_on_the_same_connection_and_data_trains_alike(
 
 
 SCRIPT = """
-import json, os, sys, tempfile
+import json, os, socket, sys, tempfile
 from finray.config.schema import ClusterConfig
 from finray.runtime import cluster
+from finray.runtime.progress import Address
 
 def describe(config):
     import ray
     return [ray.get_runtime_context().get_runtime_env_string(), "colorsys" in sys.modules]
 
 env = {"FINRAY_PRELOAD": "colorsys", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", "TEXT": "two words, =, \\u00fc"}
-with cluster.connected(ClusterConfig()) as ray:
+with socket.create_server(("127.0.0.1", 0)) as driver, cluster.connected(ClusterConfig()) as ray:
     env |= {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
     from ray.train import RunConfig, ScalingConfig
     from finray.runtime.trainer import Trainer
     run = RunConfig(name="run", storage_path=tempfile.mkdtemp(), worker_runtime_env={"env_vars": env})
     options = {"alone": True, "group": "test", "watch": lambda: None}
-    options |= {"listener": ("127.0.0.1", 1, ""), "expected": 1, "evaluator": False}
+    options |= {"listener": Address(*driver.getsockname(), ""), "expected": 1, "evaluator": False}
     trainer = Trainer(describe, **options, scaling_config=ScalingConfig(num_workers=1), run_config=run)
     print(json.dumps([*trainer.fit().return_value, cluster.environment_text(env)]))
 """

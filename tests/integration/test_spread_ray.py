@@ -103,9 +103,9 @@ def test_what_no_replica_can_load_is_its_error(
 
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((tiny_model_dir / name).read_text())
-    # Others have a CPU, and for a moment Ray counts all of them as taken, as after the end of other replicas: each gets
-    # one, and not the two that it would have on an idle cluster.
-    now, late = state.available_resources_per_node, iter([{}, {}])
+    # Others have a CPU, and for a moment Ray counts all of them as taken, and then a part, as after the end of other
+    # replicas: each gets one, and not the two that it would have on an idle cluster.
+    now, late = state.available_resources_per_node, iter([{}, {}, {"node": {"CPU": 4.0}}])
     monkeypatch.setattr(state, "available_resources_per_node", lambda: next(late, now()))
     monkeypatch.setattr(spread, "_ROOM_S", 5)
     taken = ray.util.placement_group([{"CPU": 1}])

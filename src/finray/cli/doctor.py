@@ -36,7 +36,7 @@ def doctor(
         Path | None, typer.Option(help="Write what a bug report needs to this file, with secrets masked.")
     ] = None,
 ) -> None:
-    """Look at Python, GPUs, storage, disks and ports; of a cluster also at network and clocks. Exit code 2 where
+    """Look at Python, GPUs, storage, disks and ports; with --cluster also at network and clocks. Exit code 2 where
     something keeps a run from working."""
     if report is not None:
         require_writable_file(report)

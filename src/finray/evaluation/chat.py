@@ -90,8 +90,10 @@ class Conversation:
                 self.forgotten = before
             raise
         finally:
-            if pieces or "the answer is empty" in notes:
+            if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        if not pieces:
+            self.messages.append({"role": "assistant", "content": ""})
         return notes
 
     def reset(self) -> None:

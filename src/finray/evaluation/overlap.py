@@ -162,8 +162,9 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
             if not len(telling):
                 continue
             shared.append(index)
-            other, share = int(np.bincount(holder[telling]).argmax()), len(telling) / len(own)
         if len(named) < _NAMED:
+            if other is None:
+                other, share = int(np.bincount(holder[telling]).argmax()), len(telling) / len(own)
             named.append((split.where(int(numbers[index])), train.where(other), round(share, 4)))
     return Overlap(tuple(equal_to), tuple(shared), tuple(named))
 

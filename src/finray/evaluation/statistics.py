@@ -110,7 +110,7 @@ def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
         error = math.sqrt(squares * (rows - 1) / rows)
     ends = []
     for z in (bias - widened, bias + widened):
-        # Of two rows the acceleration is 0, and of many below 1/6: the divisor is at least 0.09.
+        # Of two rows the acceleration is 0 (but for rounding), and of many below 1/6: the divisor is at least 0.09.
         level = stats.norm.cdf(bias + z / (1 - acceleration * z))
         ends.append(float(np.quantile(resampled, level)))
     reach = quantile * error
@@ -171,8 +171,10 @@ def auroc_interval(area: float, rows_N1: FloatArray | None) -> Interval:
     if rows_N1 is None:
         return Interval(None, None, "none: one row of a class has no spread")
     error = float(np.linalg.norm(rows_N1 - area)) / len(rows_N1)
-    if not error:
-        return Interval(None, None, "none: the scores separate the classes")
+    # The area may have been added up in another precision than the rows, and be 1 where they are not.
+    if not error or not 0 < area < 1:
+        why = "are all equal" if area == 0.5 else "separate the classes"
+        return Interval(None, None, f"none: the scores {why}")
     reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * error / (area * (1 - area))
     low, high = special.expit(special.logit(area) + np.array([-reach, reach])).tolist()
     return Interval(low, high, "DeLong")

@@ -342,7 +342,7 @@ def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list
     for name in config.cluster.env:
         if is_secret_name(name):
             found.append(f"cluster.env.{name} is a secret: name it with --secret")
-    if config.cluster.use_gpu == "auto" and not machines.gpus_per_node:
+    if config.cluster.use_gpu == "auto" and machines.gpus_per_node is None:
         found.append("no GPU is requested: cluster.use_gpu is auto; set it to true, or give --gpus-per-node")
     if config.cluster.address is not None:
         found.append("cluster.address is left out: the job has a cluster of its own")

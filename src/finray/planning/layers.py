@@ -79,7 +79,7 @@ class LayerProbe:
 
     Args:
         model: on the meta device, with its adapter if it has one. One layer of each kind is copied.
-        packs: whether its rows may be packed; otherwise it keeps its own attention, and processes one row at a time.
+        packs: whether its rows may be packed; otherwise it keeps its own attention, and a pass has rows of one length.
         counts: for a model with only one layer of each kind: the number of layers that each stands for, by index.
 
     Attributes:

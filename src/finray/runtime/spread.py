@@ -52,6 +52,8 @@ TRIES = 3
 _ROOM_S = 60
 # Seconds until Ray's count of free resources shows that others have ended.
 _SETTLE_S = 5
+# And between two looks at it: nodes report to Ray's head ten times in a second.
+_REPORT_S = 0.25
 
 
 def evaluate(model: str | Path, overrides: Overrides, request: EvaluationRequest, *, progress: Progress) -> Comparison:
@@ -106,12 +108,14 @@ class SpreadEngine:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            # Ray counts what the replicas of the model before had as theirs for a moment after they have ended.
-            settled, fit = time.monotonic() + _SETTLE_S, room(nodes, {"CPU": 1}, most=replicas)
-            while room(free := [*available_resources_per_node().values()], {"CPU": 1}, most=replicas) < fit:
-                if time.monotonic() > settled:
+            # For a moment Ray counts what the replicas of the model before had as theirs, and frees it node by node.
+            least = {"CPU": 1} | ({"GPU": 1} if any(node.get("GPU") for node in nodes) else {})
+            fit, before, until = room(nodes, least, most=replicas), None, time.monotonic() + _SETTLE_S
+            while (free := [*available_resources_per_node().values()]) != before or room(free, least, most=fit) < fit:
+                if time.monotonic() > until:
                     break
-                time.sleep(0.1)
+                before = free
+                time.sleep(_REPORT_S)
             each = share(nodes, replicas, free=free, one_gpu=not joins_gpus(name), where=WHERE)
             # When it is removed, Ray ends the replicas in it.
             group = ray.util.placement_group([each] * replicas, strategy="SPREAD")

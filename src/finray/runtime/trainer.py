@@ -37,8 +37,8 @@ _UNUSED = {"DatasetsCallback", "PlacementGroupCleanerCallback"}
 
 
 _POLL_S = 0.1
-# How long a killed controller's process may take to end.
-_END_S = 10.0
+# How long a killed controller's process may take to end; without a head process, it is not told to.
+_END_S = 3.0
 
 
 class Trainer(DataParallelTrainer):  # type: ignore[misc]
@@ -98,10 +98,11 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": environment}
         controller = ray.remote(**options)(TrainController).remote(**arguments)
         process: psutil.Process | None = None
+        pid = 0
         try:
             run = controller.run.remote()
             while not ray.wait([run], timeout=_POLL_S)[0]:
-                if process is None and (pid := actors(controller._actor_id.hex()).get("Pid")):
+                if not pid and (pid := actors(controller._actor_id.hex()).get("Pid", 0)):
                     with suppress(psutil.NoSuchProcess):
                         process = psutil.Process(pid)
                 self._watch()

@@ -364,5 +364,8 @@ def test_scores_that_are_all_equal_have_an_area_of_a_half_and_no_interval() -> N
     found = auroc_rows(np.array([[True], [True], [False], [False], [False]]), np.ones((5, 1)))
     assert found is not None
     assert (found[0], found[1].tolist()) == (0.5, [[0.5]] * 5)
-    assert auroc_interval(*found) == Interval(None, None, "none: the scores separate the classes")
+    assert auroc_interval(*found) == Interval(None, None, "none: the scores are all equal")
+    # Added up in another precision than its rows.
+    separated = Interval(None, None, "none: the scores separate the classes")
+    assert auroc_interval(1.0, np.array([[1.0], [0.9], [1.0]])) == separated
     assert auroc_interval(0.5, None) == Interval(None, None, "none: one row of a class has no spread")

@@ -359,7 +359,8 @@ def test_files_of_this_machine_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use_gpu", "per_node", "said"), [("auto", None, True), ("auto", 1, False), (False, None, False)]
+    ("use_gpu", "per_node", "said"),
+    [("auto", None, True), ("auto", 1, False), ("auto", 0, False), (False, None, False)],
 )
 def test_a_job_that_requests_no_gpu_by_default_says_so(use_gpu: object, per_node: int | None, said: bool) -> None:
     notes = make_spec(small(cluster__use_gpu=use_gpu), Machines(gpus_per_node=per_node)).notes
