@@ -41,6 +41,8 @@ class Echo:
                 raise KeyboardInterrupt
             on_token(0, token)
         yield Answer(0, tuple(tokens), self.says, "length" if len(tokens) == sampling.max_new_tokens else "stop")
+        if self.fails == len(tokens):
+            raise KeyboardInterrupt
 
 
 def conversation(engine: Echo, *, new: int = 8, **options: Any) -> Conversation:
@@ -133,6 +135,13 @@ def test_an_empty_answer_is_told_and_is_a_turn() -> None:
     asked = turn("system", "be brief") + turn("user", "how many") + turn("assistant", "") + turn("user", "and where")
     assert engine.asked[-1] == asked + ANSWER
     assert [one["content"] for one in talk.messages] == ["how many", "", "and where", "the dog runs"]
+
+
+def test_an_empty_answer_that_is_interrupted_at_its_end_leaves_no_turn() -> None:
+    talk = conversation(Echo(says="", fails=0))
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("how many", lambda _: None)
+    assert talk.messages == []
 
 
 def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was() -> None:
