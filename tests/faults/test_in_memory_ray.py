@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
+from finray.training.memory import Part
 from tests.support import runs
 
 KILL_AT = 6
@@ -55,3 +58,26 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_in_memory(
 
     with clusters.connected(runs.config_of(plain).cluster):
         assert [name for name in ray.util.list_named_actors(all_namespaces=False) if " memory " in name] == []
+
+
+def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
+    """It holds much memory, so the system may choose it where there is none left."""
+    import ray
+
+    from finray.runtime.keepers import Keepers, RayMemory, name_of
+
+    node = ray.get_runtime_context().get_node_id()
+    keepers = Keepers(ray, "a run")
+    keepers.look()
+    try:
+        keeper = ray.get_actor(name_of("a run", node))
+        os.kill(ray.get(keeper.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        memory, part = RayMemory("a run", [node], 0), Part("attempt", 3, 0, 1, {"file": "digest"}, 5)
+        deadline = time.monotonic() + 60
+        while not memory.parts():
+            assert time.monotonic() < deadline
+            with suppress(ray.exceptions.RayError):
+                memory.put(part, {"file": b"bytes"})
+        assert [one.step for one in memory.parts()] == [3]
+    finally:
+        keepers.close()

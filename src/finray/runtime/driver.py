@@ -422,7 +422,7 @@ def _attempts(
             handle(Note(f"{reason.message}; restarting", level="warning"))
         finally:
             # Without a head process, this call would end the driver.
-            if not watch.is_lost:
+            if watch.reaches_head():
                 remove_groups(group)
 
 

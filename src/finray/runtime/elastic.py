@@ -17,10 +17,12 @@ from typing import Any
 
 import ray
 from ray.train import FailureConfig, ScalingConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.util.placement_group import placement_group_table
 
 from finray.planning.placement import room
@@ -212,6 +214,10 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
             return FailureDecision.RAISE
         if (newest := self._progress()) > self._newest:
             self._newest, self._worker_group_failures = newest, 0
+        failure = getattr(training_failed_error, "controller_failure", None)
+        if isinstance(failure, WorkerGroupStartupFailedError):
+            # A worker that died while it started. Ray counts these by themselves, and without a limit.
+            training_failed_error = WorkerGroupError(str(failure), {0: failure})
         return super().make_decision(training_failed_error)
 
 

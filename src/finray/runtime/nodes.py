@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from finray.errors import ClusterError
+from finray.files import replace_text
 from finray.runtime import watch
 from finray.runtime.cluster import GAVE_UP, require_alive
 
@@ -330,25 +331,33 @@ def _start(
     folder = state_dir()
     log = folder / "ray.log"
     words = [*own, f"--node-ip-address={ip}", *(f"--{name}={port}" for name, port in PORTS.items())]
+
+    def keep(processes: Sequence[Any]) -> Running:
+        kept = []
+        for one in processes:
+            with suppress(psutil.Error):
+                kept.append((one.pid, one.create_time()))
+        found = Running(address, ip, is_head, kept, str(log))
+        replace_text(folder / "node.json", json.dumps(asdict(found)))
+        return found
+
     try:
-        me = _run_node(address, [*words, *options], log, where=where)
+        me = _run_node(address, [*words, *options], log, keep, where=where)
     except ClusterError:
         if GAVE_UP not in log.read_text(encoding="utf-8", errors="replace"):
             raise
         # The second start is faster: the files that it reads are in memory.
-        me = _run_node(address, [*words, *options], log, where=where)
-    family = [me, *(one for one in _family([me]) if one.pid != me.pid)]
-    kept = []
-    for one in family:
-        with suppress(psutil.Error):
-            kept.append((one.pid, one.create_time()))
-    found = Running(address, ip, is_head, kept, str(log))
-    (folder / "node.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
-    return found
+        me = _run_node(address, [*words, *options], log, keep, where=where)
+    return keep([me, *(one for one in _family([me]) if one.pid != me.pid)])
 
 
-def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> Any:
-    """Start a node's process, and wait until the head knows the node."""
+def _run_node(
+    address: str, words: Sequence[str], log: Path, keep: Callable[[Sequence[Any]], Running], *, where: str
+) -> Any:
+    """Start a node's process, and wait until the head knows the node.
+
+    It is kept at once, so that :func:`down` ends it also if this process is killed while it waits.
+    """
     import psutil
 
     mark = secrets.token_hex(8)
@@ -365,6 +374,7 @@ def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> A
         )
     me = psutil.Process(process.pid)
     try:
+        keep([me])
         deadline = time.monotonic() + _START_S
         while not _is_known(address, mark):
             if process.poll() is not None or time.monotonic() > deadline:
@@ -376,6 +386,7 @@ def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> A
     except BaseException:
         _end([me])
         process.wait()
+        (log.parent / "node.json").unlink(missing_ok=True)
         raise
     return me
 

@@ -195,10 +195,13 @@ class Helpers:
                 self._handle(Note(f"{text}; meanwhile only this process works"))
         silent_s = time.monotonic() - self._heard_at
         if self._workers and not preparation.seconds_left and silent_s > preparation.patience_s:
-            # Nothing else is left to do here, and the requested CPUs may never become free.
+            # Nothing else is left to do here: the requested CPUs may never become free, and a task may hang. A part
+            # that is written twice is the same.
             self._workers = 0
-            for reference in tasks:
-                ray.cancel(reference)
+            for reference, part in tasks.items():
+                preparation.take_back(part)
+                ray.cancel(reference, force=True)
+            tasks.clear()
         return False
 
 

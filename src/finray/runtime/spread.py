@@ -143,6 +143,8 @@ class SpreadEngine:
                 self._start()
             # Wait for all of them, so that a problem with one is reported before anything is computed.
             while self._starting:
+                if self._lost:
+                    self._require_place()
                 self._greet(ray.wait(list(self._starting), num_returns=1)[0][0])
             assert self._about is not None
             self.version, self.max_length = self._about.version, self._about.max_length
@@ -198,14 +200,7 @@ class SpreadEngine:
                 replica = self._free.pop()
                 at_work[begin(replica, part)] = replica, dict.fromkeys(part)
             if not at_work:
-                # Loading may take as long as it needs, but there must be a machine that loads.
-                placed, _ = self._ray.wait([one for _, one in self._starting.values()], timeout=_ROOM_S)
-                if not placed:
-                    raise ClusterError(
-                        f"all replicas were lost, and the cluster has had no room for another one for {_ROOM_S} s",
-                        where=WHERE,
-                        repair="start the lost machines again; the same command continues with what is kept",
-                    )
+                self._require_place()
             ((ready, *_), _) = self._ray.wait([*at_work, *self._starting], num_returns=1)
             if ready in self._starting:
                 self._greet(ready)
@@ -227,6 +222,16 @@ class SpreadEngine:
                 del left[found.row]
                 self._lost = 0
                 yield found
+
+    def _require_place(self) -> None:
+        """Wait until one of the starting replicas has a process: loading may take as long as it needs, but there must
+        be a machine that loads."""
+        if not self._ray.wait([one for _, one in self._starting.values()], timeout=_ROOM_S)[0]:
+            raise ClusterError(
+                f"replicas were lost, and the cluster has had no room for another one for {_ROOM_S} s",
+                where=WHERE,
+                repair="start the lost machines again; the same command continues with what is kept",
+            )
 
     def _start(self) -> None:
         replica = self._make()

@@ -204,6 +204,10 @@ class Watch:
         """Whether the run has to end early."""
         return self._pending.signum is not None or self.is_lost
 
+    def reaches_head(self) -> bool:
+        """Whether Ray's head process answers; asked now, because nobody looks at it while a checkpoint is saved."""
+        return not self.is_lost and self._head()
+
     def end_if_due(self) -> None:
         """Raise the reason if the run failed while it was to end early, or because of that."""
         if self._ends():

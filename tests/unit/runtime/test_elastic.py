@@ -179,3 +179,19 @@ def test_which_failures_count() -> None:
         )
         == end
     )
+
+
+def test_workers_that_die_while_they_start_count_and_a_wait_for_room_does_not() -> None:
+    """Ray Train counts both by themselves, and without a limit."""
+    from ray.train import FailureConfig
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
+    from ray.train.v2._internal.execution.failure_handling import FailureDecision
+    from ray.train.v2.api.exceptions import ControllerError
+
+    from finray.runtime.elastic import Failures
+
+    policy = Failures(FailureConfig(max_failures=2), lambda: -1)
+    died = ControllerError(WorkerGroupStartupFailedError("a worker died"))
+    waited = ControllerError(WorkerGroupStartupTimeoutError(2))
+    retry, end = FailureDecision.RETRY, FailureDecision.RAISE
+    assert [policy.make_decision(one) for one in (died, waited, waited, died, waited, died)] == [retry] * 5 + [end]

@@ -143,7 +143,7 @@ class Starts:
         self.said = [*said]
         self.count = 0
 
-    def __call__(self, address: str, words: list[str], log: Path, *, where: str) -> psutil.Process:
+    def __call__(self, address: str, words: list[str], log: Path, keep: Any, *, where: str) -> psutil.Process:
         self.count += 1
         if not self.said:
             return psutil.Process()
@@ -172,6 +172,27 @@ def test_a_node_that_was_too_slow_for_ray_is_started_once_more(
         with pytest.raises(ClusterError, match="Ray did not start"):
             nodes._start("m1:6379", "m1", [], [], where="up")
     assert started.count == starts
+
+
+def test_a_node_is_known_to_down_before_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cluster up` may be killed while it waits for Ray."""
+    monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
+    ended: list[int] = []
+
+    def never(address: str, mark: str) -> bool:
+        found = nodes.running()
+        assert found is not None
+        assert (found.address, found.is_head) == ("m1:6379", True)
+        ended.append(nodes.down())
+        return False
+
+    popen = nodes.subprocess.Popen
+    monkeypatch.setattr(nodes.subprocess, "Popen", lambda words, **options: popen(["sleep", "60"], **options))
+    monkeypatch.setattr(nodes, "_is_known", never)
+    with pytest.raises(ClusterError, match="Ray did not start: it said nothing"):
+        nodes._start("m1:6379", "m1", [], [], where="up", is_head=True)
+    assert ended == [1]
+    assert not (nodes.state_dir() / "node.json").exists()
 
 
 def test_ray_still_says_that_it_was_too_slow() -> None:

@@ -58,6 +58,20 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(monkeypatch)
 
 
+def test_a_head_that_ends_while_a_checkpoint_is_saved_is_missed_too(run: Run) -> None:
+    """Nobody looks at it then, and tidying up without it would end the driver."""
+    run.watch.heard(HEADER)
+    run.at(3)
+    assert run.watch.reaches_head()
+    run.pending.signum = signal.SIGTERM
+    run.at(4)
+    assert run.stops == 1
+    run.head = False
+    run.at(9)
+    assert not run.watch.is_lost
+    assert not run.watch.reaches_head()
+
+
 def test_a_head_that_does_not_answer_is_said_at_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, head_patience_s=40.0)
     run.watch.heard(HEADER)
