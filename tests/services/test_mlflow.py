@@ -178,7 +178,7 @@ def test_labels_that_no_name_may_have_and_more_numbers_than_a_request_takes(
     )
     assert metrics["eval/recall_1499"] == pytest.approx(1499 / 1500)
     assert found.data.tags["lr_3d1e-4"] == "true"
-    assert found.data.params["classification.class_weights.Q_26A"] == "2.0"
+    assert found.data.params["classification.class_weights"] == '{"Q&A": 2.0}'
     assert client.get_metric_history(found.info.run_id, "eval/recall_0")[0].step == 3
 
 
