@@ -88,7 +88,7 @@ unit: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
 # A process that has crashed ends the run: with another in its place, pytest-xdist now and then waits for ever.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0
 # What `make test` runs, in 15 minutes or less. `make test-system` runs all the rest, whatever it is.
-TESTS := tests/unit tests/training tests/security tests/integration/test_driver.py tests/journeys/test_first_run.py
+TESTS := tests/unit tests/training tests/security tests/integration/test_driver.py
 
 test: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
 	$(PYTEST) $(TESTS) $(ARGS)
