@@ -77,7 +77,7 @@ class Keepers:
         self._next = self._clock() + _LOOK_EVERY_S
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
         for node in alive - self._actors.keys():
-            # Killed alone (it has much memory), it starts again, with nothing in it.
+            # It holds much memory, for which the system may kill it alone: it starts again, empty.
             options = {"num_cpus": 0, "name": name_of(self._group, node), "max_concurrency": 4, "max_restarts": -1}
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             self._actors[node] = self._ray.remote(Keeper).options(scheduling_strategy=here, **options).remote()

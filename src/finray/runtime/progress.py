@@ -227,10 +227,8 @@ def is_gone(address: Address) -> bool:
     """Whether the driver's process has ended, asked on its machine. One that is busy or stopped has not."""
     try:
         socket.create_connection((address.host, address.port), _PATIENCE_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
