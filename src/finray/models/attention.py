@@ -265,7 +265,7 @@ def attend(
     """
     scaling, window, softcap, causal = scores.scaling, scores.window, scores.softcap, scores.causal
     length, total = query.shape[2], key.shape[2]
-    short = length == total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
+    short = length > 1 and total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
     windowed = window is not None and window < total
     if short and softcap is None and not windowed:
         visible = _visible(query, total, causal=causal, lengths=lengths) if causal or lengths else None
@@ -323,6 +323,7 @@ def _attend_explicitly(
     shared = rows * key.shape[1]
     groups = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
+    total = key.shape[2]
     grouped = query.reshape(shared, groups * length, width)
     hidden = query.new_zeros(1, 1)
     if visible is not None:
@@ -330,11 +331,11 @@ def _attend_explicitly(
         hidden = hidden.repeat(*(1 for _ in hidden.shape[:-2]), groups, 1)
         if hidden.ndim == 4:
             hidden = hidden.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
-    keys, values = key.reshape(shared, length, width), value.reshape(shared, length, width)
+    keys, values = key.reshape(shared, total, width), value.reshape(shared, total, -1)
     scores = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, keys.transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
     weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
-    return torch.bmm(weights, values).view(rows, heads, length, width)
+    return torch.bmm(weights, values).view(rows, heads, length, -1)
 
 
 @lru_cache(maxsize=1)

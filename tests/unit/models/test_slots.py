@@ -92,19 +92,21 @@ def test_each_token_sees_its_own_row_whatever_was_in_its_slot_before(scores: Sco
                 torch.testing.assert_close(found[0, token], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_a_prompt_goes_on_from_what_its_slot_knows(scores: Scores) -> None:
+def test_a_prompt_goes_on_from_what_its_slot_knows(scores: Scores, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     slots, row = Slots(2), Row()
     slots.reserve(9)
+    # Scores are rounded to bf16, so they are small here.
+    near, scale = ({"rtol": 1e-4, "atol": 1e-5}, 1.0) if dtype == torch.float32 else ({"rtol": 2e-2, "atol": 2e-2}, 0.5)
     for start, length in ((0, 5), (5, 4)):
-        query, key, value = drawn(length, generator)
+        query, key, value = ((one * scale).to(dtype) for one in drawn(length, generator))
         found = Step(slots, [], [Prefill(1, start, length)], CPU).attend(query, key, value, scores)
         for token in range(length):
             seen = row.add(0, key[0, :, token : token + 1], value[0, :, token : token + 1])
-            torch.testing.assert_close(
-                found[0, token], by_hand(query[0, :, token], *seen, scores), rtol=1e-4, atol=1e-5
-            )
+            expected = by_hand(query[0, :, token], *seen, scores)
+            torch.testing.assert_close(found[0, token].float(), expected, **near)
 
 
 @pytest.mark.parametrize("scores", SCORES, ids=str)
@@ -165,6 +167,19 @@ def test_a_slot_is_moved_as_far_as_its_row_goes() -> None:
     assert values[0, 0, :5, 0].tolist() == [6, 6, 6, 0, 0]
     assert not keys[1].any()
     assert keys[2].all()
+
+
+def test_the_first_tokens_of_the_first_slot_are_shared_with_all_others() -> None:
+    slots = Slots(3)
+    slots.reserve(4)
+    for layer in range(2):
+        keys, values = slots.layer(layer, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+        keys[0], values[0] = 5.0 + layer, 7.0 + layer
+    slots.share(2)
+    for layer, (keys, values) in enumerate(slots.layers):
+        for slot in (1, 2):
+            assert keys[slot, 0, :4, 0].tolist() == [5 + layer, 5 + layer, 0, 0]
+            assert values[slot, 0, :4, 0].tolist() == [7 + layer, 7 + layer, 0, 0]
 
 
 def test_pieces_are_laid_end_to_end_with_their_positions() -> None:

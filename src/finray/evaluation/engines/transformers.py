@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal, TypeVar
 
@@ -43,6 +43,8 @@ from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
 # Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
+# Prompts share the cache of a common prefix of at least so many tokens.
+_SHARED_FROM = 8
 # Large passes of scored rows on a CPU have a multiple of so many tokens and logits.
 SAME_TOKENS = 64
 # Settings of a generation config that affect greedy search, each with the values that have no effect.
@@ -168,7 +170,8 @@ class TransformersEngine:
     ) -> Iterator[Answer]:
         """Answers in the order in which they finish; long prompts come first.
 
-        The KV cache of a single prompt is kept: a common prefix with the next one is not computed again.
+        A prefix that all prompts have in common, such as a system prompt, is computed once. The KV cache of a single
+        prompt is kept: a common prefix with the next one is not computed again.
         """
         numbers = rows or range(len(prompts))
         check_prompts(prompts, numbers, self.max_length)
@@ -195,7 +198,7 @@ class TransformersEngine:
         while waiting or working:
             coming, tokens = list[Row](), 0
             while waiting and len(working) + len(coming) < slots.count:
-                tokens += len(waiting[0].prompt)
+                tokens += len(waiting[0].prompt) - known
                 if coming and tokens > PASS_TOKENS[device.type]:
                     break
                 coming.append(waiting.popleft())
@@ -235,17 +238,26 @@ class TransformersEngine:
         return self._packed.logits_KV(laid, last_B)
 
     def _slots_for(self, rows: list[Row], adapter: bool) -> tuple[Slots, int]:
-        """Slots, and the number of prompt tokens in them already: for single prompts, the prefix common with the last
-        one."""
+        """Slots, and the number of prompt tokens in them already: the prefix that all prompts have in common, or that a
+        single one has in common with the last one."""
         kept, self._kept = self._kept, None
-        if len(rows) != 1:
-            return Slots(min(self._batch_size, len(rows))), 0
-        if kept is None or kept[2] != adapter:
-            return Slots(1), 0
-        slots, tokens, _ = kept
         # The model must read at least one token to return logits.
-        pairs = zip(tokens, rows[0].prompt[:-1], strict=False)
-        return slots, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        prompts = [row.prompt[:-1] for row in rows]
+        if len(rows) == 1:
+            if kept is None or kept[2] != adapter:
+                return Slots(1), 0
+            slots, tokens, _ = kept
+            return slots, _common(tokens, prompts[0])
+        slots = Slots(min(self._batch_size, len(rows)))
+        # All others begin with what the first and the last in order begin with.
+        known = _common(min(prompts, default=[]), max(prompts, default=[]))
+        if known < _SHARED_FROM:
+            return slots, 0
+        with self._with(adapter):
+            self.step(slots, [], [replace(rows[0], prompt=rows[0].prompt[:known])])
+        # A slot whose row is finished still begins with it.
+        slots.share(known)
+        return slots, known
 
     def penalise(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
         """Apply each row's repetition penalty to its logits, as Transformers' RepetitionPenaltyLogitsProcessor."""
@@ -391,6 +403,12 @@ class TransformersEngine:
             return nullcontext()
         without: AbstractContextManager[Any] = self.model.disable_adapter()
         return without
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def close_gaps(slots: Slots, working: list[AnyRow]) -> None:

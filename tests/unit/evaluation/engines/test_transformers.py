@@ -111,17 +111,40 @@ def test_the_comparison_can_see_a_row_that_reads_what_was_in_its_slot_before(mon
 def test_a_row_in_a_slot_never_reads_the_one_before_it() -> None:
     engine = made("llama", batch_size=1)
     alone = by_row(engine.generate([PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
-    # The same rows after a long one, whose keys and values fill the slot, as large as they can be.
-    held = slots.Slots._grown
-
-    def filled(self: Any, old: torch.Tensor) -> torch.Tensor:
-        return held(self, old).fill_(1e4)
-
     after = by_row(engine.generate([PROMPTS[6], PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
     assert [alone[0].tokens, alone[1].tokens] == [after[1].tokens, after[2].tokens]
+    # The same in slots that are filled with numbers as large as they can be.
+    held = slots.Slots._allocated
+
+    def filled(self: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one.fill_(1e4) for one in held(self, *tensors))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots.Slots, "_grown", filled)
-        assert by_row(engine.generate([PROMPTS[6], PROMPTS[4], PROMPTS[2]], Sampling(NEW)))[2].tokens == alone[1].tokens
+        patch.setattr(slots.Slots, "_allocated", filled)
+        again = by_row(engine.generate([PROMPTS[6], PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
+    assert [after[row].tokens for row in range(3)] == [again[row].tokens for row in range(3)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(("shared", "read_once"), [(20, True), (8, True), (7, False)])
+def test_a_prefix_that_all_prompts_have_in_common_is_read_once(family: str, shared: int, read_once: bool) -> None:
+    prefix = torch.randint(3, 380, (shared,), generator=torch.Generator().manual_seed(99)).tolist()
+    # One prompt is nothing but the prefix and a token.
+    prompts = [prefix + prompt for prompt in PROMPTS] + [[*prefix, 5]]
+    model, tokens = tiny.build_model(family).eval(), list[int]()
+    model.generation_config.eos_token_id = None
+    expected = [plain(model, prompt) for prompt in prompts]
+    for size in (2, 16):
+        tokens.clear()
+        engine = TransformersEngine.of(model, Words(), batch_size=size)
+        hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: tokens.append(args[0].numel()))
+        found = by_row(engine.generate(prompts, Sampling(NEW)))
+        hook.remove()
+        engine.close()
+        assert [list(found[row].tokens) for row in range(len(prompts))] == expected
+        rest = sum(map(len, prompts)) - (shared * (len(prompts) - 1) if read_once else 0)
+        # The first two passes are finray's comparison of its head with the model's.
+        assert sum(tokens[2:]) == rest + len(prompts) * (NEW - 1)
 
 
 def test_memory_does_not_grow_with_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
