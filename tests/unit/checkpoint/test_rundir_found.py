@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from finray.checkpoint import CheckpointStore, manifest
-from finray.checkpoint.rundir import Earlier, RunDir, check_output, earlier_of, open_run
-from finray.errors import CheckpointError, ConfigError
+from finray.checkpoint.rundir import Earlier, RunDir, check_output, earlier_of, open_run, saved_config
+from finray.config.load import build_config
+from finray.config.schema import Config
+from finray.errors import CheckpointError, ClusterError, ConfigError
 from tests.unit.checkpoint.test_rundir import RESOLVED, SUMMARY, config, finish, nobody
 
 # The name of Ray Train's own file.
@@ -216,3 +218,18 @@ def test_a_summary_of_a_run_that_is_refused_stays(tmp_path: Path) -> None:
     with refused, open_run(config(tmp_path, max_steps=30), fresh=False, notify=lambda text: None):
         raise ConfigError("the workers refuse it")
     assert run.summary_file.read_bytes() == before
+
+
+@pytest.mark.parametrize("error", [ClusterError("a node is lost"), ConfigError("the workers refuse it")], ids=repr)
+def test_settings_that_may_change_are_those_of_the_last_start_unless_it_is_refused(
+    tmp_path: Path, error: Exception
+) -> None:
+    def own(log_every: int) -> Config:
+        plain = {**config(tmp_path).plain(), "tracking": {"log_every": log_every}}
+        return build_config(plain, source="test")
+
+    with open_run(own(1), fresh=False, notify=nobody):
+        pass
+    with pytest.raises(type(error)), open_run(own(7), fresh=False, notify=nobody) as run:
+        raise error
+    assert saved_config(run).tracking.log_every == (7 if isinstance(error, ClusterError) else 1)
