@@ -20,7 +20,7 @@ Roles = Mapping[str, str]
 
 
 def param_group_options(
-    name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float = 1.0, role: str = ""
+    name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float, role: str
 ) -> tuple[float, float]:
     """Learning rate factor and weight decay of a parameter.
 
