@@ -130,7 +130,7 @@ class Optimizer:
             group["lr"] = learning_rate * group["lr_scale"]
         compat.set_found_inf(self.inner, found_inf)
         self.inner.step()
-        self.inner.zero_grad(set_to_none=True)
+        self.inner.zero_grad()
 
     def sharded_state(self) -> dict[str, torch.Tensor]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, which may be shards."""

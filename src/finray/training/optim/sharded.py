@@ -36,7 +36,7 @@ class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
         self._use_muon = {one for group in self.param_groups if group["use_muon"] for one in group["params"]}
         others = [group for group in self.param_groups if not group["use_muon"]]
-        self._adam = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
+        self._adam = torch.optim.AdamW(others, betas=betas, eps=eps, fused=True) if others else None
         if self._adam is not None:
             # AdamW's groups are the same dictionaries, so that both share the learning rate.
             self._adam.state = self.state
