@@ -158,7 +158,6 @@ class Objects:
         scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
 
         def get() -> None:
-            scratch.unlink(missing_ok=True)
             with self._fs.open(self._inside(name), "rb") as source, scratch.open("wb") as target:
                 shutil.copyfileobj(source, target, 8 * 2**20)
             found = scratch.stat().st_size

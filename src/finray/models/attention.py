@@ -179,8 +179,7 @@ def _attend_to_rows(
         # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
         rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
         return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows], dim=1)
-    # Capped scores are computed without padding.
-    batches = _batches(lengths, 1.0 if scores.softcap is not None else PADDED_FROM)
+    batches = _batches(lengths, PADDED_FROM)
     sizes = [len(rows) * lengths[rows[0]] for rows in batches]
     places_T = _places(lengths, batches).to(query.device)
     tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
@@ -258,7 +257,7 @@ def attend(
         value: like key.
         scores: score settings.
         dropout: probability of dropping a score.
-        lengths: tokens of each row, if some are padded at the end. Scores are then not capped.
+        lengths: tokens of each row, if some are padded at the end.
 
     Returns:
         (S, H, L, D), finite for padding.

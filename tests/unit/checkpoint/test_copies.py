@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from finray.checkpoint import copies, manifest
 from finray.checkpoint.copies import bring_back, local_copy, move_aside, pull, pull_folder, push, push_folder
 from finray.checkpoint.objects import Objects
+from finray.checkpoint.remote import RemoteStore
 from finray.errors import CheckpointError
 
 
@@ -173,3 +175,80 @@ def test_a_local_copy_of_what_is_there(
     for name, expected in named.items():
         assert local_copy(name) == expected
         assert (place / "none" / "final" / "weights").read_bytes() == b"w"
+
+
+# --- checkpoints of a run behind a URL ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the local copy of a run will be that has checkpoints of steps 2, 4 and 6, and no `final/`."""
+
+    def fill(folder: Path) -> None:
+        (folder / "training_state").mkdir()
+        (folder / "model").write_bytes(b"weights")
+        (folder / "training_state" / "state.json").write_bytes(b"{}")
+
+    objects.write("config.yaml", b"c")
+    objects.write("run_id", b"one")
+    store = RemoteStore(tmp_path / "made", objects, attempt="0123abcdef99")
+    store.take()
+    for step in (2, 4, 6):
+        scratch = store.begin(step)
+        store.commit(scratch, step, store.fill(scratch, step, fill), metrics={})
+    monkeypatch.setattr(copies, "copy_path", lambda name, local_dir: tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def brought(place: Path) -> list[str]:
+    """Files of checkpoints in the local copy, without manifests."""
+    files = [one.relative_to(place).as_posix() for one in place.glob("checkpoint-*/**/*") if one.is_file()]
+    return sorted(one for one in files if not one.endswith(manifest.NAME))
+
+
+def whole(step: int) -> list[str]:
+    return [f"checkpoint-{step:06d}/{name}" for name in ("model", "training_state/state.json")]
+
+
+def test_the_newest_whole_checkpoint_comes_where_there_is_no_final(url: str, objects: Objects, place: Path) -> None:
+    assert local_copy(url) == place
+    assert brought(place) == whole(6)
+    objects.write("checkpoint-000006-0123abcd/manifest.json", b"{}")
+    shutil.rmtree(place)
+    assert local_copy(url) == place
+    assert brought(place) == whole(4)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-000002", "checkpoint-000002-0123abcd"])
+def test_a_checkpoint_that_is_named_comes_alone(url: str, place: Path, name: str) -> None:
+    assert local_copy(f"{url}/{name}") == place / "checkpoint-000002"
+    assert brought(place) == whole(2)
+    assert manifest.verify(place / "checkpoint-000002")["step"] == 2
+
+
+@pytest.mark.parametrize(("lost", "step"), [((), 6), ((6,), 4), ((4, 6), 2), ((2, 4, 6), None)])
+def test_a_final_model_comes_with_the_counters_of_the_newest_checkpoint_that_has_them(
+    url: str, objects: Objects, place: Path, tmp_path: Path, lost: tuple[int, ...], step: int | None
+) -> None:
+    listed(tmp_path / "done" / "final", {"weights": b"w"})
+    push_folder(tmp_path / "done", objects, "final")
+    for one in lost:
+        objects.remove(f"checkpoint-{one:06d}-0123abcd/training_state/state.json")
+    assert local_copy(url) == place
+    assert (place / "final" / "weights").read_bytes() == b"w"
+    assert brought(place) == ([] if step is None else whole(step)[1:])
+
+
+def test_checkpoints_of_another_run_at_the_url_do_not_stay_in_the_copy(url: str, objects: Objects, place: Path) -> None:
+    local_copy(f"{url}/checkpoint-000002")
+    local_copy(url, weights=False)
+    assert brought(place) == whole(2), "of the same run they stay"
+    objects.write("run_id", b"two")
+    local_copy(url, weights=False)
+    assert not list(place.glob("checkpoint-*"))
+    assert (place / "config.yaml").exists()
+    # A copy that does not say whose it is keeps what it has.
+    local_copy(f"{url}/checkpoint-000004")
+    (place / "run_id").unlink()
+    local_copy(url, weights=False)
+    assert brought(place) == whole(4)

@@ -177,7 +177,8 @@ def test_the_best_is_the_earliest_of_equals_among_those_that_say_the_metric(tmp_
     store = CheckpointStore(tmp_path)
     for step, metrics in ((1, {}), (2, {"m": 2.0}), (3, {"m": 1.0}), (4, {"m": 1.0}), (5, {"m": 3.0}), (6, {"m": 0.5})):
         write(store, step, **metrics)
-    (tmp_path / "checkpoint-000006" / "manifest.json").write_text("damaged")
+    for step in (1, 6):
+        (tmp_path / f"checkpoint-00000{step}" / "manifest.json").write_text("damaged")
     assert store.best("m", "min") == 3
     assert store.best("m", "max") == 5
     assert store.best("other", "min") is None

@@ -152,6 +152,17 @@ def test_what_fails_is_begun_again_and_named_where_it_fails_for_good(
         made(url)[0].remove("a", "b")
 
 
+def test_storage_that_is_away_for_half_a_minute_is_waited_for(url: str) -> None:
+    objects, slept = made(url)
+    called = failing(objects, "cat_file", [ConnectionError("away")] * 99)
+    with pytest.raises(StorageError, match="failed 6 times"):
+        objects.read("a")
+    assert len(called) == 6
+    # One second and then twice as long each time, 31 in total, each half as much more or less.
+    assert 15.5 <= sum(slept) <= 46.5
+    assert len(slept) == 5
+
+
 @pytest.mark.parametrize("error", [PermissionError("no"), IsADirectoryError("no"), NotADirectoryError("no")])
 def test_what_another_try_would_meet_again_is_not_tried_again(url: str, error: Exception) -> None:
     objects, slept = made(url)
@@ -254,8 +265,9 @@ def test_an_upload_that_arrives_cut_off_or_changed_is_sent_again(url: str) -> No
         there.pipe_file(target, b"9876543210")
 
     other._fs = SimpleNamespace(**{one: getattr(there, one) for one in METHODS} | {"put_file": changed})
-    with pytest.raises(StorageError, match="the bytes that arrived are not the bytes that were sent"):
+    with pytest.raises(StorageError, match="the bytes that arrived are not the bytes that were sent") as caught:
         other.write("a", CONTENT)
+    assert (caught.value.where, caught.value.repair) == (f"{url}/a", "run the same command again")
 
 
 def test_large_files_go_in_parts_of_which_there_are_not_too_many(
@@ -313,6 +325,8 @@ def test_s3_is_tried_once_by_its_library_and_asked_at_the_endpoint_of_the_enviro
     [
         ("s3://b/x", "`pip install 'finray[s3]'`"),
         ("gs://b/x", "`pip install 'finray[gcs]'`"),
+        ("gcs://b/x", "`pip install 'finray[gcs]'`"),
+        ("abfs://b/x", "`pip install 'finray[azure]'`"),
         ("az://b/x", "`pip install 'finray[azure]'`"),
         ("odd://b/x", "install the fsspec package for `odd://`"),
     ],
@@ -331,3 +345,20 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, url
 def test_a_url_that_no_library_knows_is_refused() -> None:
     with pytest.raises(StorageError, match="the URL cannot be used"):
         open_filesystem("nothing-of-the-kind://b/x")
+
+
+def test_storage_that_does_not_answer_is_named_but_not_to_a_run_that_goes_on(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        module.remote, "silence", lambda fs, scheme: (asked.append(scheme), ("http://here", "no answer in 6 s"))[1]
+    )
+    with pytest.raises(StorageError, match="the storage gave no answer in 6 s: http://here") as caught:
+        Objects(url)
+    assert caught.value.where == url
+    assert asked == ["memory"]
+    objects = Objects(url, patient=True)
+    objects.write("a", b"content")
+    assert objects.read("a") == b"content"
+    assert asked == ["memory"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from finray.checkpoint import manifest
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import INDEX, RemoteStore
 from finray.checkpoint.store import ATTEMPT_FILE
-from finray.errors import CheckpointError
+from finray.errors import CheckpointError, StorageError
+from finray.files import sealed
 
 FILES = {"model": b"weights", "training_state/state.json": b"{}"}
 
@@ -245,3 +248,63 @@ def test_ranks_on_other_machines_keep_nothing_of_what_they_filled(store: RemoteS
     store.leave(scratch)
     assert not scratch.exists()
     store.leave(scratch)
+
+
+def test_only_what_is_named_like_a_checkpoint_is_taken_from_the_index(other: RemoteStore) -> None:
+    places = [
+        *({"step": 4, "folder": folder(4)}, {"step": 8, "folder": folder(8)}),
+        *({"step": 9, "folder": "../run-2/checkpoint-000009-0123abcd"}, {"step": 10, "folder": "final"}),
+    ]
+    other._objects.write(INDEX, json.dumps(sealed({"checkpoints": places})).encode())
+    # What the listing has beside it was written just before a crash.
+    assert other.places() == {step: folder(step) for step in (2, 4, 6, 8)}
+
+
+def test_a_disk_that_is_full_says_nothing_about_the_checkpoint(
+    other: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(other._objects, "download", full)
+    with pytest.raises(StorageError, match="cannot be fetched: No space left on device") as caught:
+        other.verify(4)
+    assert caught.value.where == str(other.path_of(4) / "model")
+
+
+@pytest.mark.parametrize("where", ["s3://there/x", None])
+def test_storage_that_fails_while_a_checkpoint_is_written_is_an_error_of_the_checkpoint(
+    store: RemoteStore, url: str, monkeypatch: pytest.MonkeyPatch, where: str | None
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise StorageError("the storage is away", where=where, repair="wait")
+
+    objects = store._objects
+    ways = {
+        **{"upload": lambda: save(store, 8), "write": lambda: store.delete([4, 6])},
+        **{"remove": lambda: store.delete([2, 4, 6])},
+    }
+    for name, action in ways.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(objects, name, away)
+            step = 8 if name == "upload" else 6
+            with pytest.raises(CheckpointError, match=f"step {step} could not be uploaded: the storage") as caught:
+                action()
+        assert (caught.value.where, caught.value.repair) == (where or url, "wait")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_known", {2: folder(2)})
+        patch.setattr(objects, "upload", away)
+        with pytest.raises(CheckpointError, match="step 2 could not be uploaded"):
+            store.add_metrics(2, {"loss": 1.0})
+    assert not list(store.run_dir.glob(".tmp-manifest-*"))
+
+
+def test_a_checkpoint_whose_manifest_is_damaged_is_deleted_too(other: RemoteStore) -> None:
+    other._objects.write(f"{folder(4)}/{manifest.NAME}", b"{")
+    other.delete([4, 6])
+    assert other.steps() == [2]
+    assert objects_of(other, 6) == set()
+    # What else it held is known only from its manifest.
+    assert objects_of(other, 4) == set(FILES)
+    other.delete([])
+    assert other.steps() == [2]

@@ -184,6 +184,56 @@ def test_the_manifest_lists_every_file(store: CheckpointStore) -> None:
     assert content["step"] == 20
 
 
+def test_later_metrics_are_added_to_the_manifest_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    durable: list[tuple[str, bool]] = []
+    file = tmp_path / "checkpoint-000020" / "manifest.json"
+
+    def sync(path: Path) -> None:
+        durable.append((path.name, "later" in file.read_text() if file.exists() else False))
+
+    store = CheckpointStore(tmp_path, sync=sync)
+    write(store, 20, fill(20), loss=2.0, kept=1.0)
+    before = store.content(20)["files"]
+    durable.clear()
+    store.add_metrics(20, {"loss": 1.5, "later": 3.0})
+    assert durable == [("manifest.json", False), ("checkpoint-000020", True)]
+    content = manifest.verify(file.parent)
+    assert (content["step"], content["files"]) == (20, before)
+    assert content["metrics"] == {"loss": 1.5, "kept": 1.0, "later": 3.0}
+    store.add_metrics(10, {"loss": 1.0})
+    cut(file)
+    damaged_text = file.read_bytes()
+    store.add_metrics(20, {"loss": 1.0})
+    assert file.read_bytes() == damaged_text
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000020"]
+
+
+def test_later_metrics_of_an_attempt_that_was_overtaken_are_not_written(store: CheckpointStore) -> None:
+    old, new = Fence(store.run_dir), Fence(store.run_dir)
+    old.take()
+    new.take()
+    with pytest.raises(CheckpointError, match="another process"):
+        CheckpointStore(store.run_dir, fence=old.check).add_metrics(20, {"loss": 1.0})
+    assert store.content(20)["metrics"] == {}
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match="step 20 could not be written: no space left"):
+        CheckpointStore(store.run_dir, sync=full).add_metrics(20, {"loss": 1.0})
+    assert store.content(20)["metrics"] == {}
+
+
+def test_checkpoints_after_the_one_that_is_gone_back_to_are_deleted(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        write(store, step, fill(step))
+    store.drop_after(2)
+    assert store.steps() == [1, 2]
+    assert store.prune(keep_last=1, best=None, others=[1]) == []
+    assert store.prune(keep_last=1, best=None, others={2}) == [1]
+
+
 # --- files that cannot be read, and every bit ------------------------------------------------------------------------
 
 
@@ -263,6 +313,18 @@ def test_a_checkpoint_of_another_format_version_is_passed_over(store: Checkpoint
     assert found is not None
     assert found.step == 10
     assert f"format version {version}" in warnings[0]
+    assert warnings[0].startswith("skipped a checkpoint: ")
+    # It is whole: another version of finray reads it.
+    assert store.latest(set_aside=True) is not None
+    assert store.steps() == [10, 20]
+    (store.run_dir / "checkpoint-000010" / manifest.NAME).unlink()
+    with pytest.raises(CheckpointError, match=f"has format version {version}; this finray reads 2") as caught:
+        store.latest()
+    assert (caught.value.where, str(caught.value.repair).partition(" ")[0]) == (str(path), "use")
+    # Where the newest is damaged, the error names all.
+    os.replace(store.run_dir / "checkpoint-000020", store.run_dir / "checkpoint-000005")
+    with pytest.raises(CheckpointError, match="all checkpoints of the run are damaged"):
+        store.latest()
 
 
 @pytest.mark.parametrize("path", ["../../victim.txt", "/victim.txt", "a/../../victim.txt"])

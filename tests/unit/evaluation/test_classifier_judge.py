@@ -242,6 +242,36 @@ def test_an_area_has_delongs_interval_of_its_own_model(asked: dict[str, Any], mo
     assert judged.contrasts["commonest"] == {}
 
 
+@pytest.mark.parametrize(
+    ("labels", "truths"),
+    [
+        (LabelSet("single_label", NAMES), ["a", "b", "c", "a", "b", "c", "b"]),
+        (LabelSet("multi_label", ("a", "b")), [("a",), ("a", "b"), (), ("b",), ("a",), ("b",), ()]),
+    ],
+)
+def test_areas_of_several_classes_are_compared_by_the_mean_of_all(labels: LabelSet, truths: list[Any]) -> None:
+    """Each class against the rest, pair by pair; ties count half."""
+    said = np.random.default_rng(3).dirichlet(np.ones(len(labels.names)), len(truths)).round(1)
+    areas = []
+    for number, name in enumerate(labels.names):
+        right, scores = np.array([name in truth for truth in truths]), said[:, number]
+        there, others = scores[right][:, None], scores[~right]
+        areas.append(((there > others) + 0.5 * (there == others)).mean())
+    predicted = [Classification("a", tuple(row)) for row in said]
+    found = classifiers._contrasts(labels, truths, predicted)["roc_auc"]
+    assert found.shape == (7, 1)
+    assert found.mean() == pytest.approx(np.mean(areas))
+
+
+def test_the_area_of_two_classes_is_that_of_the_second() -> None:
+    """Its probabilities are told apart where those of the first are all one."""
+    said = [("yes", 1e-9), ("no", 1e-12), ("yes", 1e-3), ("no", 1e-10), ("no", 0.5), ("yes", 1e-11)]
+    predicted = [Classification("no", (float(np.float32(1 - one)), one)) for _, one in said]
+    found = classifiers._contrasts(LabelSet("single_label", ("no", "yes")), [name for name, _ in said], predicted)
+    # Of nine pairs, 1e-9 and 1e-3 are above two each, and 1e-11 is above one.
+    assert found["roc_auc"].mean() == pytest.approx(5 / 9)
+
+
 def test_a_loss_of_what_was_thought_impossible_is_finite() -> None:
     truth = np.array([[True, False], [True, False]])
     single = classifiers._losses(truth, np.array([[0.0, 1.0], [0.25, 0.75]]), True)

@@ -102,6 +102,9 @@ def test_a_program_gives_texts_conversations_or_rows() -> None:
     for wrong in ([1], [{"text": "a"}], [[{"role": "user"}]]):
         with pytest.raises(DataError, match=r"^prompts:1: "):
             given_prompts(wrong, None)
+    # A text beside a message is a prompt by itself, and so is none of a conversation.
+    with pytest.raises(DataError, match=r"^prompts:2: "):
+        given_prompts(["b", asked("a")], None)
 
 
 def test_what_is_no_prompt_is_an_error_that_says_where(tmp_path: Path) -> None:

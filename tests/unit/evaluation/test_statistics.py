@@ -134,6 +134,7 @@ def test_many_graded_rows_have_the_p_of_scipys_permutation_test() -> None:
 def test_p_values_of_several_comparisons_are_holms() -> None:
     assert adjusted([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert adjusted([0.5, 0.9]) == [1.0, 1.0]
+    assert adjusted([0.9, 0.6]) == [1.0, 1.0]
     assert adjusted([0.02]) == [0.02]
 
 

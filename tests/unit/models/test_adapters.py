@@ -172,6 +172,35 @@ def test_modules_to_save_of_a_bf16_model_are_trained_in_fp32() -> None:
     assert frozen == {torch.bfloat16}
 
 
+def test_an_adapter_that_goes_on_is_trained_with_the_values_and_the_dropout_that_are_asked_for(tmp_path: Path) -> None:
+    first = lora(1, dropout=0.5)
+    adapted.change(first, 0.1)
+    save_adapter(first, tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "inference_mode": True}))
+    again = lora(2, start_from=str(tmp_path), dropout=0.25)
+    found = trained(again)
+    assert found.keys() == trained(first).keys()
+    assert all(torch.equal(found[name], one) for name, one in trained(first).items())
+    chosen = [one.p for name, one in again.named_modules() if "lora_dropout.default" in name]
+    assert set(chosen) == {0.25}
+
+
+def test_a_new_pissa_adapter_changes_nothing_while_it_is_trained() -> None:
+    """Its start is subtracted, without dropout."""
+    model, tokens = lora(1, method="pissa"), torch.arange(3, 20)[None]
+    expected = tiny.build_model("llama")(input_ids=tokens).logits
+    torch.testing.assert_close(model.train()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not any("pissa_residual" in name for name in trained(model))
+
+
+def test_the_revision_of_the_base_is_written_beside_the_adapter(tmp_path: Path) -> None:
+    for revision in (None, "v1"):
+        model = adapters.add_lora(tiny.build_model("llama"), AdapterConfig(rank=4), seed=1, revision=revision)
+        SavedLayout(model).save_settings(tmp_path)
+        assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] == revision
+
+
 _SETTINGS_OF_A_PROCESS = """
 import sys
 from pathlib import Path
@@ -338,6 +367,21 @@ def test_an_adapter_with_other_tensors_than_the_model_takes_is_no_answer_of_the_
     with pytest.raises(ModelError, match=what) as caught:
         load_artifact(read_artifact(tiny_adapter_dir), dtype=torch.float32)
     assert str(tiny_adapter_dir) in str(caught.value)
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (14, " and 11 more")])
+def test_three_of_the_tensors_that_are_missing_are_named(tiny_adapter_dir: Path, count: int, more: str) -> None:
+    tensors = load_file(tiny_adapter_dir / WEIGHTS)
+    lacking = sorted(name for name in tensors if ".layers.1." in name)[:count]
+    kept = {name: one for name, one in tensors.items() if name not in lacking}
+    save_file(kept, tiny_adapter_dir / WEIGHTS)
+    with pytest.raises(ModelError, match="the adapter lacks tensors: ") as caught:
+        load_artifact(read_artifact(tiny_adapter_dir), dtype=torch.float32)
+    listed = caught.value.message.partition(": ")[2]
+    named = listed.removesuffix(more).split(", ")
+    assert listed.endswith(more)
+    assert len(named) == min(count, 3)
+    assert set(named) <= set(lacking)
 
 
 def test_an_adapter_that_lacks_a_layer_is_not_served_beside_others(tiny_adapter_dir: Path) -> None:

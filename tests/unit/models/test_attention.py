@@ -165,30 +165,32 @@ def test_each_path_on_a_cpu_is_attention(
 MANY = (*(8, 1, 7, 6) * 4, 130)
 
 
-def gradients(window: int | None, causal: bool) -> list[torch.Tensor]:
+def gradients(window: int | None, causal: bool, softcap: float | None) -> list[torch.Tensor]:
     """The attention of many rows, and the gradients of its inputs."""
     tensors = [part.requires_grad_() for part in parts(4, 2, torch.float32, MANY)]
     options: dict[str, Any] = {"segment_lengths": MANY, "sliding_window": window, "is_causal": causal}
+    options["softcap"] = softcap
     found, _ = packed_attention(torch.nn.Module(), *tensors, None, **options)
     return [found, *torch.autograd.grad(found.sin().sum(), tensors)]
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_padded_rows_have_the_gradients_of_rows_alone(
-    window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None, causal: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = gradients(window, causal)
+    found = gradients(window, causal, softcap)
     with monkeypatch.context() as patch:
         patch.setattr(attention, "BATCHED_FROM", 100)
-        alone = gradients(window, causal)
+        alone = gradients(window, causal, softcap)
     for ours, theirs in zip(found, alone, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     if not causal:
         # Negative control: padding that is seen. A causal row ends before it.
         visible = attention._visible
         monkeypatch.setattr(attention, "_visible", lambda *args, lengths, **options: visible(*args, **options))
-        seen = zip(gradients(window, causal), alone, strict=True)
+        seen = zip(gradients(window, causal, softcap), alone, strict=True)
         assert all(not torch.allclose(ours, theirs, atol=1e-2) for ours, theirs in seen)
 
 

@@ -59,13 +59,13 @@ def test_what_is_more_than_lora_on_linear_layers_is_refused_with_its_name(
 
 
 def test_an_adapter_of_other_sizes_is_refused_with_both(base: ModelConfig, tmp_path: Path) -> None:
-    saved(base, tmp_path / "adapter", target_modules=["q_proj"])
+    saved(base, tmp_path / "adapter", target_modules=["k_proj"])
     other = tiny.build_model("llama", hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
     other.save_pretrained(str(tmp_path / "other"))
     with pytest.raises(ModelError, match="does not fit the model") as caught:
         read_plain_lora(tmp_path / "adapter", ModelConfig(name=str(tmp_path / "other")))
-    assert "q_proj is " in caught.value.message
-    assert " x 96 there, and " in caught.value.message
+    # Two heads of 16 for keys, from 96 and from 64 numbers.
+    assert "k_proj is 32 x 96 there, and 32 x 64 here" in caught.value.message
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import PieceReader
 from finray.checkpoint.remote import FOLLOWING
 from finray.config.schema import CheckpointConfig
-from finray.errors import CheckpointError, ModelError
+from finray.errors import CheckpointError, ModelError, StorageError
 from finray.sharding import FlatShard
 from finray.training import checkpointing
 from finray.training.checkpointing import (
@@ -369,3 +369,109 @@ def test_weights_of_another_model_are_an_error_of_the_checkpoint(tmp_path: Path)
         restore(found, layout, SimpleNamespace())  # type: ignore[arg-type]
     assert (caught.value.where, caught.value.repair) == ("here", "name it")
     assert asked == [(tmp_path, ("model.safetensors",))]
+
+
+# --- what comes later -------------------------------------------------------------------------------------------------
+
+
+def test_later_metrics_choose_the_best_and_what_is_in_use_stays_until_it_is_used_no_more(tmp_path: Path) -> None:
+    """The first rank alone writes them; step 2 turns out to be the best."""
+    settings = CheckpointConfig(keep_last=1, keep_best=True)
+    kept: dict[str, list[int]] = {}
+
+    def run(strategy: Any) -> Any:
+        in_use = [1, 2, 3]
+        writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, settings, best=("loss", "min"), in_use=in_use)
+        for step in (1, 2, 3, 4):
+            writer.begin(snapshot_of(strategy.rank), step=step, metrics={"a": 1.0})
+            writer.finish()
+        assert writer.path_of(3) == tmp_path / "checkpoint-000003"
+        for step, loss, name in ((1, 3.0, "first"), (2, 2.0, "second"), (3, 2.5, "third")):
+            in_use.remove(step)
+            writer.add_metrics(step, {"loss": loss})
+            if strategy.rank == 0:
+                kept[name] = CheckpointStore(tmp_path).steps()
+        writer.close()
+
+    assert Group(2).run(run) == [None, None]
+    # The first is the best of all until the second is known.
+    assert kept == {"first": [1, 2, 3, 4], "second": [2, 3, 4], "third": [2, 4]}
+    assert CheckpointStore(tmp_path).content(2)["metrics"] == {"a": 1.0, "loss": 2.0}
+
+
+def test_metrics_that_cannot_be_written_end_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise CheckpointError("no space left on the device")
+
+    monkeypatch.setattr(CheckpointStore, "add_metrics", fails)
+
+    def run(strategy: Any) -> None:
+        writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, CheckpointConfig(), best=("loss", "min"))
+        writer.add_metrics(1, {})
+
+    found = Group(2).run(run)
+    assert all(isinstance(one, CheckpointError) and "no space left" in str(one) for one in found)
+
+
+def test_a_part_is_done_when_it_is_written_and_before_it_is_a_checkpoint(tmp_path: Path) -> None:
+    wanted, strategy = threading.Event(), Group(1).rank(0)
+    strategy.save_own = lambda folder: (folder.mkdir(), (folder / "zero.pt").touch()) and True
+    writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, CheckpointConfig(), best=("loss", "min"))
+    writer.begin(Snapshot({}, [], "", others=lambda folder: wanted.wait(10) and None), step=4, metrics={})
+    assert not writer.is_done
+    wanted.set()
+    assert writer._pending is not None
+    writer._pending[1].result(timeout=10)
+    assert writer.is_done
+    assert CheckpointStore(tmp_path).steps() == []
+    assert writer.finish() is not None
+    assert not writer.is_done
+    # What the strategy's library wrote lies in its own folder.
+    assert (tmp_path / "checkpoint-000004" / "deepspeed" / "zero.pt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000004"]
+    writer.close()
+
+
+def test_records_that_cannot_be_brought_to_a_url_end_no_run(tmp_path: Path) -> None:
+    errors: list[Exception] = [StorageError("away"), CheckpointError("overtaken"), ZeroDivisionError()]
+
+    def follow() -> None:
+        raise errors.pop(0)
+
+    store: Any = SimpleNamespace(follow=follow)
+    writer = CheckpointWriter(store, Group(1).rank(0), CheckpointConfig(), best=("loss", "min"))
+    writer.follow()
+    writer.follow()
+    with pytest.raises(ZeroDivisionError):
+        writer.follow()
+    writer.close()
+
+
+def test_a_checkpoint_gives_back_counters_weights_and_moments_of_the_files_that_it_lists(tmp_path: Path) -> None:
+    layout = Layout("model")
+    write_all(snapshots(layout, 3), tmp_path / "c")
+    # Left by somebody, and not in the manifest.
+    (tmp_path / "c" / "training_state" / "optimizer-00009-of-00009.safetensors").write_bytes(b"no tensors")
+    listed = [
+        *("model-00001-of-00003.safetensors", "training_state/state.json", "optimizer-x"),
+        *(f"training_state/optimizer-0000{rank}-of-00003.safetensors" for rank in (1, 2, 3)),
+    ]
+    given: list[Any] = []
+    target: Any = SimpleNamespace(load=lambda folder, files: given.append((folder, files)))
+    optimized: Any = SimpleNamespace(load_sharded_state=given.append)
+    assert restore(Checkpoint(tmp_path / "c", 7, tuple(listed)), target, optimized) == TrainState(step=7)
+    loaded, reader = given
+    assert loaded == (tmp_path / "c", tuple(listed))
+    assert reader.read("b/m").tolist() == [3.5] * 3
+    assert reader.read("flat/m").flatten().tolist() == [float(number) for number in range(12)]
+
+
+def test_what_is_copied_later_is_the_value_of_now_and_without_copies_it_is_contiguous() -> None:
+    layout = Layout("model")
+    layout.held = {"a": torch.arange(6.0).reshape(2, 3).T.requires_grad_()}
+    for buffers in (None, {}):
+        (found,) = snapshots(layout, 1, *([] if buffers is None else [buffers]))
+        (own,) = found.weights.values()
+        assert torch.equal(own["x.a"], torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
+        assert own["x.a"].is_contiguous()
+        assert not own["x.a"].requires_grad

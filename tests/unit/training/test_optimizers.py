@@ -373,3 +373,24 @@ def test_sums_of_sharded_weights_go_over_the_ranks_at_once_and_back_to_their_pla
             torch.testing.assert_close(one, other)
     sharded._sum_together([], [])
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [0.0, 1.0])
+def test_gradients_are_freed_by_an_update_also_by_one_that_is_skipped(kind: str, bad: float) -> None:
+    parameters, _ = moved(kind, range(1), bad=bad)
+    assert [name for name, one in parameters.items() if one.grad is not None] == []
+
+
+def test_muon_alone_updates_a_model_of_matrices() -> None:
+    """There is nothing that AdamW would update."""
+    ours, theirs = (torch.nn.Parameter(torch.arange(12.0).reshape(3, 4) / 10) for _ in range(2))
+    optimizer = Optimizer({"matrix": ours}, train_config("muon", **ADAM))
+    muon = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        gradient = torch.linspace(-1, 1 + step, 12).reshape(3, 4)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        optimizer.step(0.02)
+        muon.step()
+    torch.testing.assert_close(ours, theirs)
+    assert set(optimizer.sharded_state()) == {"matrix/momentum_buffer"}

@@ -52,7 +52,7 @@ _ASKS = {
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (None, 0)),
     **dict.fromkeys(("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"), (None,)),
     **dict.fromkeys(("begin_suppress_tokens", "sequence_bias", "exponential_decay_length_penalty"), (None,)),
-    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), (None, 1, 1.0)),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), (None, 1.0)),
     **dict.fromkeys(("remove_invalid_values", "penalty_alpha", "watermarking_config"), (None, False)),
 }
 

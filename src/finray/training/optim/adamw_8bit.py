@@ -68,8 +68,7 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
         if self.found_inf is not None and bool(self.found_inf):
             return
         for parameter, local in self._local.items():
-            if local is not parameter:
-                local.grad = None if parameter.grad is None else local_rows(parameter.grad)[0]
+            local.grad = None if parameter.grad is None else local_rows(parameter.grad)[0]
         self._updates += 1
         super().step()
 

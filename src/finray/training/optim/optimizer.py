@@ -20,7 +20,7 @@ Roles = Mapping[str, str]
 
 
 def param_group_options(
-    name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float = 1.0, role: str = ""
+    name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float, role: str
 ) -> tuple[float, float]:
     """Learning rate factor and weight decay of a parameter.
 
@@ -130,7 +130,7 @@ class Optimizer:
             group["lr"] = learning_rate * group["lr_scale"]
         compat.set_found_inf(self.inner, found_inf)
         self.inner.step()
-        self.inner.zero_grad(set_to_none=True)
+        self.inner.zero_grad()
 
     def sharded_state(self) -> dict[str, torch.Tensor]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, which may be shards."""

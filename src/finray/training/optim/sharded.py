@@ -33,10 +33,10 @@ class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(groups, {"lr": lr})
         self._use_muon = {one for group in self.param_groups if group["use_muon"] for one in group["params"]}
         others = [group for group in self.param_groups if not group["use_muon"]]
-        self._adam = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
+        self._adam = torch.optim.AdamW(others, betas=betas, eps=eps, fused=True) if others else None
         if self._adam is not None:
             # AdamW's groups are the same dictionaries, so that both share the learning rate.
             self._adam.state = self.state

@@ -266,6 +266,29 @@ def test_a_repetition_penalty_that_is_asked_for_is_transformers_processor(
     assert by_row(engine.generate(PROMPTS[3:8], Sampling(8))) != found
 
 
+@pytest.mark.parametrize(
+    ("name", "idle", "asking"),
+    [
+        ("min_new_tokens", [None, 0], 1),
+        ("min_length", [None, 0], 1),
+        ("guidance_scale", [None, 1, 1.0], 1.5),
+        ("encoder_repetition_penalty", [None, 1.0], 2.0),
+        ("suppress_tokens", [None], [5]),
+        ("sequence_bias", [None], [[[5], -1.0]]),
+        ("remove_invalid_values", [None, False], True),
+    ],
+)
+def test_a_setting_of_a_generation_config_that_changes_answers_is_named(
+    name: str, idle: list[Any], asking: Any
+) -> None:
+    model = tiny.build_model("llama").eval()
+    for value in [*idle, asking]:
+        setattr(model.generation_config, name, value)
+        lines: list[str] = []
+        TransformersEngine.of(model, Words(), batch_size=4, notify=lines.append)
+        assert [name in line for line in lines] == [True] * (value == asking)
+
+
 def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> None:
     model = tiny.build_model("llama").eval()
     model.generation_config.no_repeat_ngram_size = 2
