@@ -152,7 +152,8 @@ class Pulses:
             return Hang(silent, f"has not reported for {start_s if silent[0].step == LOADING else self._hang_s:g} s")
         # Loading itself may wait for a download, or for the data: there only silence is a hang.
         starting = [one for one in ranks if one.beat.step == LOADING and one.beat.phase != "other"]
-        if late := [one.beat for one in starting if now - one.since > start_s]:
+        # Those that have not reported are known a little later, and the others may wait for them.
+        if not self._mute and (late := [one.beat for one in starting if now - one.since > start_s]):
             behind = [one for one in late if one.phase == "computing"] or late
             return Hang(behind, f"has not joined the other workers {start_s:g} s after its start")
         is_first = not all(one.beat.steps for one in ranks)

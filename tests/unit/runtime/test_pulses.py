@@ -165,6 +165,8 @@ def started(*ranks: int) -> list[Beat]:
 
 def test_a_worker_that_never_reports_is_named() -> None:
     ranks = Ranks(beat(0, -1, "waiting", steps=0))
+    ranks.after(6)
+    # Ray is asked now and then only, so rank 0 has waited for longer than the other is known.
     ranks.workers = started(0, 1)
     assert ranks.after(6 * HANG_S - 10) is None
     hang = ranks.after(20)
