@@ -248,6 +248,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
     if is_own and clusters.running_here() is not None:
         handle(Note("a Ray cluster runs on this machine; cluster.address=auto joins it"))
     with clusters.connected(config.cluster) as ray:
+        clusters.remove_orphans(ray)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
         env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
