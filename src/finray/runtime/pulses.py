@@ -31,8 +31,8 @@ SLOW, SLOW_STEPS = 1.5, 10
 _LONGER, _FIRST = 3.0, 6.0
 # Starting takes no less where steps are short: the first import of torch from a network file system takes minutes.
 START_S = 300.0
-# The rank of a worker that has not reported.
-UNKNOWN = -1
+# The rank of a worker that has not reported, and that of an asynchronous evaluation.
+UNKNOWN, EVALUATOR = -1, -2
 _EXAMINE_S = 30.0
 _DUMP_S = 10.0
 # How long a process may take to write its stack and copy it to its log.
@@ -69,6 +69,7 @@ class Pulses:
         # Workers by node and process id: those that have reported, and those that have not.
         self._heard: set[tuple[str, int]] = set()
         self._mute: dict[tuple[str, int], _Rank] = {}
+        self._evaluation: _Rank | None = None
         self._attempt = ""
         self._ended: set[str] = set()
         self._named_slow: set[tuple[str, int]] = set()
@@ -76,6 +77,9 @@ class Pulses:
 
     def hear(self, beat: Beat, now: float) -> None:
         """Add a heartbeat; those of an earlier attempt are ignored."""
+        if beat.rank == EVALUATOR:
+            self._hear_evaluation(beat, now)
+            return
         self._heard.add((beat.node, beat.pid))
         self._mute.pop((beat.node, beat.pid), None)
         if beat.attempt in self._ended:
@@ -95,6 +99,15 @@ class Pulses:
         same = known is not None and (known.beat.step, known.beat.phase) == (beat.step, beat.phase)
         self._ranks[beat.rank] = _Rank(beat, now, known.since if same and known is not None else now)
 
+    def _hear_evaluation(self, beat: Beat, now: float) -> None:
+        known = self._evaluation
+        if beat.phase in ("gone", "lost"):
+            if known is not None and known.beat.pid == beat.pid:
+                self._evaluation = None
+            return
+        same = known is not None and known.beat == beat
+        self._evaluation = _Rank(beat, now, known.since if same and known is not None else now)
+
     def forget(self) -> None:
         """The attempt is over."""
         self._ended.add(self._attempt)
@@ -112,12 +125,14 @@ class Pulses:
         """Hanging ranks were ended. If that failed, they are noticed again."""
         for one in hang.ranks:
             self._mute.pop((one.node, one.pid), None)
+            if one.rank == EVALUATOR:
+                self._evaluation = None
             if one.rank in self._ranks and self._ranks[one.rank].beat.pid == one.pid:
                 del self._ranks[one.rank]
         self._restart_clocks(now)
 
     def _restart_clocks(self, now: float) -> None:
-        for one in (*self._ranks.values(), *self._mute.values()):
+        for one in (*self._ranks.values(), *self._mute.values(), *filter(None, [self._evaluation])):
             one.heard = one.since = now
 
     @property
@@ -142,6 +157,11 @@ class Pulses:
         start_s = max(first_s, START_S)
         if mute := [one.beat for one in self._mute.values() if now - one.since > start_s]:
             return Hang(mute, f"has not reported since it started {start_s:g} s ago")
+        if (found := self._evaluation) is not None:
+            # Loading and, after the last answer, scores have as much time as they need.
+            is_counted = found.beat.part and found.beat.share < 1
+            if now - (found.since if is_counted else found.heard) > start_s:
+                return Hang([found.beat], f"has made no progress for {start_s:g} s")
         if all(one.is_lost for one in ranks):
             # All processes or the network are gone: as far as we know, no rank is waiting.
             return None
@@ -193,7 +213,7 @@ class Pulses:
 
 def named(beat: Beat) -> str:
     """A description of a rank."""
-    who = "a worker" if beat.rank == UNKNOWN else f"rank {beat.rank}"
+    who = {UNKNOWN: "a worker", EVALUATOR: f"the evaluation of step {beat.step}"}.get(beat.rank, f"rank {beat.rank}")
     return f"{who} (pid {beat.pid} on {beat.host})"
 
 

@@ -15,7 +15,7 @@ from finray.planning.placement import Placement
 from finray.records import Beat, EvalProgress, Note, Record, RunHeader
 from finray.runtime.failures import LOADING, TRIES
 from finray.runtime.progress import RESIZE, SAVE, Heard, Listener
-from finray.runtime.pulses import UNKNOWN, Hang, Pulses, named
+from finray.runtime.pulses import EVALUATOR, UNKNOWN, Hang, Pulses, named
 from finray.runtime.signals import Interrupted, Pending
 
 # After this many seconds, report what is waited for.
@@ -184,8 +184,10 @@ class Watch:
             return False
         who = ", ".join(named(one) for one in hang.ranks[:4])
         more = f" and {len(hang.ranks) - 4} more" if len(hang.ranks) > 4 else ""
-        rest = "stopped, so that the workers restart from the last checkpoint (cluster.hang_seconds)"
-        self._handle(Note(f"{who}{more} {hang.why}; it is {rest}", hang.ranks[0].step, "warning"))
+        restart = "so that the workers restart from the last checkpoint"
+        then = "and repeated" if hang.ranks[0].rank == EVALUATOR else restart
+        rest = f"it is stopped, {then} (cluster.hang_seconds)"
+        self._handle(Note(f"{who}{more} {hang.why}; {rest}", hang.ranks[0].step, "warning"))
         for text in self._end_hanging(hang):
             self._handle(Note(text, hang.ranks[0].step, "warning"))
         with self._pulses_change:

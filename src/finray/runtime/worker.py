@@ -129,11 +129,17 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     Args:
         payload: ``spec``.
     """
+    import ray.train
+
     spec = payload["spec"]
     accept(spec.secrets)
+    context, starting = ray.train.get_context(), Pulse()
+    starting.begins(failures.LOADING)
+    # Each start of the workers has a placement group of its own.
+    who = ray.get_runtime_context().get_placement_group_id() or "", context.get_world_rank(), starting
     # The imports may hang, too.
     with closing(Sender(spec.listener)) as sender:
-        return _train(spec, sender, beat(sender, hang_s=spec.hang_s))
+        return _train(spec, sender, beat(sender, *who, hang_s=spec.hang_s, world_size=context.get_world_size()))
 
 
 def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
@@ -421,20 +427,16 @@ class Heart:
     pulse: Pulse
 
 
-def beat(sender: Sender, *, hang_s: float | None) -> Heart:
-    """Start a thread that sends this rank's heartbeats to the driver; SIGUSR1 writes the stacks of all threads."""
+def beat(sender: Sender, attempt: str, rank: int, pulse: Pulse, *, hang_s: float | None, world_size: int = 1) -> Heart:
+    """Start a thread that sends heartbeats to the driver; SIGUSR1 writes the stacks of all threads."""
     import faulthandler
 
-    import ray.train
+    import ray
 
-    starting = Pulse()
-    starting.begins(failures.LOADING)
-    heart, context, here = Heart(starting), ray.train.get_context(), ray.get_runtime_context()
-    rank = context.get_world_rank()
     # Also where no hang is looked for: the driver learns from heartbeats where the ranks are, and which one is slow.
-    pause_s = beat_pause(_HANG_S if hang_s is None else hang_s, context.get_world_size())
-    # Each start of the workers has a placement group of its own.
-    who = here.get_placement_group_id() or "", rank, socket.gethostname(), os.getpid(), here.get_node_id()
+    pause_s = beat_pause(_HANG_S if hang_s is None else hang_s, world_size)
+    heart = Heart(pulse)
+    who = attempt, rank, socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id()
     with suppress(ValueError, OSError, RuntimeError):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 

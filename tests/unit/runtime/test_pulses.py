@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from finray.records import Beat
-from finray.runtime.pulses import UNKNOWN, Hang, Pulses, examine, named
+from finray.runtime.pulses import EVALUATOR, UNKNOWN, Hang, Pulses, examine, named
 from finray.training.pulse import Pulse
 
 HANG_S = 100.0
@@ -236,6 +236,46 @@ def test_a_rank_whose_end_failed_is_noticed_again() -> None:
     for one in (beat(0, 7, "lost"), beat(1, 7, "lost")):
         ranks.pulses.hear(one, ranks.now)
     assert ranks.after(3 * HANG_S) is None
+
+
+def evaluating(share: float, part: str = "evaluating") -> Beat:
+    return replace(beat(3, 40, "other", attempt=""), rank=EVALUATOR, part=part, share=share)
+
+
+@pytest.mark.parametrize("said", [(), (evaluating(0.5),)])
+def test_an_evaluation_that_stands_still_is_named(said: tuple[Beat, ...]) -> None:
+    """It says nothing, or the same."""
+    training = beat(0, 41, "other")
+    ranks = Ranks(training, evaluating(0.4))
+    ranks.after(HANG_S)
+    ranks.say(training, evaluating(0.5))
+    ranks.after(10)
+    ranks.say(training, *said)
+    assert ranks.after(5 * HANG_S) is None
+    hang = ranks.after(2 * HANG_S)
+    assert hang is not None
+    assert [named(one) for one in hang.ranks] == ["the evaluation of step 40 (pid 103 on h3)"]
+    assert hang.why == "has made no progress for 600 s"
+    # It is ended, and the next one has its own time.
+    ranks.pulses.ended(hang, ranks.now)
+    ranks.say(training, replace(evaluating(0.5), pid=7))
+    ranks.pulses.hear(evaluating(0.5), ranks.now)
+    ranks.pulses.hear(replace(evaluating(0.5), phase="lost"), ranks.now)
+    assert ranks.after(5 * HANG_S) is None
+    assert ranks.after(2 * HANG_S) is not None
+
+
+@pytest.mark.parametrize("one", [evaluating(0.0, ""), evaluating(1.0, "answering prompts")])
+def test_an_evaluation_that_loads_or_scores_has_time(one: Beat) -> None:
+    assert Ranks(beat(0, 41, "other"), one).after(20 * HANG_S) is None
+
+
+def test_an_evaluation_that_has_ended_is_not_waited_for() -> None:
+    ranks = Ranks(beat(0, 41, "other"), evaluating(0.4))
+    ranks.after(10)
+    ranks.say(beat(0, 41, "other"))
+    ranks.pulses.hear(replace(evaluating(0.4), phase="gone"), ranks.now)
+    assert ranks.after(20 * HANG_S) is None
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody() -> None:
