@@ -42,7 +42,7 @@ from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.evaluator import Answering, Evaluated, Evaluator
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.loop import Loop
-from finray.training.memory import Memory, MemoryWriter, fetch_newest
+from finray.training.memory import Memory, MemoryWriter, fetch_newest, remove_left
 from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.outputs import Notify, Warn, make_header, place_of, save_extras, start_trackers
 from finray.training.profile import Profiler
@@ -327,6 +327,7 @@ def _resume(
     """The restored state from the newest valid checkpoint, or a new one; and notes. A collective."""
     config, task, loader, dataset = loaded.config, loaded.task, loaded.loader, loaded.dataset
     first, steps, notes = strategy.rank == 0, loaded.steps, list[str]()
+    remove_left()
     candidates = on_all_ranks(
         strategy, lambda: extending.by_preference(store, loader, dataset.content) if first else []
     )
