@@ -6,14 +6,17 @@ be used is then one message that names it, wherever it is read, and never a trac
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -27,6 +30,8 @@ T = TypeVar("T")
 SEAL = "seal"
 # What Python and Pydantic raise for a file that is not what it should be.
 _KNOWN = (OSError, ValueError, EOFError, RecursionError)
+# A new directory may not be locked yet.
+_NEW_S = 60.0
 # Made when the first file is read, because that takes milliseconds.
 _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
@@ -171,6 +176,46 @@ def replace_bytes(path: Path, content: bytes) -> None:
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     scratch.write_bytes(content)
     os.replace(scratch, path)
+
+
+@contextmanager
+def temporary(prefix: str, root: Path | None = None) -> Iterator[Path]:
+    """A temporary directory that :func:`remove_abandoned` removes if this process is killed."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as folder:
+        lock = hold(Path(folder))
+        try:
+            yield Path(folder)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+
+def hold(folder: Path) -> int | None:
+    """Lock a directory against :func:`remove_abandoned`, until the returned descriptor is closed or this process ends;
+    None if its file system has no locks.
+
+    A process id would not do: one in a container means nothing outside.
+    """
+    with suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return lock
+    return None
+
+
+def remove_abandoned(root: Path, prefix: str) -> None:
+    """Remove the directories whose names begin so, unless a living process of this machine holds them."""
+    for folder in root.glob(f"{prefix}*"):
+        # Of another user, or removed meanwhile.
+        with suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                if time.time() - folder.stat().st_mtime > _NEW_S:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def digest_of(path: Path) -> str:

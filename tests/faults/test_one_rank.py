@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finray.records import Note, Record, RunHeader
-from finray.runtime import driver
+from finray.runtime import driver, pulses, worker
 from finray.runtime.failures import OutOfMemory
 from tests.support import lacking, runs
 from tests.support.group import run_group
@@ -70,3 +70,21 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_its_stack_and_the_run_goes_o
     undisturbed = tmp_path / "undisturbed"
     run_group(runs.changed(plain, {"model.task": "causal_lm"}), undisturbed, world_size=2)
     assert runs.trace(run_dir) == runs.trace(undisturbed)
+
+
+def test_a_worker_that_hangs_before_it_reports_is_named_with_its_stack_and_the_run_goes_on(
+    tiny_run: Callable[..., Plain], tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "train_worker", lacking.hanging_worker)
+    monkeypatch.setattr(pulses, "START_S", 0.0)
+    mark = tmp_path / "mark"
+    cluster = {"num_workers": 1, "hang_seconds": 2, "env": {lacking.MARK: str(mark)}}
+    plain = tiny_run({"train.max_steps": 1, "cluster": cluster})
+    said: list[Note] = []
+    done = driver.train(runs.config_of(plain), handle=lambda one: said.append(one) if isinstance(one, Note) else None)
+    assert done.summary.step == 1
+    who = f"a worker (pid {mark.read_text()} on "
+    warnings = [one.message for one in said if one.level == "warning" and one.message.startswith(who)]
+    assert "has not reported since it started 12 s ago" in warnings[0]
+    # Only where py-spy may look.
+    assert "asleep" in warnings[1] or "it is sleeping" in warnings[1]

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from finray.data.sampling.collate import Batch
-from finray.runtime import evaluator
+from finray.runtime import evaluator, pulses
 from finray.tasks.causal_lm import CausalLM
-from tests.support import runs
+from tests.support import lacking, runs
 from tests.support.runs import Plain, changed
 
 
@@ -49,6 +49,19 @@ class DyingLM(CausalLM):
     def score(self, batch: Batch, sums: torch.Tensor) -> None:
         """Only evaluations score."""
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class StoppingLM(CausalLM):
+    """A causal language model whose first evaluation is stopped, and lives."""
+
+    def score(self, batch: Batch, sums: torch.Tensor) -> None:
+        """Only evaluations score; its first heartbeat has been sent."""
+        mark = Path(os.environ[lacking.MARK])
+        if not mark.exists():
+            mark.write_text(str(os.getpid()))
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().score(batch, sums)
 
 
 @contextmanager
@@ -158,3 +171,20 @@ def test_a_driver_that_was_killed_has_lost_evaluations_done_again(plain: Plain, 
     assert code == 0, err
     assert evaluations(tmp_path / "run") == evaluations(inline)
     assert runs.trace(tmp_path / "run") == runs.trace(inline)
+
+
+def test_an_evaluator_that_stands_still_is_named_and_its_evaluation_repeated(
+    plain: Plain, inline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulses, "START_S", 0.0)
+    mark = tmp_path / "mark"
+    cluster = {"hang_seconds": 2, "env": {lacking.MARK: str(mark)}}
+    stopping = {"model.task": f"{__name__}:StoppingLM", "evaluation.mode": "async", "cluster": cluster}
+    found, said = train(plain, tmp_path / "stopped", stopping)
+    text = " ".join(said.split())
+    assert f"the evaluation of step 0 (pid {mark.read_text()} on " in text
+    assert "has made no progress for 12 s; it is stopped, and repeated" in text
+    assert "it is stopped (SIGSTOP)" in text
+    assert said.count("restarting the evaluation of step 0") == 1
+    assert evaluations(found) == evaluations(inline)
+    assert runs.trace(found) == runs.trace(inline)

@@ -73,5 +73,7 @@ def test_every_command_finds_a_run_behind_a_url(
     longer = driver.train(runs.config_of(runs.changed(plain, {"train.max_steps": 6, "cluster.num_workers": 1})))
     assert [one["step"] for one in runs.records(longer.run_dir)] == [1, 2, 3, 4, 5, 6]
     assert RemoteStore(tmp_path / "other", Objects(url)).steps()[-1] == 6
+    # By the clock of the storage: old unfinished checkpoints are removed.
+    assert 0 < Objects(url).age_s("summary.json") < 3600
     with pytest.raises(ConfigError, match="a different configuration"):
         driver.train(runs.config_of(runs.changed(plain, {"train.learning_rate": 0.5})))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from finray.pretrained.tokenizers import load_tokenizer
 from finray.records import Note, Record
 from finray.runtime import prepare as runtime_prepare
 from finray.runtime import watch
+from finray.runtime.cluster import remove_orphans
 from finray.runtime.driver import train
 from finray.runtime.prepare import prepare
 from tests.support import runs
@@ -129,3 +132,31 @@ def test_a_controller_that_dies_is_started_again(tiny_run: Callable[..., Plain],
 
     assert train(config, handle=kill_once).summary.step == 12
     assert any(line.endswith("; restarting") for line in said)
+
+
+def test_what_a_dead_driver_left_on_a_cluster_is_removed(ray_cluster: str) -> None:
+    """Detached groups stand for those that a controller creates after its driver's end: Ray keeps them, too."""
+    import ray
+    from ray._private.state import state
+    from ray.util.placement_group import PlacementGroup
+
+    def names() -> set[str]:
+        return {group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"}
+
+    theirs = {"finray gone 0123abcd 4567cdef", "finray-replicas 0123abcd", "somebody else's"}
+    code = "import ray, sys; from ray.util import placement_group as group; ray.init(sys.argv[1], log_to_driver=False)"
+    code += "\nfor name in sys.argv[2:]: assert group([{'CPU': 1}], name=name, lifetime='detached').wait(60)"
+    subprocess.run([sys.executable, "-c", code, ray_cluster, *theirs], check=True, capture_output=True, timeout=120)
+    mine = ray.util.placement_group([{"CPU": 1}], name="finray mine 0123abcd")
+    assert mine.wait(60)
+    try:
+        assert names() == {*theirs, "finray mine 0123abcd"}
+        deadline = time.monotonic() + 60
+        while not any(job["IsDead"] for job in state.job_table()):
+            assert time.monotonic() < deadline
+        remove_orphans(ray)
+        while (left := names()) != {"somebody else's", "finray mine 0123abcd"}:
+            assert time.monotonic() < deadline, left
+    finally:
+        for identity in ray.util.placement_group_table():
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(identity)))

@@ -12,6 +12,7 @@ import torch
 
 from finray.data.sampling.collate import Batch
 from finray.errors import DataUnavailable
+from finray.runtime import worker
 from finray.tasks.causal_lm import CausalLM
 
 NO_MEMORY = f"{__name__}:NoMemoryLM"
@@ -73,6 +74,15 @@ def asleep() -> None:
     """What the stack of the rank must show."""
     while True:
         time.sleep(1)
+
+
+def hanging_worker(payload: dict[str, Any]) -> Any:
+    """As a worker that hangs while it imports packages: for ever, once, before its first report."""
+    mark = Path(os.environ[MARK])
+    if not mark.exists():
+        mark.write_text(str(os.getpid()))
+        asleep()
+    return worker.train_worker(payload)
 
 
 class FailingLM(CausalLM):

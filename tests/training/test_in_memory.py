@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -68,6 +69,16 @@ def killed_at(plain: runs.Plain, run_dir: Path, step: int, memory: Kept) -> None
 
     with pytest.raises(Killed):
         runs.run_alone(plain, run_dir, memory=memory, notify=notify)
+
+
+def test_any_run_removes_what_killed_workers_left_in_memory(
+    plain: runs.Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (left := tmp_path / "shm" / f"{memories._prefix(tmp_path / 'other')}rest").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    monkeypatch.setattr(memories, "_scratch_root", lambda size: left.parent)
+    runs.assemble_alone(runs.changed(plain, {"checkpoint.in_memory_every": None}), tmp_path / "run")
+    assert not left.exists()
 
 
 def test_a_run_goes_on_from_memory_as_if_nothing_had_been(plain: runs.Plain, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,6 +201,13 @@ class Objects:
             return sorted(one[len(self._path) :].lstrip("/") for one in self._retried(folder, listed))
         except FileNotFoundError:
             return []
+
+    def age_s(self, name: str) -> float:
+        """Seconds since an object was written, by the storage's clock; 0 if the storage does not say."""
+        with suppress(Exception):
+            written: datetime = self._fs.modified(self._inside(name))
+            return (datetime.now(UTC) - written).total_seconds()
+        return 0.0
 
     def copy(self, name: str, target: str) -> None:
         """Copy an object within the storage; ``target`` is a URL."""

@@ -36,6 +36,7 @@ FOLLOWING_FOLDERS = ("tensorboard",)
 PROFILE, LOGS = "profile", "logs"
 _NAME = re.compile(r"^checkpoint-(\d{6,})-[0-9a-f]{8}$")
 _DAMAGED = "damaged-manifest.json"
+_ABANDONED_S = 86_400.0
 _INDEX = FileKind(CheckpointError)
 
 
@@ -95,6 +96,27 @@ class RemoteStore(CheckpointStore):
         """
         if (self._objects.read(ATTEMPT_FILE) or b"").decode(errors="replace") != self._attempt:
             raise CheckpointError("another process has taken over this run", where=self._objects.url)
+
+    def clear(self) -> None:
+        """Remove checkpoints that earlier attempts have not finished on this machine: they were killed, or the fence
+        keeps them from finishing."""
+        for rest in self.run_dir.glob(".tmp-checkpoint-*"):
+            shutil.rmtree(rest, ignore_errors=True)
+
+    def clear_url(self) -> None:
+        """Delete objects of checkpoints that earlier attempts have not finished, or have deleted in part, if none was
+        written within a day: an attempt that has lost the run but still uploads writes newer ones.
+
+        If storage fails, they stay until the next start.
+        """
+        with suppress(StorageError):
+            known = {*self.places().values()}
+            for folder in [one for one in self._objects.folders() if _NAME.match(one) and one not in known]:
+                if any(self._objects.read(f"{folder}/{name}") is not None for name in (manifest.NAME, _DAMAGED)):
+                    continue
+                names = self._objects.files(folder)
+                if all(self._objects.age_s(name) > _ABANDONED_S for name in names):
+                    self._objects.remove(*names)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 

@@ -384,7 +384,8 @@ class ClusterConfig(Section):
         300.0,
         gt=0,
         description="How long a worker may miss the all-reduce of a step, or not report at all, before it is named, "
-        "its stack is printed, and the workers are restarted. null waits forever.",
+        "its stack is printed, and the workers are restarted; six times as long (at least 5 minutes) while it starts. "
+        "null waits forever.",
     )
     requeue_exit_code: int | None = Field(
         None,

@@ -8,7 +8,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -362,6 +362,34 @@ def _without_observers() -> Iterator[None]:
                 stack.callback(setattr, place, name, getattr(place, name))
                 setattr(place, name, function)
         yield
+
+
+def orphans(groups: Mapping[str, Mapping[str, Any]], jobs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Ids of finray's placement groups whose driver has ended.
+
+    Ray removes the groups of a dead driver once: one that was created a moment later keeps its resources for ever (Ray
+    2.60).
+
+    Args:
+        groups: Ray's table, by id; the last eight digits of an id are the job's.
+        jobs: Ray's table; each driver is a job.
+    """
+    dead = {one["JobID"] for one in jobs if one["IsDead"]}
+    return [
+        one
+        for one, group in groups.items()
+        if group["name"].startswith(("finray ", "finray-")) and group["state"] != "REMOVED" and one[-8:] in dead
+    ]
+
+
+def remove_orphans(ray: Any) -> None:
+    """Remove the placement groups of runs and replicas whose driver has ended. Does not wait until Ray has done it."""
+    with suppress(Exception):
+        from ray._private.state import state
+        from ray.util.placement_group import PlacementGroup
+
+        for one in orphans(ray.util.placement_group_table(), state.job_table()):
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(one)))
 
 
 def start_worker_processes(ray: Any, env: Mapping[str, str], count: int) -> None:

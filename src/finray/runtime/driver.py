@@ -65,7 +65,7 @@ from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
 from finray.runtime.pulses import end_hanging
 from finray.runtime.signals import Pending, deferred
-from finray.runtime.watch import Watch, refusal
+from finray.runtime.watch import Watch, refusal, workers_of
 from finray.tracking.access import require_access
 from finray.tracking.jsonl import mean_loss
 
@@ -248,6 +248,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
     if is_own and clusters.running_here() is not None:
         handle(Note("a Ray cluster runs on this machine; cluster.address=auto joins it"))
     with clusters.connected(config.cluster) as ray:
+        clusters.remove_orphans(ray)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
         env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
@@ -384,6 +385,7 @@ def _watch(
         started=partial(_note_size, run, handle),
         hang_s=config.cluster.hang_seconds,
         end_hanging=partial(end_hanging, connected.ray),
+        workers=partial(workers_of, connected.ray, group),
         draining=lambda: connected.ray._private.state.state.get_draining_nodes(),
         grace_s=config.checkpoint.grace_seconds,
         head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
@@ -483,6 +485,7 @@ def _trainer(
         start=group,
         memory=group if config.checkpoint.in_memory_every is not None else None,
         threads=placement.cpus_per_worker,
+        hang_s=config.cluster.hang_seconds,
         shared_gpus=placement.gpus_per_worker < 1,
         listener=listener,
         evaluator=placement.resources if placement.evaluator else None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,9 @@ from finray.errors import FinrayError
 from finray.files import first_line
 from finray.records import Note, Record
 from finray.runtime import failures
+from finray.runtime.progress import Sender
+from finray.runtime.pulses import EVALUATOR
+from finray.training.pulse import Pulse
 
 if TYPE_CHECKING:
     from finray.runtime.worker import WorkerSpec
@@ -146,15 +150,28 @@ def step_back() -> None:
 
 
 def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None) -> Evaluated:
-    """The Ray task. An error that a retry would hit again is returned as a result."""
+    """The Ray task. An error that a retry would hit again is returned as a result.
+
+    It sends heartbeats, so that the driver ends it where it stands still; it is then repeated as a killed one.
+    """
+    from finray.runtime.worker import beat
+
+    accept(spec.secrets)
+    step_back()
+    pulse = Pulse()
+    pulse.step = step
+    with closing(Sender(spec.listener)) as sender:
+        beat(sender, "", EVALUATOR, pulse, hang_s=spec.hang_s)
+        return _evaluated(spec, known, step, checkpoint, pulse)
+
+
+def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None, pulse: Pulse) -> Evaluated:
     import torch
 
     from finray.evaluation.during import Answers
     from finray.training.assemble import evaluate_checkpoint
     from finray.training.evaluator import Evaluated
 
-    accept(spec.secrets)
-    step_back()
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
     device = torch.device("cuda" if known.resolved.use_gpu else "cpu")
@@ -170,6 +187,7 @@ def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | Non
             None if checkpoint is None else Path(checkpoint),
             device=device,
             answering=Answers(config, known.resolved.precision),
+            told=pulse.evaluates,
         )
     except FinrayError as error:
         return Evaluated(step, failure=str(error))

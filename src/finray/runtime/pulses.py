@@ -2,7 +2,8 @@
 
 Every rank sends a :class:`~finray.records.Beat` every few seconds, from a thread: steps cost nothing extra, and the
 driver's load does not grow with the steps. A stopped rank, or one whose machine is cut off, sends none; one that hangs
-in a step keeps sending the same. A rank whose connection broke reconnects, or counts as silent.
+in a step keeps sending the same. A rank whose connection broke reconnects, or counts as silent. Heartbeats begin before
+the imports of a worker; one that hangs even earlier is known from Ray's table of actors.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ SLOW, SLOW_STEPS = 1.5, 10
 # A step may take this many times as long as the longest before it; loading and the first step, which may compile, this
 # many times the hang timeout.
 _LONGER, _FIRST = 3.0, 6.0
+# Starting takes no less where steps are short: the first import of torch from a network file system takes minutes.
+START_S = 300.0
+# The rank of a worker that has not reported, and that of an asynchronous evaluation.
+UNKNOWN, EVALUATOR = -1, -2
 _EXAMINE_S = 30.0
 _DUMP_S = 10.0
 # How long a process may take to write its stack and copy it to its log.
@@ -61,6 +66,10 @@ class Pulses:
     def __init__(self, hang_s: float | None) -> None:
         self._hang_s = hang_s
         self._ranks: dict[int, _Rank] = {}
+        # Workers by node and process id: those that have reported, and those that have not.
+        self._heard: set[tuple[str, int]] = set()
+        self._mute: dict[tuple[str, int], _Rank] = {}
+        self._evaluation: _Rank | None = None
         self._attempt = ""
         self._ended: set[str] = set()
         self._named_slow: set[tuple[str, int]] = set()
@@ -68,6 +77,11 @@ class Pulses:
 
     def hear(self, beat: Beat, now: float) -> None:
         """Add a heartbeat; those of an earlier attempt are ignored."""
+        if beat.rank == EVALUATOR:
+            self._hear_evaluation(beat, now)
+            return
+        self._heard.add((beat.node, beat.pid))
+        self._mute.pop((beat.node, beat.pid), None)
         if beat.attempt in self._ended:
             return
         if beat.attempt != self._attempt:
@@ -85,10 +99,46 @@ class Pulses:
         same = known is not None and (known.beat.step, known.beat.phase) == (beat.step, beat.phase)
         self._ranks[beat.rank] = _Rank(beat, now, known.since if same and known is not None else now)
 
+    def _hear_evaluation(self, beat: Beat, now: float) -> None:
+        known = self._evaluation
+        if beat.phase in ("gone", "lost"):
+            if known is not None and known.beat.pid == beat.pid:
+                self._evaluation = None
+            return
+        same = known is not None and known.beat == beat
+        self._evaluation = _Rank(beat, now, known.since if same and known is not None else now)
+
     def forget(self) -> None:
         """The attempt is over."""
         self._ended.add(self._attempt)
         self._ranks.clear()
+
+    def expect(self, workers: Sequence[Beat], now: float) -> None:
+        """Wait for reports of these workers, which Ray has started, and of no others."""
+        found = {(one.node, one.pid): one for one in workers}
+        self._heard &= found.keys()
+        self._mute = {
+            key: self._mute.get(key) or _Rank(one, now, now) for key, one in found.items() if key not in self._heard
+        }
+
+    def ended(self, hang: Hang, now: float) -> None:
+        """Hanging ranks were ended. If that failed, they are noticed again."""
+        for one in hang.ranks:
+            self._mute.pop((one.node, one.pid), None)
+            if one.rank == EVALUATOR:
+                self._evaluation = None
+            if one.rank in self._ranks and self._ranks[one.rank].beat.pid == one.pid:
+                del self._ranks[one.rank]
+        self._restart_clocks(now)
+
+    def _restart_clocks(self, now: float) -> None:
+        for one in (*self._ranks.values(), *self._mute.values(), *filter(None, [self._evaluation])):
+            one.heard = one.since = now
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a rank has loaded: then all have reported."""
+        return any(one.beat.step != LOADING and not one.is_lost for one in self._ranks.values())
 
     def hosts(self) -> dict[str, str]:
         """Machines with workers: Ray's node id and the host name."""
@@ -102,21 +152,36 @@ class Pulses:
         looked, self._looked = self._looked, now
         if looked is None or now - looked > self._hang_s / 5:
             # This process itself was stopped, or had no time to listen.
-            for one in ranks:
-                one.heard = one.since = now
+            self._restart_clocks(now)
+        first_s = _FIRST * self._hang_s
+        start_s = max(first_s, START_S)
+        if mute := [one.beat for one in self._mute.values() if now - one.since > start_s]:
+            return Hang(mute, f"has not reported since it started {start_s:g} s ago")
+        if (found := self._evaluation) is not None:
+            # Loading and, after the last answer, scores have as much time as they need.
+            is_counted = found.beat.part and found.beat.share < 1
+            if now - (found.since if is_counted else found.heard) > start_s:
+                return Hang([found.beat], f"has made no progress for {start_s:g} s")
         if all(one.is_lost for one in ranks):
             # All processes or the network are gone: as far as we know, no rank is waiting.
             return None
-        first_s = _FIRST * self._hang_s
         silent = [
-            one.beat for one in ranks if now - one.heard > (first_s if one.beat.step == LOADING else self._hang_s)
+            one.beat for one in ranks if now - one.heard > (start_s if one.beat.step == LOADING else self._hang_s)
         ]
         if silent:
-            return Hang(silent, f"has not reported for {self._hang_s:g} s")
+            return Hang(silent, f"has not reported for {start_s if silent[0].step == LOADING else self._hang_s:g} s")
+        # Loading itself may wait for a download, or for the data: there only silence is a hang.
+        starting = [one for one in ranks if one.beat.step == LOADING and one.beat.phase != "other"]
+        # Those that have not reported are known a little later, and the others may wait for them.
+        if not self._mute and (late := [one.beat for one in starting if now - one.since > start_s]):
+            behind = [one for one in late if one.phase == "computing"] or late
+            return Hang(behind, f"has not joined the other workers {start_s:g} s after its start")
         is_first = not all(one.beat.steps for one in ranks)
         least_s = first_s if is_first else self._hang_s
         limit = max([least_s, *(_LONGER * one.beat.longest_s for one in ranks)])
-        stuck = [one for one in ranks if now - one.since > limit and one.beat.phase != "other"]
+        stuck = [
+            one for one in ranks if now - one.since > limit and one.beat.phase != "other" and one.beat.step != LOADING
+        ]
         waiting = [one for one in stuck if one.beat.phase == "waiting"]
         if waiting and (behind := [one.beat for one in ranks if one.beat.phase != "waiting"]):
             # A rank with a GPU may wait one step later, for a number of this one.
@@ -148,7 +213,8 @@ class Pulses:
 
 def named(beat: Beat) -> str:
     """A description of a rank."""
-    return f"rank {beat.rank} (pid {beat.pid} on {beat.host})"
+    who = {UNKNOWN: "a worker", EVALUATOR: f"the evaluation of step {beat.step}"}.get(beat.rank, f"rank {beat.rank}")
+    return f"{who} (pid {beat.pid} on {beat.host})"
 
 
 def end_hanging(ray: Any, hang: Hang) -> list[str]:
@@ -165,18 +231,23 @@ def end_hanging(ray: Any, hang: Hang) -> list[str]:
         found = ""
         with suppress(Exception):
             if beat.node == ray.get_runtime_context().get_node_id():
-                found = examine(beat.pid)
+                found = examine(beat.pid, has_log=beat.rank != UNKNOWN)
             else:
                 # A node that is cut off does not answer, and Ray notices the loss of its workers itself.
                 where = NodeAffinitySchedulingStrategy(beat.node, soft=False)
                 task = ray.remote(num_cpus=0, max_retries=0)(examine).options(scheduling_strategy=where)
-                found = ray.get(task.remote(beat.pid), timeout=_EXAMINE_S)
+                found = ray.get(task.remote(beat.pid, has_log=beat.rank != UNKNOWN), timeout=_EXAMINE_S)
         seen.append(f"{named(beat)}: {found or 'its machine does not answer'}")
     return seen
 
 
-def examine(pid: int) -> str:
-    """Describe what a worker's process on this machine is doing, with its stack if available; then end it."""
+def examine(pid: int, *, has_log: bool = True) -> str:
+    """Describe what a worker's process on this machine is doing, with its stack if available; then end it.
+
+    Args:
+        pid: of the process.
+        has_log: it has set a signal handler that writes its stack to its log.
+    """
     import psutil
 
     try:
@@ -198,7 +269,7 @@ def examine(pid: int) -> str:
             command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S, check=False)
             lines += [done.stdout.strip()] if done.returncode == 0 else []
-    if len(lines) == 1 and state != "stopped":
+    if has_log and len(lines) == 1 and state != "stopped":
         # Its signal handler writes the stacks to standard error, which goes to its log.
         with suppress(OSError):
             os.kill(pid, signal.SIGUSR1)

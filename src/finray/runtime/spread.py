@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -42,7 +43,7 @@ from finray.evaluation.subjects import EvaluationRequest, Progress
 from finray.models.artifacts import Artifact
 from finray.planning.placement import room, share
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.runtime.cluster import connected
+from finray.runtime.cluster import connected, remove_orphans
 from finray.runtime.failures import describe, lost_process
 
 WHERE = "--replicas"
@@ -107,6 +108,7 @@ class SpreadEngine:
             from ray._private.state import available_resources_per_node
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+            remove_orphans(ray)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             # For a moment Ray counts what the replicas of the model before had as theirs, and frees it node by node.
             least = {"CPU": 1} | ({"GPU": 1} if any(node.get("GPU") for node in nodes) else {})
@@ -118,7 +120,9 @@ class SpreadEngine:
                 time.sleep(_REPORT_S)
             each = share(nodes, replicas, free=free, one_gpu=not joins_gpus(name), where=WHERE)
             # When it is removed, Ray ends the replicas in it.
-            group = ray.util.placement_group([each] * replicas, strategy="SPREAD")
+            group = ray.util.placement_group(
+                [each] * replicas, strategy="SPREAD", name=f"finray-replicas {uuid4().hex[:8]}"
+            )
             stack.callback(ray.util.remove_placement_group, group)
             if not group.wait(_ROOM_S):
                 raise ClusterError(

@@ -16,7 +16,8 @@ from finray.runtime import nodes
 from finray.runtime.cluster import address_of, connected
 from finray.tracking.console import several
 
-_RUN = re.compile("finray (.+) [0-9a-f]{8}")
+# The name of a placement group: of the run, of this `finray train`, and of this start of its workers.
+_RUN = re.compile("finray (.+?) [0-9a-f]{8}(?: [0-9a-f]{8})?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from finray.errors import ClusterError
+from finray.errors import ClusterError, TrainingError
 from finray.planning.placement import Placement
 from finray.records import Beat, EvalProgress, Note, Record, RunHeader
+from finray.runtime.failures import LOADING, TRIES
 from finray.runtime.progress import RESIZE, SAVE, Heard, Listener
-from finray.runtime.pulses import Hang, Pulses, named
+from finray.runtime.pulses import EVALUATOR, UNKNOWN, Hang, Pulses, named
 from finray.runtime.signals import Interrupted, Pending
 
 # After this many seconds, report what is waited for.
 SILENCE_S = 10.0
 _PROBE_EVERY_S = 2.0
 _RANKS_EVERY_S = 1.0
+_WORKERS_EVERY_S = 5.0
 KINDS = ("CPU", "GPU")
 _NODES_SHOWN = 8
 
@@ -46,6 +48,7 @@ class Watch:
         started: called at each start of the workers.
         hang_s: how long to wait for a rank; None means forever.
         end_hanging: examines hanging ranks and ends their processes; returns what it found.
+        workers: returns the workers that Ray has started.
         draining: returns Ray's names of machines that are about to be drained, and when.
         clock: seconds, monotonic.
     """
@@ -64,6 +67,7 @@ class Watch:
         started: Callable[[RunHeader], None] = lambda header: None,
         hang_s: float | None = None,
         end_hanging: Callable[[Hang], Sequence[str]] = lambda hang: (),
+        workers: Callable[[], Sequence[Beat]] = tuple,
         draining: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +83,8 @@ class Watch:
             clock(),
             _RANKS_EVERY_S if hang_s is None else min(_RANKS_EVERY_S, hang_s / 10),
         )
-        self._end_hanging = end_hanging
+        self._end_hanging, self._workers = end_hanging, workers
+        self._workers_at, self._hung_starts, self._looks_for_hangs = clock(), 0, hang_s is not None
         self._draining = draining
         self._said_draining: set[str] = set()
         self._world_size: int | None = None
@@ -108,7 +113,7 @@ class Watch:
                 self._handle(EvalProgress(record.step, record.part, record.share))
             return
         if isinstance(record, RunHeader):
-            self._has_begun, self.began_at = True, record.step
+            self._has_begun, self.began_at, self._hung_starts = True, record.step, 0
             self._started(record)
             before, self._world_size = self._world_size, record.world_size
             if before not in (None, record.world_size):
@@ -127,6 +132,7 @@ class Watch:
         Raises:
             Interrupted: a signal requested it, and nothing can be saved, or no time is left.
             ClusterError: Ray is lost, and nothing can be saved, or no time is left.
+            TrainingError: workers hang before they have loaded, again.
         """
         now = self._clock()
         if self._deadline is not None:
@@ -169,21 +175,44 @@ class Watch:
             return False
         # Not in every look, because all ranks are checked: the driver's cost must not grow with the steps.
         self._ranks_at = now + self._ranks_every_s
+        self._look_at_starting(now)
         with self._pulses_change:
             hang, slow = self._pulses.hung(now), self._pulses.slow()
-            if hang is not None:
-                self._pulses.forget()
         if slow is not None:
             self._handle(slow)
         if hang is None:
             return False
         who = ", ".join(named(one) for one in hang.ranks[:4])
         more = f" and {len(hang.ranks) - 4} more" if len(hang.ranks) > 4 else ""
-        rest = "stopped, so that the workers restart from the last checkpoint (cluster.hang_seconds)"
-        self._handle(Note(f"{who}{more} {hang.why}; it is {rest}", hang.ranks[0].step, "warning"))
+        restart = "so that the workers restart from the last checkpoint"
+        then = "and repeated" if hang.ranks[0].rank == EVALUATOR else restart
+        rest = f"it is stopped, {then} (cluster.hang_seconds)"
+        self._handle(Note(f"{who}{more} {hang.why}; {rest}", hang.ranks[0].step, "warning"))
         for text in self._end_hanging(hang):
             self._handle(Note(text, hang.ranks[0].step, "warning"))
+        with self._pulses_change:
+            self._pulses.ended(hang, self._clock())
+        if hang.ranks[0].step == LOADING:
+            self._hung_starts += 1
+            if self._hung_starts == TRIES:
+                raise TrainingError(
+                    f"workers hung {TRIES} times before they had loaded: {who}{more} {hang.why}",
+                    repair="the warnings show where they hang; workers must be able to connect to this machine, and "
+                    "cluster.hang_seconds gives them more time",
+                )
         return True
+
+    def _look_at_starting(self, now: float) -> None:
+        """Ask Ray which workers it has started: those that hang before their first report are known to nobody else."""
+        if not self._looks_for_hangs or now < self._workers_at:
+            return
+        self._workers_at = now + _WORKERS_EVERY_S
+        with self._pulses_change:
+            is_training = self._pulses.is_training
+        with suppress(Exception):
+            workers = () if is_training else self._workers()
+            with self._pulses_change:
+                self._pulses.expect(workers, now)
 
     def _look_at_nodes(self) -> None:
         """Request a checkpoint if a machine with workers is about to be drained."""
@@ -306,6 +335,29 @@ def holders(ray: Any) -> list[tuple[str, dict[str, float]]]:
         actor = gcs_pb2.ActorTableData.FromString(plain)
         if not actor.placement_group_id.strip(b"\xff"):
             found.append((f"actor {actor.name or actor.class_name}", dict(actor.required_resources)))
+    return found
+
+
+def workers_of(ray: Any, group: str) -> list[Beat]:
+    """The processes of a run's workers, as heartbeats of an unknown rank.
+
+    Args:
+        ray: the module, connected.
+        group: prefix of the name of the run's placement groups.
+    """
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    groups = {one for one, about in ray.util.placement_group_table().items() if about["name"].startswith(group)}
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    found = []
+    for plain in state._connect_and_get_accessor().get_actor_table(job, None):
+        actor = gcs_pb2.ActorTableData.FromString(plain)
+        is_alive = actor.state in (gcs_pb2.ActorTableData.PENDING_CREATION, gcs_pb2.ActorTableData.ALIVE)
+        if is_alive and actor.pid and actor.placement_group_id.hex() in groups and actor.class_name == "RayTrainWorker":
+            node = actor.address.node_id.hex()
+            found.append(Beat("", UNKNOWN, hosts.get(node, ""), actor.pid, node, LOADING))
     return found
 
 

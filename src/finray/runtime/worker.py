@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -33,6 +33,7 @@ from finray.records import Beat, Note, Record, RunSummary
 from finray.runtime import failures
 from finray.runtime.logs import LogCopy
 from finray.runtime.progress import RESIZE, Address, Sender, ask
+from finray.training.pulse import Pulse
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from finray.training.evaluator import Answering, Evaluator
     from finray.training.loop import Loop
     from finray.training.memory import Memory
-    from finray.training.pulse import Pulse
 
 # How long to wait for the push of a run's last checkpoint after training.
 _LAST_PUSH_S = 120.0
@@ -88,6 +88,7 @@ class WorkerSpec:
         threads: number of threads of this worker.
         shared_gpus: whether several workers may share a GPU.
         listener: address at which the driver receives records.
+        hang_s: how long the driver waits for a rank; None means forever.
         secrets: of the user, set in the worker's environment.
         memory: name prefix of the actors that keep checkpoints in memory; None if there are none.
         evaluator: Ray resources for evaluations during training; None if there are none.
@@ -101,6 +102,7 @@ class WorkerSpec:
     start: str
     threads: int
     listener: Address
+    hang_s: float | None = None
     shared_gpus: bool = False
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     evaluator: dict[str, float] | None = None
@@ -127,19 +129,30 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     Args:
         payload: ``spec``.
     """
-    import ray
+    import ray.train
+
+    spec = payload["spec"]
+    accept(spec.secrets)
+    context, starting = ray.train.get_context(), Pulse()
+    starting.begins(failures.LOADING)
+    # Each start of the workers has a placement group of its own.
+    who = ray.get_runtime_context().get_placement_group_id() or "", context.get_world_rank(), starting
+    # The imports may hang, too.
+    with closing(Sender(spec.listener)) as sender:
+        return _train(spec, sender, beat(sender, *who, hang_s=spec.hang_s, world_size=context.get_world_size()))
+
+
+def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
     import torch
 
     from finray.parallel import make_strategy
     from finray.runtime.elastic import Resize
     from finray.training.allocator import keep_freed_memory
 
-    spec = payload["spec"]
-    accept(spec.secrets)
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
-    strategy = make_strategy(config, spec.resolved, _join_group(shared_gpus=spec.shared_gpus))
+    strategy = make_strategy(config, spec.resolved, _join_group(heart.pulse, shared_gpus=spec.shared_gpus))
     run_dir = Path(spec.run_dir)
     if run_url(config) is not None:
         # The path on this machine; another user's cache may be elsewhere.
@@ -147,13 +160,10 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         run_dir.mkdir(parents=True, exist_ok=True)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
 
-    sender, reports = Sender(spec.listener), Reports(_report)
+    reports = Reports(_report)
     pusher = _pusher(config, spec.push, sender.put) if spec.push is not None and strategy.rank == 0 else None
     log = LogCopy.of_this_process(run_dir / failures.LOGS / failures.log_name(strategy.rank))
     step, loop = failures.LOADING, None
-    hang_s = config.cluster.hang_seconds
-    pulse, node = (lambda: None if loop is None else loop.pulse), ray.get_runtime_context().get_node_id()
-    beat(sender, strategy.rank, strategy.world_size, attempt, pulse, node=node, hang_s=hang_s)
 
     def failed(error: BaseException) -> failures.Failure:
         described, end = failures.describe(error), failures.end_of(error)
@@ -164,7 +174,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         before = [one for part in strategy.all_gather_object(failures.known(run_dir, spec.start)) for one in part]
         failures.check(before, failures.LOADING, run_dir)
         loop = _loop(spec, config, run_dir, strategy, sender, partial(_reported, reports, pusher))
-        step = loop.state.step
+        heart.pulse, step = loop.pulse, loop.state.step
         failures.check(before, step, run_dir)
         _record_processes(run_dir, strategy)
         outcome = _run(loop, pusher)
@@ -196,7 +206,6 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             raise RuntimeError(failures.describe(error)) from None
         raise
     finally:
-        sender.close()
         log.close()
 
 
@@ -270,8 +279,11 @@ def _loop(
     ).loop
 
 
-def _join_group(*, shared_gpus: bool) -> torch.device:
-    """Join the process group of the workers, as Ray's torch back end does; returns the device of this one."""
+def _join_group(pulse: Pulse, *, shared_gpus: bool) -> torch.device:
+    """Join the process group of the workers, as Ray's torch back end does; returns the device of this one.
+
+    ``pulse`` tells when it waits for the others, and when it has joined them.
+    """
     import ray.train
     import ray.train.torch
     import torch
@@ -282,6 +294,7 @@ def _join_group(*, shared_gpus: bool) -> torch.device:
     rank = context.get_world_rank()
     on_one_machine = context.get_local_world_size() == context.get_world_size()
     listening = listen("127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()) if rank == 0 else None
+    pulse.phase = "waiting"
     address = broadcast_from_rank_zero(list(listening.getsockname()[:2]) if listening is not None else None)
     # Otherwise gloo uses the interface of the host name, which Debian maps to 127.0.1.1.
     interface = "lo" if on_one_machine else interface_of(ray.util.get_node_ip_address())
@@ -305,6 +318,7 @@ def _join_group(*, shared_gpus: bool) -> torch.device:
     world_size, timeout = context.get_world_size(), timedelta(minutes=30)
     store = meet((address[0], address[1]), listening, world_size=world_size, timeout=timeout)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    pulse.phase = "other"
     return device
 
 
@@ -406,38 +420,34 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
     )
 
 
-def beat(
-    sender: Sender,
-    rank: int,
-    world_size: int,
-    attempt: str,
-    pulse: Callable[[], Pulse | None],
-    *,
-    node: str,
-    hang_s: float | None,
-) -> None:
-    """Start a thread that sends this rank's heartbeats to the driver; SIGUSR1 writes the stacks of all threads.
+@dataclass
+class Heart:
+    """What the heartbeats of this rank tell."""
 
-    ``pulse`` returns None while the rank is loading.
-    """
+    pulse: Pulse
+
+
+def beat(sender: Sender, attempt: str, rank: int, pulse: Pulse, *, hang_s: float | None, world_size: int = 1) -> Heart:
+    """Start a thread that sends heartbeats to the driver; SIGUSR1 writes the stacks of all threads."""
     import faulthandler
+
+    import ray
 
     # Also where no hang is looked for: the driver learns from heartbeats where the ranks are, and which one is slow.
     pause_s = beat_pause(_HANG_S if hang_s is None else hang_s, world_size)
+    heart = Heart(pulse)
+    who = attempt, rank, socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id()
     with suppress(ValueError, OSError, RuntimeError):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def go_on() -> None:
-        who = Beat(attempt, rank, socket.gethostname(), os.getpid(), node, step=failures.LOADING)
         while not sender.is_closed:
-            if (now := pulse()) is None:
-                sender.put(who)
-            else:
-                of = now.step, now.phase, now.steps, now.work_s, now.longest_s, now.part, now.share
-                sender.put(Beat(who.attempt, who.rank, who.host, who.pid, who.node, *of))
+            now = heart.pulse
+            sender.put(Beat(*who, now.step, now.phase, now.steps, now.work_s, now.longest_s, now.part, now.share))
             sender.wait_closed(pause_s)
 
     threading.Thread(target=go_on, name="finray-beat", daemon=True).start()
+    return heart
 
 
 def beat_pause(hang_s: float, world_size: int) -> float:

@@ -42,7 +42,7 @@ from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.evaluator import Answering, Evaluated, Evaluator
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.loop import Loop
-from finray.training.memory import Memory, MemoryWriter, fetch_newest
+from finray.training.memory import Memory, MemoryWriter, fetch_newest, remove_left
 from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.outputs import Notify, Warn, make_header, place_of, save_extras, start_trackers
 from finray.training.profile import Profiler
@@ -254,6 +254,7 @@ def evaluate_checkpoint(
     *,
     device: torch.device,
     answering: Answering | None = None,
+    told: Callable[[str, float], None] = lambda part, share: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Evaluated:
     """Evaluate a checkpoint as training does, in a separate process.
@@ -268,6 +269,7 @@ def evaluate_checkpoint(
         checkpoint: its directory; None means the model that training starts from.
         device: to compute on.
         answering: lets the model answer prompts, if ``evaluation.generate_rows`` is set.
+        told: is given the part of the evaluation that is being done, and its share that is done.
         clock: seconds, monotonic.
 
     Raises:
@@ -285,9 +287,9 @@ def evaluate_checkpoint(
     assert held_out is not None
     loader = _held_out(config, resolved, task, held_out, strategy)
     task.model.eval()
-    metrics, confusion = evaluate(task, strategy, loader)
+    metrics, confusion = evaluate(task, strategy, loader, partial(told, "evaluating"))
     if (answered := _answers(config, task, held_out, strategy, answering)) is not None:
-        metrics |= answered()
+        metrics |= answered(partial(told, "answering prompts"))
     return Evaluated(step, metrics, loader.weight, round(clock() - started, 6), confusion=confusion)
 
 
@@ -325,6 +327,7 @@ def _resume(
     """The restored state from the newest valid checkpoint, or a new one; and notes. A collective."""
     config, task, loader, dataset = loaded.config, loaded.task, loaded.loader, loaded.dataset
     first, steps, notes = strategy.rank == 0, loaded.steps, list[str]()
+    remove_left()
     candidates = on_all_ranks(
         strategy, lambda: extending.by_preference(store, loader, dataset.content) if first else []
     )

@@ -190,8 +190,12 @@ def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> Checkpoint
     def take() -> None:
         store.take()
         pull(run_dir, objects, FOLLOWING)
+        store.clear_url()
 
     on_all_ranks(strategy, take if first else lambda: None)
+    if share[0] == 0:
+        # Of the ranks here it is the first that writes again.
+        store.clear()
     return store
 
 

@@ -21,12 +21,13 @@ import torch
 
 from finray.checkpoint import Checkpoint
 from finray.errors import CheckpointError
-from finray.files import FileKind
+from finray.files import FileKind, hold, remove_abandoned, temporary
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.sharding import bytes_of
 from finray.training.checkpointing import Snapshot, ranks_here
 
 RECORDS = "metrics.jsonl"
+_SCRATCH = "finray-memory-"
 _FILES = FileKind(CheckpointError)
 
 
@@ -68,11 +69,17 @@ def _scratch_root(size: int) -> Path:
 
 def _prefix(run_dir: Path) -> str:
     """Name prefix of the temporary directories of a run."""
-    return f"finray-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}-"
+    return f"{_SCRATCH}{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}-"
+
+
+def remove_left() -> None:
+    """Remove directories that killed workers of any run left on this machine: they use memory."""
+    for root in {_scratch_root(0), Path(tempfile.gettempdir())}:
+        remove_abandoned(root, _SCRATCH)
 
 
 def _clean(run_dir: Path) -> None:
-    """Remove directories that killed workers left: they use memory."""
+    """Remove those of this run, whose workers have all ended."""
     for root in {_scratch_root(0), Path(tempfile.gettempdir())}:
         for rest in root.glob(f"{_prefix(run_dir)}*"):
             shutil.rmtree(rest, ignore_errors=True)
@@ -138,8 +145,7 @@ class MemoryWriter:
         tensors = [tensor for own in snapshot.weights.values() for tensor in own.values()]
         size = sum(map(bytes_of, [*tensors, *(piece.tensor for piece in snapshot.moments)]))
         prefix, root = _prefix(self.run_dir), _scratch_root(size)
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as scratch:
-            folder = Path(scratch)
+        with temporary(prefix, root) as folder:
             snapshot.write(folder)
             files = {
                 path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
@@ -197,6 +203,7 @@ def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[P
     folder = _scratch_root(sum(part.size for part in wanted)) / name
     strategy.all_gather_object(None)
     folder.mkdir(mode=0o700, exist_ok=True)
+    hold(folder)
     here = ranks_here(strategy, folder)
 
     def fetch() -> None:

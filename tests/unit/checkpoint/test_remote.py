@@ -308,3 +308,61 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_deleted_too(other: RemoteStor
     assert objects_of(other, 4) == set(FILES)
     other.delete([])
     assert other.steps() == [2]
+
+
+def begin(url: str, path: Path, attempt: str) -> tuple[RemoteStore, Path]:
+    """An attempt that is killed while it writes step 8."""
+    store = RemoteStore(path, Objects(url), attempt=attempt)
+    scratch = store.begin(8)
+    store.fill(scratch, 8, fill(8))
+    return store, scratch
+
+
+@pytest.mark.parametrize("days", [0.9, 1.1])
+def test_what_a_killed_attempt_uploaded_is_removed_after_a_day(
+    store: RemoteStore, url: str, tmp_path: Path, days: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(url, tmp_path / "killed", "76543210ffff")
+    store.set_aside(4)
+    before = set(Objects(url).files())
+    unfinished = {one for one in before if one.startswith("checkpoint-000008-76543210/")}
+    assert len(unfinished) == len(FILES)
+    monkeypatch.setattr(Objects, "age_s", lambda self, name: days * 86_400)
+    after = RemoteStore(tmp_path / "after", Objects(url), attempt="aaaaaaaaaaaa")
+    after.take()
+    after.clear_url()
+    # What was finished stays, and what is kept of a damaged one.
+    assert set(Objects(url).files()) == (before if days < 1 else before - unfinished)
+    assert after.steps() == [2, 6]
+
+
+def test_an_object_has_an_age(store: RemoteStore, url: str) -> None:
+    assert 0 < Objects(url).age_s(INDEX) < 60
+    # Nobody knows it: it counts as new.
+    assert Objects(url).age_s("nothing") == 0
+
+
+def test_storage_that_fails_keeps_what_is_left(
+    store: RemoteStore, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Objects) -> list[str]:
+        raise StorageError("the storage failed 6 times")
+
+    monkeypatch.setattr(Objects, "folders", fail)
+    RemoteStore(tmp_path / "after", Objects(url)).clear_url()
+
+
+def test_the_scratch_of_a_killed_attempt_is_removed_on_its_machine(store: RemoteStore, url: str) -> None:
+    killed, scratch = begin(url, store.run_dir, "76543210ffff")
+    after = RemoteStore(store.run_dir, Objects(url), attempt="aaaaaaaaaaaa")
+    after.take()
+    after.clear()
+    assert not scratch.exists()
+    assert [path.name for path in sorted(store.run_dir.glob("*checkpoint-*"))] == [
+        "checkpoint-000002",
+        "checkpoint-000004",
+        "checkpoint-000006",
+    ]
+    # Were it alive, it could not finish: the run has been taken over.
+    with pytest.raises(CheckpointError):
+        killed.commit(scratch, 8, [], metrics={})

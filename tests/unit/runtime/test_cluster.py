@@ -122,3 +122,22 @@ def test_the_last_ray_of_this_machine_where_there_is_none_or_no_more(monkeypatch
 @pytest.mark.parametrize("address", ["nonsense", "no-such-host.invalid:6379", "1.2.3.4:x"])
 def test_what_is_no_address(address: str) -> None:
     assert refused(ClusterConfig(address=address)).where == f"cluster.address={address}"
+
+
+def test_groups_of_ended_drivers_are_removed_and_no_others() -> None:
+    def group(name: str, state: str = "CREATED") -> dict[str, Any]:
+        return {"name": name, "state": state}
+
+    groups = {
+        "aa01000000": group("finray my run 0123abcd 4567cdef"),
+        "bb01000000": group("finray-replicas 0123abcd", "PENDING"),
+        "cc01000000": group("finray my run 0123abcd 89abcdef", "REMOVED"),
+        "dd01000000": group("somebody else's"),
+        "ee01000000": group("finrays"),
+        "ff02000000": group("finray other 0123abcd 4567cdef"),
+        # Of a job that Ray's table does not have.
+        "0003000000": group("finray third 0123abcd 4567cdef"),
+    }
+    jobs = [{"JobID": "01000000", "IsDead": True}, {"JobID": "02000000", "IsDead": False}]
+    assert cluster.orphans(groups, jobs) == ["aa01000000", "bb01000000"]
+    assert cluster.orphans(groups, []) == []

@@ -109,7 +109,8 @@ def test_a_status_says_who_is_where_and_what_is_wrong() -> None:
     known = [node(3), node(2, **labels({"torch": "2.12.0+cpu"})), node(1, **labels()), node(4, alive=False)]
     # Node 2 was gone for a while: to Ray, it is another one.
     known.append({**node(2, alive=False), "NodeID": "before"})
-    actors = [("id2", "finray my run 0123abcd"), ("id2", "finray my run 0123abcd"), ("id1", "Somebody")]
+    # As the driver names a placement group, without and with what is added for each start of the workers.
+    actors = [("id2", "finray my run 0123abcd"), ("id2", "finray my run 0123abcd 4567cdef"), ("id1", "Somebody")]
     found = status.status_of("m1:6379", known, {"id1": {"CPU": 6.0}, "id2": {}, "id3": {"CPU": 8.0}}, actors)
     assert [(one.name, one.is_head, one.runs) for one in found.nodes] == [
         ("m1", True, {"Somebody": 1}),

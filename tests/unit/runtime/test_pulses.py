@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from finray.records import Beat
-from finray.runtime.pulses import Hang, Pulses, examine
+from finray.runtime.pulses import EVALUATOR, UNKNOWN, Hang, Pulses, examine, named
 from finray.training.pulse import Pulse
 
 HANG_S = 100.0
@@ -25,6 +25,7 @@ class Ranks:
 
     def __init__(self, *beats: Beat) -> None:
         self.pulses, self.now = Pulses(HANG_S), 0.0
+        self.workers: list[Beat] | None = None
         self.say(*beats)
 
     def say(self, *beats: Beat) -> None:
@@ -36,6 +37,8 @@ class Ranks:
             self.now += 2.0
             for one in self.beats:
                 self.pulses.hear(one, self.now)
+            if self.workers is not None:
+                self.pulses.expect(self.workers, self.now)
             if (hang := self.pulses.hung(self.now)) is not None:
                 return hang
         return None
@@ -153,6 +156,126 @@ def test_a_first_step_and_a_load_that_do_not_end_are_found() -> None:
     hang = ranks.after(2 * HANG_S)
     assert hang is not None
     assert [one.rank for one in hang.ranks] == [1]
+
+
+def started(*ranks: int) -> list[Beat]:
+    """What Ray knows of workers."""
+    return [replace(beat(rank, -1, "other", attempt=""), rank=UNKNOWN) for rank in ranks]
+
+
+def test_a_worker_that_never_reports_is_named() -> None:
+    ranks = Ranks(beat(0, -1, "waiting", steps=0))
+    ranks.after(6)
+    # Ray is asked now and then only, so rank 0 has waited for longer than the other is known.
+    ranks.workers = started(0, 1)
+    assert ranks.after(6 * HANG_S - 10) is None
+    hang = ranks.after(20)
+    assert hang is not None
+    assert [named(one) for one in hang.ranks] == ["a worker (pid 101 on h1)"]
+    assert hang.why == "has not reported since it started 600 s ago"
+    # All of them.
+    ranks = Ranks()
+    ranks.workers = started(0, 1)
+    hang = ranks.after(7 * HANG_S)
+    assert hang is not None
+    assert len(hang.ranks) == 2
+
+
+def test_a_worker_that_reports_late_or_was_ended_is_not_named() -> None:
+    ranks = Ranks()
+    ranks.workers = started(0, 1)
+    ranks.after(5 * HANG_S)
+    # They report, and load for long.
+    ranks.say(beat(0, -1, "other", steps=0), beat(1, -1, "other", steps=0))
+    assert ranks.after(20 * HANG_S) is None
+    # Others that start in their place have their own time.
+    ranks.say()
+    ranks.pulses.hear(beat(0, -1, "gone", steps=0), ranks.now)
+    ranks.workers = started(2, 3)
+    assert ranks.after(5 * HANG_S) is None
+    # Control: the time of these is over.
+    assert ranks.after(2 * HANG_S) is not None
+
+
+def test_a_worker_that_does_not_join_the_others_is_named_and_those_that_wait_for_it_are_not() -> None:
+    ranks = Ranks(beat(0, -1, "waiting", steps=0), beat(1, -1, "computing", steps=0))
+    assert ranks.after(6 * HANG_S - 10) is None
+    hang = ranks.after(20)
+    assert hang is not None
+    assert ([one.rank for one in hang.ranks], hang.why) == (
+        [1],
+        "has not joined the other workers 600 s after its start",
+    )
+    # All have imported, and none joins.
+    hang = Ranks(beat(0, -1, "waiting", steps=0), beat(1, -1, "waiting", steps=0)).after(7 * HANG_S)
+    assert hang is not None
+    assert len(hang.ranks) == 2
+
+
+def test_short_steps_do_not_shorten_the_time_to_start() -> None:
+    pulses = Pulses(1.0)
+    pulses.expect(started(0), 0.0)
+    for now in range(300):
+        pulses.hear(beat(1, -1, "computing", steps=0), float(now))
+        assert pulses.hung(float(now)) is None
+
+
+def test_a_rank_whose_end_failed_is_noticed_again() -> None:
+    """Its process could not be ended, and the others still wait for it."""
+    ranks = Ranks(beat(0, 7, "waiting"), beat(1, 7, "computing"))
+    hang = ranks.after(2 * HANG_S)
+    assert hang is not None
+    ranks.pulses.ended(hang, ranks.now)
+    assert ranks.after(HANG_S - 10) is None
+    again = ranks.after(20)
+    assert again is not None
+    assert [one.rank for one in again.ranks] == [1]
+    # Where it was ended, the others are ended by Ray, and nobody is named.
+    ranks.pulses.ended(again, ranks.now)
+    ranks.say()
+    for one in (beat(0, 7, "lost"), beat(1, 7, "lost")):
+        ranks.pulses.hear(one, ranks.now)
+    assert ranks.after(3 * HANG_S) is None
+
+
+def evaluating(share: float, part: str = "evaluating") -> Beat:
+    return replace(beat(3, 40, "other", attempt=""), rank=EVALUATOR, part=part, share=share)
+
+
+@pytest.mark.parametrize("said", [(), (evaluating(0.5),)])
+def test_an_evaluation_that_stands_still_is_named(said: tuple[Beat, ...]) -> None:
+    """It says nothing, or the same."""
+    training = beat(0, 41, "other")
+    ranks = Ranks(training, evaluating(0.4))
+    ranks.after(HANG_S)
+    ranks.say(training, evaluating(0.5))
+    ranks.after(10)
+    ranks.say(training, *said)
+    assert ranks.after(5 * HANG_S) is None
+    hang = ranks.after(2 * HANG_S)
+    assert hang is not None
+    assert [named(one) for one in hang.ranks] == ["the evaluation of step 40 (pid 103 on h3)"]
+    assert hang.why == "has made no progress for 600 s"
+    # It is ended, and the next one has its own time.
+    ranks.pulses.ended(hang, ranks.now)
+    ranks.say(training, replace(evaluating(0.5), pid=7))
+    ranks.pulses.hear(evaluating(0.5), ranks.now)
+    ranks.pulses.hear(replace(evaluating(0.5), phase="lost"), ranks.now)
+    assert ranks.after(5 * HANG_S) is None
+    assert ranks.after(2 * HANG_S) is not None
+
+
+@pytest.mark.parametrize("one", [evaluating(0.0, ""), evaluating(1.0, "answering prompts")])
+def test_an_evaluation_that_loads_or_scores_has_time(one: Beat) -> None:
+    assert Ranks(beat(0, 41, "other"), one).after(20 * HANG_S) is None
+
+
+def test_an_evaluation_that_has_ended_is_not_waited_for() -> None:
+    ranks = Ranks(beat(0, 41, "other"), evaluating(0.4))
+    ranks.after(10)
+    ranks.say(beat(0, 41, "other"))
+    ranks.pulses.hear(replace(evaluating(0.4), phase="gone"), ranks.now)
+    assert ranks.after(20 * HANG_S) is None
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody() -> None:

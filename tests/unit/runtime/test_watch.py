@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from finray.errors import ClusterError
+from finray.errors import ClusterError, TrainingError
 from finray.planning.placement import Placement
 from finray.records import Beat, EvalProgress, Note, Record, RunHeader
 from finray.runtime import watch as module
+from finray.runtime.pulses import UNKNOWN, Hang
 from finray.runtime.signals import Interrupted, Pending
 from finray.runtime.watch import Watch, refusal, waiting_text
 
@@ -22,7 +23,7 @@ HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ig
 class Run:
     """A watched run with a clock and a head process of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, head_patience_s: float = 4.0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, head_patience_s: float = 4.0, **options: Any) -> None:
         self.now, self.head, self.stops = 0.0, True, 0
         self.heard: list[Record] = []
         self.pending = Pending()
@@ -37,6 +38,7 @@ class Run:
             head=lambda: self.head,
             head_patience_s=head_patience_s,
             clock=lambda: self.now,
+            **options,
         )
         self.has_workers = True
         self.watch.listener = self  # type: ignore[assignment]
@@ -195,6 +197,53 @@ def test_the_words_say_which_node_has_room_and_which_is_gone() -> None:
     back = [*nodes, {**node(3, CPU=4), "NodeID": "n4"}]
     assert "lost" not in waiting_text("x", nodes=back, free_there=there, **known)
     assert waiting_text("x", nodes=nodes[:1], free_there=there, **known) == waiting_text("x", **known)
+
+
+def test_workers_that_hang_before_they_report_are_ended_and_twice_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids, ended = [1], list[int]()
+
+    def end(hang: Hang) -> list[str]:
+        ended.extend(one.pid for one in hang.ranks)
+        return ["it sleeps"]
+
+    def workers() -> list[Beat]:
+        return [Beat("", UNKNOWN, "h", pids[-1], "n", -1)]
+
+    run = Run(monkeypatch, hang_s=100.0, end_hanging=end, workers=workers)
+    monkeypatch.setattr(module, "workers_wait", lambda ray, group, what: None)
+    assert run.at(600) == []
+    named, seen = run.at(610)
+    assert named.startswith("a worker (pid 1 on h) has not reported since it started 600 s ago; it is stopped")
+    assert (seen, ended) == ("it sleeps", [1])
+    # The next ones load; after their end, it happens again: that is the first time from there.
+    pids.append(2)
+    run.watch.heard(Beat("b", 0, "h", 2, "n", -1))
+    run.watch.heard(HEADER)
+    assert run.at(620) == []
+    run.watch.heard(Beat("b", 0, "h", 2, "n", -1, "gone"))
+    pids.append(3)
+    run.at(1240)
+    assert ended == [1, 3]
+    pids.append(4)
+    with pytest.raises(TrainingError, match=r"hung 2 times before they had loaded: a worker \(pid 4 on h\)"):
+        run.at(2000)
+    assert ended == [1, 3, 4]
+
+
+def test_who_trains_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that trains has reported; and Ray is asked for all actors each time."""
+    asked = []
+    run = Run(monkeypatch, hang_s=100.0, workers=lambda: asked.append(run.now) or [])  # type: ignore[func-returns-value]
+    run.watch.heard(HEADER)
+    run.at(20)
+    assert 0 < len(asked) <= 5
+    run.watch.heard(Beat("b", 0, "h", 2, "n", 3, "waiting", 2))
+    before = len(asked)
+    run.at(60)
+    assert len(asked) == before
+    forever = Run(monkeypatch, workers=lambda: asked.append(0.0) or [])  # type: ignore[func-returns-value]
+    forever.at(60)
+    assert len(asked) == before
 
 
 def test_an_address_says_whether_somebody_listens() -> None:

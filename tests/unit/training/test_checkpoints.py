@@ -285,9 +285,9 @@ def test_ranks_that_see_each_others_files_are_known_and_leave_none(tmp_path: Pat
     assert [path.name for path in folder.iterdir()] == [f"{names[0]}-3"]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "others"), [(0, [3]), (2, [3]), (3, [2])])
 def test_behind_a_url_the_ranks_of_a_disk_share_the_work_and_the_first_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, others: list[int]
 ) -> None:
     said: list[Any] = []
 
@@ -298,7 +298,13 @@ def test_behind_a_url_the_ranks_of_a_disk_share_the_work_and_the_first_takes_ove
         def take(self) -> None:
             said.append("taken over")
 
-    monkeypatch.setattr(checkpointing, "ranks_here", lambda strategy, folder: [rank, 3])
+        def clear_url(self) -> None:
+            said.append("cleared behind the URL")
+
+        def clear(self) -> None:
+            said.append("cleared here")
+
+    monkeypatch.setattr(checkpointing, "ranks_here", lambda strategy, folder: sorted([rank, *others]))
     monkeypatch.setattr(checkpointing, "Objects", lambda url, *, patient: (url, patient))
     monkeypatch.setattr(checkpointing, "RemoteStore", Store)
     monkeypatch.setattr(checkpointing, "pull", lambda *given: said.append(given))
@@ -307,8 +313,10 @@ def test_behind_a_url_the_ranks_of_a_disk_share_the_work_and_the_first_takes_ove
     )
     assert isinstance(open_store(tmp_path, "s3://b/run", strategy), Store)
     objects = ("s3://b/run", True)
-    assert said[0] == ((tmp_path, objects), {"attempt": "attempt", "first": rank == 0, "share": (0, 2)})
-    assert said[1:] == (["taken over", (tmp_path, objects, FOLLOWING)] if rank == 0 else [])
+    assert said[0] == ((tmp_path, objects), {"attempt": "attempt", "first": rank == 0, "share": (rank // 3, 2)})
+    taken = ["taken over", (tmp_path, objects, FOLLOWING), "cleared behind the URL"] if rank == 0 else []
+    # The first rank on each disk, once the run is taken over.
+    assert said[1:] == [*taken, *(["cleared here"] if rank < 3 else [])]
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,18 @@ def test_the_newest_checkpoint_comes_back_whole_for_any_number_of_ranks(
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "0\n1\n2\n3\n"
     assert warned == []
+
+
+def test_what_killed_workers_of_another_run_left_is_removed_and_what_is_loaded_is_not(
+    tmp_path: Path, scratch: Path
+) -> None:
+    left = scratch / f"{module._prefix(tmp_path / 'other')}rest"
+    left.mkdir()
+    found, _ = fetched(stored(tmp_path / "run", [2]), tmp_path / "run", world=1)
+    for folder in (left, found[0].path):
+        os.utime(folder, (0, 0))
+    module.remove_left()
+    assert list(scratch.iterdir()) == [found[0].path]
 
 
 @pytest.mark.parametrize(("after", "step"), [(0, 4), (3, 4), (4, None), (9, None)])

@@ -32,7 +32,7 @@ from finray.evaluation.engines.base import (
     mute,
 )
 from finray.evaluation.engines.sampling import Sampling, end_tokens
-from finray.files import first_line
+from finray.files import first_line, remove_abandoned, temporary
 from finray.models.artifacts import require_fit
 from finray.models.export import export
 from finray.pretrained.tokenizers import source_options
@@ -48,6 +48,8 @@ _SETTINGS = {
 }
 # GiB of KV cache on a CPU, where vLLM cannot determine a limit.
 _CPU_CACHE_GIB = "2"
+# Begins the name of a merged model's temporary directory.
+_MERGED = "finray-merged-"
 
 
 class VLLMEngine:
@@ -101,7 +103,9 @@ class VLLMEngine:
         if self._is_merged:
             if not loading.merge:
                 loading.notify(f"the adapter is merged into its base for vLLM, because {why}")
-            folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="finray-"))) / "merged"
+            # Killed engines left theirs, which are as large as the model.
+            remove_abandoned(Path(tempfile.gettempdir()), _MERGED)
+            folder = self._cleanup.enter_context(temporary(_MERGED)) / "merged"
             export(artifact, folder, merge=True, dtype="fp32" if loading.dtype == torch.float32 else "bf16")
             model = str(folder)
         elif artifact.is_adapter:

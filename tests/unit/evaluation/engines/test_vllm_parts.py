@@ -334,6 +334,23 @@ def test_what_vllm_cannot_load_is_said_in_its_first_line(
     assert not list(tmp_path.iterdir()), "what was merged for it is gone"
 
 
+def test_what_was_merged_for_an_engine_that_was_killed_is_removed(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (left := tmp_path / "finray-merged-left").mkdir()
+    os.utime(left, (0, 0))
+    engine, other = made(adapter, merge=True), made(adapter, merge=True)
+    assert not left.exists()
+    assert len(list(tmp_path.iterdir())) == 2
+    for one in (engine, other):
+        one.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
