@@ -179,7 +179,7 @@ def _attend_to_rows(
         # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
         rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
         return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows], dim=1)
-    batches = _batches(lengths, PADDED_FROM)
+    batches = _batches(lengths)
     sizes = [len(rows) * lengths[rows[0]] for rows in batches]
     places_T = _places(lengths, batches).to(query.device)
     tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
@@ -197,17 +197,12 @@ def _attend_to_rows(
     return found[None]
 
 
-def _batches(lengths: Sequence[int], share: float) -> list[list[int]]:
-    """Rows in batches, each beginning with its longest; a long row is alone.
-
-    Args:
-        lengths: tokens per row.
-        share: a batch's rows have at least this share of the tokens of its longest.
-    """
+def _batches(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows in batches, each beginning with its longest; a long row is alone."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         longest = lengths[batches[-1][0]] if batches else 0
-        if batches and longest <= BATCHED_UP_TO and lengths[row] >= share * longest:
+        if batches and longest <= BATCHED_UP_TO and lengths[row] >= PADDED_FROM * longest:
             batches[-1].append(row)
         else:
             batches.append([row])

@@ -203,6 +203,7 @@ def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[P
     folder = _scratch_root(sum(part.size for part in wanted)) / name
     strategy.all_gather_object(None)
     folder.mkdir(mode=0o700, exist_ok=True)
+    # As long as this process lives.
     hold(folder)
     here = ranks_here(strategy, folder)
 

@@ -194,9 +194,10 @@ def test_padded_rows_have_the_gradients_of_rows_alone(
         assert all(not torch.allclose(ours, theirs, atol=1e-2) for ours, theirs in seen)
 
 
-def test_a_batch_has_rows_of_about_one_length() -> None:
-    assert attention._batches((4, 200, 128, 3, 96, 95, 4, 129), 0.75) == [[1], [7], [2, 4], [5], [0, 6, 3]]
-    assert attention._batches((2, 3, 2), 1.0) == [[1], [0, 2]]
+def test_a_batch_has_rows_of_about_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention._batches((4, 200, 128, 3, 96, 95, 4, 129)) == [[1], [7], [2, 4], [5], [0, 6, 3]]
+    monkeypatch.setattr(attention, "PADDED_FROM", 1.0)
+    assert attention._batches((2, 3, 2)) == [[1], [0, 2]]
 
 
 class OnAGpu(torch.Tensor):
