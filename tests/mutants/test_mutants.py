@@ -233,9 +233,13 @@ jobs = [job("error", text + b"\\ndel learning_rate\\n"), job("nothing", text + b
 run_all(iter(jobs), processes=1)
 print(json.dumps(found))
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(copies)}
+    # torch makes this directory when it is imported, and keeps it.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.strip() == '{"error": 2, "nothing": 0}', done.stderr
-    assert not list(tmp_path.iterdir()), "its copies of the source are gone"
+    assert not list(copies.iterdir()), "its copies of the source are gone"
