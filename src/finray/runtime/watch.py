@@ -165,7 +165,7 @@ class Watch:
         elif not self._has_begun and now >= self._say_at:
             self._pause_s *= 2
             self._say_at = now + self._pause_s
-            if (text := self._waiting()) is not None:
+            if self._head() and (text := self._waiting()) is not None:
                 self._handle(Note(text))
 
     def _look_at_ranks(self, now: float) -> bool:
@@ -209,6 +209,9 @@ class Watch:
         self._workers_at = now + _WORKERS_EVERY_S
         with self._pulses_change:
             is_training = self._pulses.is_training
+        if not is_training and not self._head():
+            # The call would wait for it and, after a minute, end this process.
+            return
         with suppress(Exception):
             workers = () if is_training else self._workers()
             with self._pulses_change:

@@ -246,6 +246,22 @@ def test_who_trains_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == before
 
 
+def test_a_head_that_is_gone_is_not_asked_who_starts_and_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's calls would wait for it, and end the driver after a minute; a checkpoint may be due."""
+    asked = []
+
+    def ask(*_: object) -> list[Beat]:
+        asked.append(run.now)
+        return []
+
+    run = Run(monkeypatch, head_patience_s=40.0, hang_s=100.0, workers=ask)
+    monkeypatch.setattr(module, "workers_wait", ask)
+    run.head = False
+    with pytest.raises(ClusterError, match="Ray's head process"):
+        run.at(60)
+    assert asked == []
+
+
 def test_an_address_says_whether_somebody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
