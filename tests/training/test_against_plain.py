@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -128,6 +129,20 @@ def optimizers(model: Any, plain: Plain) -> list[tuple[torch.optim.Optimizer, li
     return found
 
 
+class Drawn(torch.nn.Dropout):
+    """Dropout by 16 bits of NumPy's SFC64 for each element, lowest first: the smallest (signed) are dropped."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return input
+        bits = np.random.SFC64(int(torch.empty((), dtype=torch.int64).random_()))
+        words = [int(bits.random_raw()) for _ in range(-(-input.numel() // 4))]
+        numbers = [word >> shift & 0xFFFF for word in words for shift in (0, 16, 32, 48)][: input.numel()]
+        below = round(self.p * 65536)
+        kept = [(number ^ 0x8000) >= below for number in numbers]
+        return input * torch.tensor(kept).view(input.shape) / (1 - below / 65536)
+
+
 class Reference:
     """The loop anybody would write: losses, norms and rates by step, the model at its end, and its evaluation."""
 
@@ -144,6 +159,9 @@ class Reference:
         return [tokens_of(self.tokenizer, json.loads(line)) for line in lines]
 
     def train(self, steps: list[list[int]]) -> None:
+        for module in self.model.modules():
+            if type(module) is torch.nn.Dropout:
+                module.__class__ = Drawn
         rows, train = self.rows(self.plain["data"]["source"]), self.plain["train"]
         self.tokens = [sum(len(rows[row][0]) for row in own) for own in steps]
         self.targets = [sum(len(rows[row][1]) for row in own) for own in steps]

@@ -196,7 +196,7 @@ def test_results_that_tell_of_no_gain_end_the_run_at_the_next_step(plain: Plain,
 
 
 def test_what_fails_for_good_is_a_warning_and_is_not_chosen(plain: Plain, inline: Path, tmp_path: Path) -> None:
-    losses = {step: found[0] for step, found in evaluations(inline).items() if step}
+    losses = {step: found[0] for step, found in evaluations(inline).items() if step not in (0, 10)}
     bad = min(losses, key=lambda step: losses[step])
 
     def fail(found: Evaluated) -> Evaluated:

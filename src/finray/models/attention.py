@@ -12,11 +12,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+from finray.models.dropout import drop
 
 NAME = "finray_packed"
 # Arguments that Transformers' models pass to any attention and that have no effect here. Any other argument may change
@@ -42,8 +44,8 @@ _WITHOUT_EFFECT = frozenset(
 EXPLICIT_UP_TO = 512
 # On a CPU, rows up to this length are batched, if a pass has at least this many of them.
 BATCHED_UP_TO, BATCHED_FROM = 128, 16
-# The rows of a batch have at least this share of the tokens of its longest; they are padded within attention.
-PADDED_FROM = 0.75
+# They are padded to multiples of these, within attention.
+LENGTHS_OF, COUNTS_OF = 16, 4
 
 
 class RowLengths:
@@ -180,16 +182,16 @@ def _attend_to_rows(
         rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
         return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows], dim=1)
     batches = _batches(lengths)
-    sizes = [len(rows) * lengths[rows[0]] for rows in batches]
+    sizes = [one.height * one.length for one in batches]
     places_T = _places(lengths, batches).to(query.device)
     tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if len(set(lengths)) > 1:
         tokens = [one.new_zeros(sum(sizes), *one.shape[1:]).index_copy_(0, places_T, one) for one in tokens]
     outputs = []
-    for rows, *parts in zip(batches, *(torch.split(one, sizes) for one in tokens), strict=True):
-        q, k, v = (part.unflatten(0, (len(rows), -1)).transpose(1, 2) for part in parts)
-        own = [lengths[row] for row in rows]
-        attended = attend(q, k, v, scores, dropout=dropout, lengths=own if own[-1] < own[0] else None)
+    for batch, *parts in zip(batches, *(torch.split(one, sizes) for one in tokens), strict=True):
+        q, k, v = (part.unflatten(0, (batch.height, -1)).transpose(1, 2) for part in parts)
+        own = [lengths[row] for row in batch.rows] + [0] * (batch.height - len(batch.rows))
+        attended = attend(q, k, v, scores, dropout=dropout, lengths=own if min(own) < batch.length else None)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     found = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if len(set(lengths)) > 1:
@@ -197,25 +199,38 @@ def _attend_to_rows(
     return found[None]
 
 
-def _batches(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows in batches, each beginning with its longest; a long row is alone."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        longest = lengths[batches[-1][0]] if batches else 0
-        if batches and longest <= BATCHED_UP_TO and lengths[row] >= PADDED_FROM * longest:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
+class _RowBatch(NamedTuple):
+    """Rows that are padded to one length, and rows of padding to a number of rows."""
+
+    rows: list[int]
+    height: int
+    length: int
 
 
-def _places(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Where each token is in batches whose rows are padded to the longest: (T,)."""
+def _batches(lengths: Sequence[int]) -> list[_RowBatch]:
+    """Rows in batches of about one length. Lengths and counts are multiples, because oneDNN compiles a matrix product
+    anew for each shape, which takes ten times as long as a small product itself."""
+    if len(set(lengths)) == 1:
+        return [_RowBatch([*range(len(lengths))], len(lengths), lengths[0])]
+    rows: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        rows.setdefault(_up(length, LENGTHS_OF) if length <= BATCHED_UP_TO else length, []).append(row)
+    return [
+        _RowBatch(some, _up(len(some), COUNTS_OF) if length <= BATCHED_UP_TO else len(some), length)
+        for length, some in rows.items()
+    ]
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+def _places(lengths: Sequence[int], batches: Sequence[_RowBatch]) -> torch.Tensor:
+    """Where each token is in the batches: (T,)."""
     first, taken = np.zeros(len(lengths), dtype=np.int64), 0
-    for rows in batches:
-        longest = lengths[rows[0]]
-        first[list(rows)] = taken + longest * np.arange(len(rows))
-        taken += longest * len(rows)
+    for rows, height, length in batches:
+        first[rows] = taken + length * np.arange(len(rows))
+        taken += length * height
     stops = np.cumsum(lengths)
     return torch.from_numpy(np.repeat(first - stops + lengths, lengths) + np.arange(stops[-1]))
 
@@ -259,10 +274,13 @@ def attend(
     """
     scaling, window, softcap, causal = scores.scaling, scores.window, scores.softcap, scores.causal
     length, total = query.shape[2], key.shape[2]
-    short = length > 1 and total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
     windowed = window is not None and window < total
-    if short and softcap is None and not windowed:
-        visible = _visible(query, total, causal=causal, lengths=lengths) if causal or lengths else None
+    short = length > 1 and total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not windowed
+    # With dropout, torch has no fused kernel on a CPU.
+    if (dropout or short) and softcap is None and not query.is_cuda:
+        visible = None
+        if causal or windowed or lengths is not None:
+            visible = _visible(query, total, causal=causal, window=window if windowed else None, lengths=lengths)
         return _attend_explicitly(query, key, value, scaling, visible, dropout=dropout)
     grouped = query.shape[1] != key.shape[1]
     if softcap is None and not windowed and lengths is None and length in (1, total):
@@ -279,7 +297,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     products = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
     products = (torch.tanh(products / softcap) * softcap).masked_fill(~visible, float("-inf"))
-    weights = F.dropout(products.float().softmax(-1).to(query.dtype), p=dropout)
+    weights = drop(products.float().softmax(-1).to(query.dtype), dropout)
     return weights @ value.repeat_interleave(groups, 1)
 
 
@@ -328,7 +346,7 @@ def _attend_explicitly(
     keys, values = key.reshape(shared, total, width), value.reshape(shared, total, -1)
     scores = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, keys.transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
-    weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
+    weights = drop(torch.softmax(scores, dim=-1), dropout)
     return torch.bmm(weights, values).view(rows, heads, length, -1)
 
 

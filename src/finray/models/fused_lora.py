@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from finray.models.quantized import QuantizedLinear
 from finray.models.reordered import linear
@@ -63,7 +62,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     dropout = self.lora_dropout[NAME]
-    dropped = F.dropout(x, dropout.p) if isinstance(dropout, torch.nn.Dropout) and self.training else None
+    dropped = dropout(x) if isinstance(dropout, torch.nn.Dropout) and self.training else None
     base = self.base_layer
     down, up = self.lora_A[NAME].weight, self.lora_B[NAME].weight
     if PISSA_RESIDUAL in self.lora_A:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from finray.models import attention
 from finray.models.attention import packed_attention
+from finray.models.dropout import drop
 
 
 def attend(**options: Any) -> torch.Tensor:
@@ -66,7 +66,7 @@ def eager(*rows: torch.Tensor, window: int | None, softcap: float | None, dropou
     distance = places[:, None] - places
     seen = (distance >= 0) & (distance < (window or 1000))
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
-    return (F.dropout(weights, dropout) @ value).transpose(1, 2)
+    return (drop(weights, dropout) @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -194,10 +194,18 @@ def test_padded_rows_have_the_gradients_of_rows_alone(
         assert all(not torch.allclose(ours, theirs, atol=1e-2) for ours, theirs in seen)
 
 
-def test_a_batch_has_rows_of_about_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention._batches((4, 200, 128, 3, 96, 95, 4, 129)) == [[1], [7], [2, 4], [5], [0, 6, 3]]
-    monkeypatch.setattr(attention, "PADDED_FROM", 1.0)
-    assert attention._batches((2, 3, 2)) == [[1], [0, 2]]
+def test_batches_of_short_rows_have_few_shapes() -> None:
+    """Rows, number of rows with padding, length with padding: oneDNN compiles a product for each shape."""
+    assert attention._batches((4, 200, 128, 3, 96, 113, 16, 129, 17, 1, 2, 200)) == [
+        ([0, 3, 6, 9, 10], 8, 16),
+        ([1, 11], 2, 200),
+        ([2, 5], 4, 128),
+        ([4], 4, 96),
+        ([7], 1, 129),
+        ([8], 4, 32),
+    ]
+    # Nothing is padded where all rows have one length.
+    assert attention._batches((7, 7, 7)) == [([0, 1, 2], 3, 7)]
 
 
 class OnAGpu(torch.Tensor):

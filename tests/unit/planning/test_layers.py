@@ -11,7 +11,7 @@ import torch
 
 from finray.config.schema import AdapterConfig
 from finray.data.sampling.collate import collate
-from finray.models import adapters, attention, fused_lora
+from finray.models import adapters, attention, dropout, fused_lora
 from finray.planning.layers import Arithmetic, LayerMemory, LayerProbe
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
@@ -69,6 +69,7 @@ def really_kept(family: str, adapter: AdapterConfig, precision: str) -> int:
     """Bytes of all tensors that autograd keeps for the backward pass, weights and their casts left out."""
     model, inner = wrapped(family, adapter, precision, torch.device("cpu"))
     fused_lora.fuse(model)
+    dropout.apply(model)
     # The first layer is like the others: under an adapter it would keep less, for it has nobody to give a gradient to.
     inner.get_input_embeddings().register_forward_hook(lambda _, __, output: output.requires_grad_())
     task = CausalLM(model.train(), precision=precision, attention_name=attention.NAME, device=torch.device("cpu"))
