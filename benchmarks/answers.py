@@ -74,7 +74,7 @@ def same_answers(block: str, runs: Runs) -> None:
 ALONE, ONCE, FOUR_TIMES = "one row at a time", "finray, plain malloc", "finray, plain malloc, four times the rows"
 CHOICES, WHOLE = "questions with four answers each", "whole rows"
 # Enough that some forward passes are full of long rows; the memory for four times the rows is compared with theirs.
-SCORED = {CHOICES: 64, WHOLE: 96}
+SCORED = {CHOICES: 128, WHOLE: 96}
 
 
 def scorer(engine: str, block: str, times: int = 1, allocator: str | None = ALLOCATOR) -> Run:
