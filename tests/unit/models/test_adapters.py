@@ -194,6 +194,18 @@ def test_a_new_pissa_adapter_changes_nothing_while_it_is_trained() -> None:
     assert not any("pissa_residual" in name for name in trained(model))
 
 
+def test_the_frozen_part_of_a_pissa_adapter_drops_nothing_and_repeats_no_module() -> None:
+    model = lora(1, method="pissa", dropout=0.4, modules_to_save=["lm_head"])
+    asked, frozen = model.peft_config["default"], model.peft_config["pissa_residual"]
+    assert (asked.lora_dropout, asked.modules_to_save) == (0.4, ["lm_head"])
+    assert (frozen.lora_dropout, frozen.modules_to_save, frozen.trainable_token_indices) == (0.0, None, None)
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert layers
+    for layer in layers:
+        assert layer.active_adapters == ["default", "pissa_residual"]
+        assert [type(layer.lora_dropout[name]).__name__ for name in layer.active_adapters] == ["Dropout", "Identity"]
+
+
 def test_the_revision_of_the_base_is_written_beside_the_adapter(tmp_path: Path) -> None:
     for revision in (None, "v1"):
         model = adapters.add_lora(tiny.build_model("llama"), AdapterConfig(rank=4), seed=1, revision=revision)
