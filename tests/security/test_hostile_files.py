@@ -186,6 +186,30 @@ def test_a_manifest_that_names_what_is_elsewhere_is_refused(
         manifest.verify(folder)
 
 
+@pytest.mark.parametrize("linked", ["file", "directory"])
+def test_a_file_of_a_checkpoint_that_is_a_link_to_what_is_elsewhere_is_refused(
+    linked: str, victim: Path, trained: tuple[runs.Plain, Path]
+) -> None:
+    """It has the size and the digest of its entry, and would become part of the finished model."""
+    run = victim.parent / "run"
+    folder = Path(shutil.copytree(trained[1] / "checkpoint-000002", run / "checkpoint-000002"))
+    listed = json.loads((folder / manifest.NAME).read_text())["files"]
+    secret = victim / "thesis.tex"
+    name = "thesis.tex" if linked == "file" else "mine/thesis.tex"
+    (folder / "thesis.tex").symlink_to(secret) if linked == "file" else (folder / "mine").symlink_to(victim)
+    entry: Any = {"path": name, "bytes": secret.stat().st_size, "sha256": manifest.digest_of(secret)}
+    manifest.write(folder, [*listed, entry], step=2, metrics={})
+    with pytest.raises(CheckpointError, match="link to a file outside its directory"):
+        CheckpointStore(run).verify(2)
+    # Negative control: as the cache of the Hub has them, and a link within the directory.
+    manifest.verify(folder)
+    manifest.write(folder, listed, step=2, metrics={})
+    largest = folder / max(listed, key=lambda one: one["bytes"])["path"]
+    largest.rename(folder / "moved")
+    largest.symlink_to(folder / "moved")
+    CheckpointStore(run).verify(2)
+
+
 @pytest.mark.parametrize("name", ["../train", "/etc", "train/../../victim"])
 def test_a_prepared_dataset_whose_manifest_names_what_is_elsewhere_is_refused(
     name: str, trained: tuple[runs.Plain, Path], tmp_path: Path
