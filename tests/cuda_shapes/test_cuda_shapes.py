@@ -129,6 +129,7 @@ def test_no_optimizer_waits_for_the_device_to_skip_an_update(optimizer: str, pre
 def test_an_evaluation_keeps_sums_on_the_device() -> None:
     class Loader:
         rows = 4
+        passes = 2
 
         def batches(self) -> Iterator[tuple[Batch, bool]]:
             yield batch_of(rows()), True
