@@ -67,7 +67,7 @@ def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
     from finray.runtime.keepers import Keepers, RayMemory, name_of
 
     node = ray.get_runtime_context().get_node_id()
-    keepers = Keepers(ray, "a run")
+    keepers = Keepers(ray, "a run", head=lambda: True)
     keepers.look()
     try:
         keeper = ray.get_actor(name_of("a run", node))

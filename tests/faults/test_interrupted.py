@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support import forks, gated, runs
 from tests.support.gated import Run, allow
@@ -46,9 +47,13 @@ def test_a_rank_that_was_stopped_is_named_and_the_workers_start_again(
     assert runs.trace(run_dir) == runs.trace(undisturbed)
 
 
-def test_a_run_whose_head_process_is_killed_saves_a_checkpoint(tiny_run: Callable[..., Plain], tmp_path: Path) -> None:
-    """With a Ray of its own; a report to Ray would wait for ever."""
-    plain = tiny_run({"train.max_steps": 40, "checkpoint": {"every_steps": 4, "asynchronous": False}}, rows=50)
+@pytest.mark.parametrize("in_memory", [None, 2])
+def test_a_run_whose_head_process_is_killed_saves_a_checkpoint(
+    tiny_run: Callable[..., Plain], tmp_path: Path, in_memory: int | None
+) -> None:
+    """With a Ray of its own; a report to Ray would wait for ever, and so would a look at its nodes."""
+    kept = {"every_steps": 4, "asynchronous": False, "in_memory_every": in_memory}
+    plain = tiny_run({"train.max_steps": 40, "checkpoint": kept}, rows=50)
     output = tmp_path / "out"
     config = runs.write_config(gated.gated(plain, output), tmp_path / "run.yaml")
     allow(output, 6)

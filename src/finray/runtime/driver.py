@@ -347,7 +347,7 @@ def fit(
         watch, listener = _watch(connected, config, run, group, stack.enter_context(deferred()), shown)
         keepers = None
         if config.checkpoint.in_memory_every is not None:
-            keepers = Keepers(connected.ray, group)
+            keepers = Keepers(connected.ray, group, head=watch.reaches_head)
             stack.callback(keepers.close)
             keepers.look()
 

@@ -60,11 +60,14 @@ class Keepers:
     Args:
         ray: the module, connected.
         group: prefix of the names of what belongs to the run.
+        head: returns whether Ray's head process answers.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, ray: Any, group: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ray, self._group, self._clock = ray, group, clock
+    def __init__(
+        self, ray: Any, group: str, *, head: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ray, self._group, self._head, self._clock = ray, group, head, clock
         self._actors: dict[str, Any] = {}
         self._next = clock()
 
@@ -75,6 +78,9 @@ class Keepers:
         if self._clock() < self._next:
             return
         self._next = self._clock() + _LOOK_EVERY_S
+        if not self._head():
+            # The calls would wait for it and, after a minute, end this process.
+            return
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
         for node in alive - self._actors.keys():
             # It holds much memory, for which the system may kill it alone: it starts again, empty.
