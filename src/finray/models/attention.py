@@ -330,7 +330,7 @@ def _attend_explicitly(
     *,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of short rows by plain matrix products; heads that share keys share a product."""
+    """Attention of short rows, or with dropout, by plain matrix products; heads that share keys share a product."""
     rows, heads, length, width = query.shape
     shared = rows * key.shape[1]
     groups = heads // key.shape[1]
@@ -343,11 +343,11 @@ def _attend_explicitly(
         hidden = hidden.repeat(*(1 for _ in hidden.shape[:-2]), groups, 1)
         if hidden.ndim == 4:
             hidden = hidden.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
-    keys, values = key.reshape(shared, total, width), value.reshape(shared, total, -1)
+    keys, values = key.reshape(shared, total, width), value.reshape(shared, total, value.shape[-1])
     scores = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, keys.transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
     weights = drop(torch.softmax(scores, dim=-1), dropout)
-    return torch.bmm(weights, values).view(rows, heads, length, -1)
+    return torch.bmm(weights, values).view(rows, heads, length, value.shape[-1])
 
 
 @lru_cache(maxsize=1)

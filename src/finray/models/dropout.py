@@ -1,4 +1,4 @@
-"""Dropout on a CPU, where torch draws one number after the other: a sixth of a classifier's step.
+"""Dropout on a CPU, where torch draws one number after the other, which takes a sixth of a classifier's step.
 
 Here a mask is drawn as 16-bit numbers, four from each draw of NumPy's SFC64, whose seed comes from torch's generator:
 so a mask depends on ``torch.manual_seed`` alone, and a recomputed forward pass draws the same one.
@@ -50,15 +50,16 @@ def drop(x: torch.Tensor, p: float) -> torch.Tensor:
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dropped: int) -> torch.Tensor:
-        seed = int(torch.empty((), dtype=torch.int64).random_())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         bits = np.random.SFC64(seed).random_raw(-(-x.numel() // 4)).view(np.int16)[: x.numel()]
         # In place: 1 where an element is kept.
         kept = torch.from_numpy(bits).view(x.shape).ge_(dropped - _VALUES // 2)
         ctx.save_for_backward(kept)
         ctx.scale = _VALUES / (_VALUES - dropped)
-        return (x * kept).mul_(ctx.scale)
+        # Not `x * kept`, which would make a second tensor of the dtype of x.
+        return kept.to(x.dtype).mul_(x).mul_(ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (kept,) = ctx.saved_tensors
-        return (grad * kept).mul_(ctx.scale), None
+        return kept.to(grad.dtype).mul_(grad).mul_(ctx.scale), None
