@@ -109,7 +109,7 @@ def _pod(spec: JobSpec, name: str, *, cpus: int, memory: int, gpus: int) -> dict
         "readinessProbe": probe | {"initialDelaySeconds": 10, "failureThreshold": 12},
         "livenessProbe": probe | {"initialDelaySeconds": 60, "failureThreshold": 12},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        # Ray ends in order. Nobody tells the run before: it continues from its last checkpoint on the other pods.
+        # Ray shuts down in order. The run is not told before: it continues from its last checkpoint on the other pods.
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", "ray stop --grace-period 60"]}}},
     }
     if name == "ray-head":

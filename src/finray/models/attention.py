@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# On a CPU in bf16, up to this row length plain matrix products are faster than the fused kernel.
+# On a CPU in bf16 without dropout, up to this row length plain matrix products are faster than the fused kernel.
 EXPLICIT_UP_TO = 512
 # On a CPU, rows up to this length are batched, if a pass has at least this many of them.
 BATCHED_UP_TO, BATCHED_FROM = 128, 16
@@ -208,8 +208,8 @@ class _RowBatch(NamedTuple):
 
 
 def _batches(lengths: Sequence[int]) -> list[_RowBatch]:
-    """Rows in batches of about one length. Lengths and counts are multiples, because oneDNN compiles a matrix product
-    anew for each shape, which takes ten times as long as a small product itself."""
+    """Rows in batches of one length, after rounding up. Short lengths and counts are rounded because oneDNN compiles a
+    matrix product anew for each shape, which takes ten times as long as a small product itself."""
     if len(set(lengths)) == 1:
         return [_RowBatch([*range(len(lengths))], len(lengths), lengths[0])]
     rows: dict[int, list[int]] = {}
@@ -344,9 +344,11 @@ def _attend_explicitly(
         if hidden.ndim == 4:
             hidden = hidden.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
     keys, values = key.reshape(shared, total, width), value.reshape(shared, total, value.shape[-1])
-    scores = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, keys.transpose(1, 2), alpha=scale)
+    # One name, so that scores are freed before a dropout mask is drawn.
+    weights = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, keys.transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
-    weights = drop(torch.softmax(scores, dim=-1), dropout)
+    weights = torch.softmax(weights, dim=-1)
+    weights = drop(weights, dropout)
     return torch.bmm(weights, values).view(rows, heads, length, value.shape[-1])
 
 

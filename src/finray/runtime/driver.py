@@ -355,7 +355,7 @@ def fit(
             watch.look()
             if keepers is not None:
                 keepers.look()
-            if is_early and not listener.is_settled and helpers.look(0):
+            if is_early and not listener.is_settled and watch.reaches_head() and helpers.look(0):
                 listener.settle(settled_now())
 
         trainer = _trainer(

@@ -60,7 +60,7 @@ class Keepers:
     Args:
         ray: the module, connected.
         group: prefix of the names of what belongs to the run.
-        head: returns whether Ray's head process answers.
+        head: returns whether Ray's head process can be reached.
         clock: seconds, monotonic.
     """
 

@@ -180,7 +180,7 @@ class Watch:
             hang, slow = self._pulses.hung(now), self._pulses.slow()
         if slow is not None:
             self._handle(slow)
-        if hang is None:
+        if hang is None or not self._head():
             return False
         who = ", ".join(named(one) for one in hang.ranks[:4])
         more = f" and {len(hang.ranks) - 4} more" if len(hang.ranks) > 4 else ""

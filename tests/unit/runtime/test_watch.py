@@ -230,6 +230,25 @@ def test_workers_that_hang_before_they_report_are_ended_and_twice_is_the_end(mon
     assert ended == [1, 3, 4]
 
 
+def test_a_rank_that_hangs_is_ended_once_the_head_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be on another machine, where a task of Ray's ends it."""
+    ended = list[int]()
+
+    def end(hang: Hang) -> list[str]:
+        ended.extend(one.pid for one in hang.ranks)
+        return ["it sleeps"]
+
+    run = Run(monkeypatch, head_patience_s=1000.0, hang_s=20.0, end_hanging=end)
+    run.watch.heard(HEADER)
+    run.watch.heard(Beat("a", 0, "h", 2, "n", 3, "computing", 2))
+    run.head = False
+    run.at(100)
+    assert ended == []
+    run.head = True
+    run.at(110)
+    assert ended == [2]
+
+
 def test_who_trains_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that trains has reported; and Ray is asked for all actors each time."""
     asked = []
