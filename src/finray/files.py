@@ -174,8 +174,13 @@ def replace_text(path: Path, text: str) -> None:
 def replace_bytes(path: Path, content: bytes) -> None:
     """As :func:`replace_text`."""
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    scratch.write_bytes(content)
-    os.replace(scratch, path)
+    try:
+        scratch.write_bytes(content)
+        os.replace(scratch, path)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 @contextmanager

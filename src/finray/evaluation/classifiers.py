@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from finray.evaluation.estimates import Judged
 from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
-from finray.evaluation.subjects import Case
+from finray.evaluation.subjects import Case, EvaluationRequest
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
@@ -34,6 +34,9 @@ from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums, f1_scores
 
 # Maximum size of a score's statistics; with more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24
+# What an evaluation request can say about answers; a classifier has none.
+_OF_ANSWERS = ("metrics", "harness", "replicas", "engine", "max_new_tokens", "temperature", "top_p", "top_k", "stop")
+_OF_ANSWERS += ("repetition_penalty", "batch_size")
 # Name of the baseline that ignores the text.
 COMMONEST = "commonest"
 
@@ -101,11 +104,11 @@ def judge(case: Case) -> Judged:
         FinrayError: answers are requested, a model cannot be loaded, or a row has a label unknown to it.
     """
     request = case.request
-    wrong = {"--metrics": request.metrics, "--harness": request.harness, "--replicas": request.replicas > 1}
-    if where := next((name for name, given in wrong.items() if given), None):
+    usual, given = asdict(EvaluationRequest()), asdict(request)
+    if others := [name for name in _OF_ANSWERS if given[name] and given[name] != usual[name]]:
         raise ConfigError(
             "a classifier predicts labels; it does not write answers",
-            where=where,
+            where=f"--{others[0].replace('_', '-')}",
             repair="leave it out: accuracy, F1 and the other metrics are always computed",
         )
     rows = case.rows

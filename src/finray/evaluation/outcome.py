@@ -15,6 +15,7 @@ from rich.table import Column
 from finray.errors import FinrayError, ModelError
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired, p_text
+from finray.files import replace_text
 from finray.results import Result, Table, print_labelled
 
 # A larger confusion matrix is only written to the file.
@@ -278,18 +279,16 @@ def write(found: Comparison) -> None:
     """Write ``metrics.json`` and ``predictions.jsonl``.
 
     Raises:
-        FinrayError: they cannot be written.
+        FinrayError: they cannot be written; those of an earlier evaluation remain.
     """
     try:
         if found.predictions:
-            with (found.folder / PREDICTIONS_FILE).open("w", encoding="utf-8") as stream:
-                for one in found.predictions:
-                    stream.write(json.dumps(one.json(), ensure_ascii=False) + "\n")
-        content = json.dumps(found.json(), indent=2, ensure_ascii=False) + "\n"
-        (found.folder / METRICS_FILE).write_text(content, encoding="utf-8")
+            lines = (json.dumps(one.json(), ensure_ascii=False) + "\n" for one in found.predictions)
+            replace_text(found.folder / PREDICTIONS_FILE, "".join(lines))
+        replace_text(found.folder / METRICS_FILE, json.dumps(found.json(), indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise FinrayError(
             f"the scores cannot be written: {error.strerror}",
             where=str(found.folder),
-            repair="free some disk space; the same command reuses the answers that were saved",
+            repair="free some disk space, and run the same command again; it reuses answers that were saved",
         ) from None

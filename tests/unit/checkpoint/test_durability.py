@@ -14,6 +14,7 @@ from finray.checkpoint import CheckpointStore, directory_name, manifest
 from finray.checkpoint.store import Fence, fsync, to_delete
 from finray.errors import CheckpointError
 from finray.files import replace_text
+from tests.support import damaged
 
 
 def fill(folder: Path) -> None:
@@ -251,6 +252,15 @@ def test_a_text_is_replaced_whole_and_leaves_no_rest(tmp_path: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         replace_text(path, "three")
     assert path.read_text() == "two"
+
+
+def test_a_text_for_which_there_is_no_space_leaves_no_rest(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    replace_text(folder / "note", "one")
+    with damaged.files_up_to(4), pytest.raises(OSError, match="large"):
+        replace_text(folder / "note", "two, and more")
+    assert [(item.name, item.read_text()) for item in folder.iterdir()] == [("note", "one")]
 
 
 def test_a_run_belongs_to_who_took_it_last(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from finray.evaluation.classifiers import commonest, judge
 from finray.evaluation.classify import Classification, Classified
 from finray.evaluation.outcome import Estimate, Rate
 from finray.evaluation.statistics import Interval, interval
+from finray.evaluation.subjects import EvaluationRequest
 
 NAMES = ("a", "b", "c")
 # By row of the split; rows 3, 0 and 1 are evaluated.
@@ -41,14 +42,7 @@ class Split:
 
 
 def case(**changes: Any) -> Any:
-    request = {
-        "metrics": None,
-        "harness": (),
-        "replicas": 1,
-        "baselines": None,
-        "seed": 0,
-        **changes.pop("request", {}),
-    }
+    request = EvaluationRequest(**changes.pop("request", {}))
     subjects = tuple(SimpleNamespace(name=name, artifact=SimpleNamespace(model=name, folder=name)) for name in SAID)
     train = SimpleNamespace(labels=["c", "b", "c"])
     rows = SimpleNamespace(split=Split(), numbers=NUMBERS, train=train)
@@ -56,7 +50,7 @@ def case(**changes: Any) -> Any:
     theirs = SimpleNamespace(split=Split(100), numbers=NUMBERS)
     return SimpleNamespace(
         **{
-            "request": SimpleNamespace(**request),
+            "request": request,
             "rows": rows,
             "subjects": subjects,
             "tuned": subjects[-1],
@@ -149,12 +143,21 @@ def test_the_commonest_label_stands_beside_only_where_no_baseline_is_named(asked
 
 @pytest.mark.parametrize(
     ("request_", "where"),
-    [({"metrics": ["bleu"]}, "--metrics"), ({"harness": ["t"]}, "--harness"), ({"replicas": 2}, "--replicas")],
+    [
+        *[({"metrics": ["bleu"]}, "--metrics"), ({"harness": ["t"]}, "--harness"), ({"replicas": 2}, "--replicas")],
+        *[({"engine": "vllm"}, "--engine"), ({"temperature": 0.5}, "--temperature"), ({"stop": ["."]}, "--stop")],
+        *[({"max_new_tokens": 9}, "--max-new-tokens"), ({"top_p": 0.9}, "--top-p"), ({"top_k": 5}, "--top-k")],
+        *[({"repetition_penalty": 1.1}, "--repetition-penalty"), ({"batch_size": 4}, "--batch-size")],
+    ],
 )
 def test_what_only_models_that_write_can_do_is_refused(request_: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError, match="predicts labels") as caught:
         judge(case(request=request_))
     assert caught.value.where == where
+
+
+def test_options_that_are_empty_ask_for_nothing(asked: dict[str, Any]) -> None:
+    assert judge(case(request={"metrics": [], "stop": [], "harness": []})).statistics
 
 
 @pytest.mark.parametrize(("most", "has_intervals"), [(27, True), (26, False)])

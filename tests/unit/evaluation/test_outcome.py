@@ -16,6 +16,7 @@ from finray.evaluation.outcome import Compared, Comparison, Estimate, Evaluated,
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired
 from finray.results import PlainConsole
+from tests.support import damaged
 
 NONE = Interval(None, None, "none: why")
 
@@ -206,3 +207,8 @@ def test_scores_and_answers_are_written_as_they_are_shown(found: Comparison, tmp
     with pytest.raises(FinrayError, match="the scores cannot be written: ") as caught:
         write(replace(found, folder=tmp_path / "nowhere"))
     assert caught.value.where == str(tmp_path / "nowhere")
+    # Those of an earlier evaluation are still there where a disk is full.
+    with damaged.files_up_to(20), pytest.raises(FinrayError, match="the scores cannot be written: "):
+        write(replace(said, rows=9))
+    assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8")) == json.loads(json.dumps(said.json()))
+    assert (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines() == lines
