@@ -101,7 +101,7 @@ def test_it_gives_the_numbers_of_inline_and_changes_no_bit_of_the_training(
     beside, said = train(plain, tmp_path / "async", {"evaluation.mode": "async"})
     assert [step for step, *_ in evaluations(inline)] == [0, 3, 6, 9]
     # One rank and one evaluator, with the same packs and as many threads: the same bits.
-    assert evaluations(beside) == evaluations(inline)
+    assert evaluations(beside) == evaluations(inline), said
     assert runs.trace(beside) == runs.trace(inline)
     last = "checkpoint-000009/adapter_model.safetensors"
     assert (beside / last).read_bytes() == (inline / last).read_bytes()
