@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from finray.runtime.worker import WorkerSpec
     from finray.training.evaluator import Evaluated
 
-# How often a task whose process died is started.
+# How often a task is started whose process died, or that failed in a way that may pass: no file handle was left, or the
+# memory of a GPU was in use.
 TRIES = 3
 
 
@@ -130,17 +131,16 @@ class RayEvaluator:
             found: Evaluated = self._fetch(running)
             return found
         except RayTaskError as error:
-            cause = failures.describe(error.cause) if isinstance(error.cause, Exception) else first_line(error)
-            return Evaluated(job.step, failure=cause)
+            why = failures.describe(error.cause) if isinstance(error.cause, Exception) else first_line(error)
         except Exception as error:
             # Ray has several errors for a killed process and a lost machine.
             lost = failures.lost_process(str(error))
             why = lost[0] if lost is not None else failures.describe(error)
-            if job.tries == TRIES:
-                return Evaluated(job.step, failure=f"{why}; it was tried {TRIES} times")
-            self._notify(Note(f"restarting the evaluation of step {job.step}: {why}", job.step))
-            self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1))
-            return None
+        if job.tries == TRIES:
+            return Evaluated(job.step, failure=f"{why}; it was tried {TRIES} times")
+        self._notify(Note(f"restarting the evaluation of step {job.step}: {why}", job.step))
+        self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1))
+        return None
 
 
 @cache

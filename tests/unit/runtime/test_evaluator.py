@@ -1,10 +1,106 @@
-"""An evaluation stands back where training wants the CPU that it is on."""
+"""Evaluations beside a training: one at a time, again after what may pass, and behind the training for the CPU."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from finray.runtime.evaluator import step_back
+import pytest
+
+from finray.records import Note
+from finray.runtime.evaluator import TRIES, RayEvaluator, step_back
+from finray.training.evaluator import Evaluated
+
+
+class Tasks:
+    """In Ray's place: each task ends with what is next for its step."""
+
+    def __init__(self, ends: dict[int, Sequence[Any]]) -> None:
+        self.ends = {step: list(some) for step, some in ends.items()}
+        self.begun: list[tuple[int, Path | None]] = []
+        self.said: list[str] = []
+        self.cancelled: list[int] = []
+        self.is_ended = True
+
+    def evaluator(self) -> RayEvaluator:
+        return RayEvaluator(
+            self.begin,
+            ended=lambda running: self.is_ended,
+            fetch=self.fetch,
+            cancel=self.cancelled.append,
+            notify=lambda note: self.said.append(note.message if isinstance(note, Note) else ""),
+        )
+
+    def begin(self, step: int, checkpoint: Path | None) -> int:
+        self.begun.append((step, checkpoint))
+        return step
+
+    def fetch(self, step: int) -> Evaluated:
+        end = self.ends[step].pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return Evaluated(step, {"eval_loss": end})
+
+
+def failed(error: Exception) -> Exception:
+    """As Ray hands over an error of a task."""
+    from ray.exceptions import RayTaskError
+
+    return RayTaskError("_evaluate", "Traceback of it", error)
+
+
+def test_one_runs_at_a_time_in_the_order_of_submission() -> None:
+    tasks = Tasks({3: [1.0], 6: [2.0], 9: [3.0]})
+    evaluator = tasks.evaluator()
+    tasks.is_ended = False
+    for step in (3, 6, 9):
+        evaluator.submit(step, Path(f"checkpoint-{step}"))
+    assert evaluator.results() == []
+    assert tasks.begun == [(3, Path("checkpoint-3"))]
+    tasks.is_ended = True
+    assert [one.step for one in evaluator.results()] == [3, 6, 9]
+    assert [step for step, _ in tasks.begun] == [3, 6, 9]
+    evaluator.close()
+    assert tasks.cancelled == []
+
+
+def test_what_runs_is_cancelled_at_the_end() -> None:
+    tasks = Tasks({})
+    tasks.is_ended = False
+    evaluator = tasks.evaluator()
+    evaluator.submit(3, None)
+    evaluator.submit(6, None)
+    evaluator.close()
+    assert tasks.cancelled == [3]
+    assert evaluator.results() == []
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_what_may_pass_is_tried_again_before_the_next(wrapped: bool) -> None:
+    cause = OSError("Too many open files")
+    error = failed(cause) if wrapped else cause
+    tasks = Tasks({3: [error] * (TRIES - 1) + [1.0], 6: [2.0]})
+    evaluator = tasks.evaluator()
+    evaluator.submit(3, Path("checkpoint-3"))
+    evaluator.submit(6, Path("checkpoint-6"))
+    assert [(one.step, one.metrics, one.failure) for one in evaluator.results()] == [
+        (3, {"eval_loss": 1.0}, ""),
+        (6, {"eval_loss": 2.0}, ""),
+    ]
+    assert tasks.begun == [(3, Path("checkpoint-3"))] * TRIES + [(6, Path("checkpoint-6"))]
+    assert tasks.said == ["restarting the evaluation of step 3: OSError: Too many open files"] * (TRIES - 1)
+
+
+def test_what_does_not_pass_is_given_up_with_its_reason() -> None:
+    tasks = Tasks({3: [failed(ValueError("a shape is wrong"))] * TRIES, 6: [2.0]})
+    evaluator = tasks.evaluator()
+    evaluator.submit(3, None)
+    evaluator.submit(6, None)
+    first, second = evaluator.results()
+    assert first == Evaluated(3, failure=f"ValueError: a shape is wrong; it was tried {TRIES} times")
+    assert second.metrics == {"eval_loss": 2.0}
 
 
 def test_a_process_that_evaluates_stands_back_once() -> None:
