@@ -105,10 +105,10 @@ def judge(case: Case) -> Judged:
     """
     request = case.request
     usual, given = asdict(EvaluationRequest()), asdict(request)
-    if others := [name for name in _OF_ANSWERS if given[name] and given[name] != usual[name]]:
+    if wrong := [name for name in _OF_ANSWERS if given[name] and given[name] != usual[name]]:
         raise ConfigError(
             "a classifier predicts labels; it does not write answers",
-            where=f"--{others[0].replace('_', '-')}",
+            where=f"--{wrong[0].replace('_', '-')}",
             repair="leave it out: accuracy, F1 and the other metrics are always computed",
         )
     rows = case.rows
