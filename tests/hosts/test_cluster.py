@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.hosts import kills
 from tests.support import gated, hosts, runs, tiny
 
 TOKEN = "/tmp/home/.ray/auth_token"
@@ -156,11 +157,10 @@ def test_one_config_trains_on_one_machine_and_on_three(
     changes = {"train.max_steps": 4, "train.global_batch_size": 6, "checkpoint.every_steps": 2}
     plain = runs.tiny_run(bed.shared / "model", rows, bed.shared / "alone", changes)
     runs.run_alone(plain, bed.shared / "alone" / "run")
-    for strategy in ("ddp", "fsdp"):
+    for strategy, changes in kills.STRATEGIES.items():
         output = bed.shared / strategy
-        own = {"run.output_dir": str(output), "parallel.strategy": strategy, "cluster.num_workers": 3}
-        own["cluster.address"] = f"{head.ip}:6379"
-        runs.write_config(runs.changed(plain, own), bed.shared / f"{strategy}.yaml")
+        own = {"run.output_dir": str(output), "cluster.num_workers": 3, "cluster.address": f"{head.ip}:6379"}
+        runs.write_config(runs.changed(plain, changes, own), bed.shared / f"{strategy}.yaml")
         done = head.finray("train", bed.shared / f"{strategy}.yaml", timeout=500)
         assert done.code == 0, done.out + done.err
         workers = runs.read_workers(output / "run")

@@ -77,7 +77,7 @@ def test_three_hosts_have_the_curve_of_one_machine(
     storage: str,
     tmp_path: Path,
 ) -> None:
-    """With S3 the hosts share nothing else. (DDP and FSDP2 on a shared disk: test_cluster.)"""
+    """With S3 the hosts share nothing else. (On a shared disk also: test_cluster.)"""
     bucket, shared = hosts_s3.bucket(), bed.shared / strategy
     output = bucket.url("runs") if storage == "S3" else str(shared)
     changed = runs.changed(

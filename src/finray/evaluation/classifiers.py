@@ -35,8 +35,8 @@ from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums, f1_scores
 # Maximum size of a score's statistics; with more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24
 # What an evaluation request can say about answers; a classifier has none.
-_OF_ANSWERS = ("metrics", "harness", "replicas", "engine", "max_new_tokens", "temperature", "top_p", "top_k", "stop")
-_OF_ANSWERS += ("repetition_penalty", "batch_size")
+_OF_ANSWERS = ["metrics", "harness", "replicas", "engine", "max_new_tokens", "temperature", "top_p", "top_k", "stop"]
+_OF_ANSWERS += ["repetition_penalty", "batch_size"]
 # Name of the baseline that ignores the text.
 COMMONEST = "commonest"
 
