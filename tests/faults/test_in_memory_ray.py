@@ -8,9 +8,13 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from finray.errors import ClusterError
 from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
 from finray.training.memory import Part
@@ -76,8 +80,14 @@ def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
         deadline = time.monotonic() + 60
         while not memory.parts():
             assert time.monotonic() < deadline
-            with suppress(ray.exceptions.RayError):
+            with suppress(ClusterError):
                 memory.put(part, {"file": b"bytes"})
         assert [one.step for one in memory.parts()] == [3]
+        # One that only one of two machines has is there, and that it is not on both is said.
+        two, later = RayMemory("a run", [node, "f" * 56], 0), replace(part, step=4)
+        with pytest.raises(ClusterError, match=r"1 of 2 machines did not take it.*on node ffffffff"):
+            two.put(later, {"file": b"more"})
+        assert sorted(one.step for one in memory.parts()) == [3, 4]
+        assert memory.get(later) == {"file": b"more"}
     finally:
         keepers.close()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from finray.errors import ClusterError
+from finray.files import first_line
 
 if TYPE_CHECKING:
     from finray.training.memory import Part
@@ -114,7 +115,11 @@ class RayMemory:
         self._group, self._mine = group, list(dict.fromkeys([ring[own], ring[(own + 1) % len(ring)]]))
 
     def put(self, part: Part, files: Mapping[str, bytes]) -> None:
-        """Store a part on this node and the next one; raises if neither works."""
+        """Store a part on this node and the next one.
+
+        Raises:
+            ClusterError: one of them did not take it; the other may have it.
+        """
         import ray
 
         header = {name: getattr(part, name) for name in ("attempt", "step", "rank", "world_size", "size")}
@@ -126,8 +131,10 @@ class RayMemory:
                 ray.get(self._keeper(node).put.remote(header, reference), timeout=_PUT_S)
             except Exception as error:
                 failures.append(error)
-        if len(failures) == len(self._mine):
-            raise failures[0]
+        if failures:
+            # Ray's messages name the state of its actor, over many lines.
+            why = f"{type(failures[0]).__name__}: {first_line(failures[0])}"
+            raise ClusterError(f"{len(failures)} of {len(self._mine)} machines did not take it ({why})")
 
     def parts(self) -> list[Part]:
         """Parts stored on any node that answers."""

@@ -21,7 +21,7 @@ import torch
 
 from finray.checkpoint import Checkpoint
 from finray.errors import CheckpointError
-from finray.files import FileKind, hold, remove_abandoned, temporary
+from finray.files import FileKind, first_line, hold, remove_abandoned, temporary
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.sharding import bytes_of
 from finray.training.checkpointing import Snapshot, ranks_here
@@ -52,7 +52,7 @@ class Memory(Protocol):
     """Stores the parts of the newest two steps while workers come and go."""
 
     def put(self, part: Part, files: Mapping[str, bytes]) -> None:
-        """Store a part on this machine and on another; raises if that fails."""
+        """Store a part on this machine and on another; raises if either fails."""
 
     def parts(self) -> Sequence[Part]:
         """Parts stored on any machine."""
@@ -131,7 +131,8 @@ class MemoryWriter:
             except Exception as error:
                 # Ray has many errors for a lost process or machine.
                 if not self._has_failed:
-                    self.warn(f"a checkpoint could not be kept in memory: {type(error).__name__}")
+                    text = f"a checkpoint is not in memory as it should be: {first_line(error)}"
+                    self.warn(f"{text}; if a machine is lost now, training continues from an older one")
                 self._has_failed = True
             self._pending = None
 
