@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.support import forks, hosts, lacking, runs, tiny
 from tests.support.group import run_group
 
 STEPS, EVERY = 8, 2
+# A rank's time-out, and how much later the driver may say so, which looks every few seconds and has a busy machine.
+HANG_S, SLACK_S = 6, 20
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +51,17 @@ def undisturbed(plain: runs.Plain, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_dir
 
 
-def train(cluster: kills.RayHosts, plain: runs.Plain, output: Path, task: str) -> hosts.Done:
-    """Train a task to its end, from the head."""
+def configured(plain: runs.Plain, output: Path, task: str) -> Path:
+    """A config file of a training of a task, in a directory of its own."""
     output.mkdir()
     env = {lacking.MARK: str(output / "mark")}
     changes = {"run.output_dir": str(output), "model.task": task, "cluster.env": env}
-    config = runs.write_config(runs.changed(plain, changes), output / "run.yaml")
-    return cluster.head.finray("train", config, timeout=2 * kills.PATIENCE_S)
+    return runs.write_config(runs.changed(plain, changes), output / "run.yaml")
+
+
+def train(cluster: kills.RayHosts, plain: runs.Plain, output: Path, task: str) -> hosts.Done:
+    """Train a task to its end, from the head."""
+    return cluster.head.finray("train", configured(plain, output, task), timeout=2 * kills.PATIENCE_S)
 
 
 def test_a_deterministic_failure_stops_after_two_attempts_with_the_first_error(
@@ -72,16 +79,31 @@ def test_a_deterministic_failure_stops_after_two_attempts_with_the_first_error(
     assert named[1] in {one.name for one in cluster.workers}
     assert named[1] in {one.rpartition(" on ")[2] for start in read_starts(run_dir) for one in start.header.workers[1:]}
     assert said.count("the workers were restarted") == 2
+    # What the rank printed before is its log's last lines.
+    tail = said[said.index("last output of rank 1:") :]
+    assert "looking up row 7" in tail
 
 
 def test_a_rank_that_sleeps_on_another_host_is_named_with_its_stack_and_the_run_goes_on(
     cluster: kills.RayHosts, plain: runs.Plain, bed: hosts.Bed, undisturbed: Path
 ) -> None:
     output = bed.shared / "sleeping"
-    done = train(cluster, runs.changed(plain, {"cluster.hang_seconds": 6}), output, lacking.SLEEPING)
-    said = done.out + done.err
-    assert done.code == 0, said
-    run_dir, pid = output / "run", (output / "mark").read_text()
+    log, mark = bed.shared / "sleeping.log", output / "mark"
+    with log.open("w") as stream:
+        config = configured(runs.changed(plain, {"cluster.hang_seconds": HANG_S}), output, lacking.SLEEPING)
+        training = cluster.head.start_finray("train", config, stdout=stream, stderr=stream)
+        hosts.wait_until(lambda: mark.exists() and mark.read_text(), "a rank sleeps", timeout=kills.PATIENCE_S)
+        slept = time.monotonic()
+        hosts.wait_until(lambda: "has not reached" in log.read_text(), "it is named", timeout=kills.PATIENCE_S)
+        took = time.monotonic() - slept
+        assert training.wait(2 * kills.PATIENCE_S) == 0, log.read_text()
+    said = " ".join(log.read_text().split())
+    # Its time-out is longer where a step took long.
+    limit = re.search(r"has not reached the all-reduce of step \d+ for ([\d.]+) s", said)
+    assert limit is not None, said
+    assert HANG_S <= float(limit[1])
+    assert took < float(limit[1]) + SLACK_S
+    run_dir, pid = output / "run", mark.read_text()
     first, *others = read_starts(run_dir)
     (where,) = (one.rpartition(" on ")[2] for one in first.header.workers[1:])
     assert f"rank 1 (pid {pid} on {where}) has not reached the all-reduce of step" in said
@@ -91,6 +113,22 @@ def test_a_rank_that_sleeps_on_another_host_is_named_with_its_stack_and_the_run_
     assert len(others) == 1
     assert others[0].header.step > 0
     assert runs.trace(run_dir) == runs.trace(undisturbed)
+
+
+def test_a_rank_that_is_slower_than_the_others_is_named_with_its_host(
+    cluster: kills.RayHosts, plain: runs.Plain, bed: hosts.Bed
+) -> None:
+    output = bed.shared / "slow"
+    # Heartbeats come every fifth of the time-out, and each rank is judged by ten steps.
+    often = {"train.max_steps": 20, "checkpoint.every_steps": 20, "cluster.hang_seconds": 10}
+    done = train(cluster, runs.changed(plain, often), output, lacking.SLOW)
+    said = " ".join((done.out + done.err).split())
+    assert done.code == 0, said
+    (start,) = read_starts(output / "run")
+    (where,) = (one.rpartition(" on ")[2] for one in start.header.workers[1:])
+    (slow,) = re.findall(r"rank (\d) \(pid \d+ on (\w+)\) is slow: its part of a step takes ([\d.]+) s", said)
+    assert slow[:2] == ("1", where)
+    assert float(slow[2]) > 0.5
 
 
 def test_nan_on_one_rank_stops_all_before_the_update(

@@ -17,6 +17,7 @@ from finray.tasks.causal_lm import CausalLM
 
 NO_MEMORY = f"{__name__}:NoMemoryLM"
 SLEEPING = f"{__name__}:SleepingLM"
+SLOW = f"{__name__}:SlowLM"
 FAILING = f"{__name__}:FailingLM"
 BROKEN = f"{__name__}:BrokenLM"
 SILENT = f"{__name__}:SilentLM"
@@ -70,6 +71,15 @@ class SleepingLM(CausalLM):
         return super().loss_sum(batch)
 
 
+class SlowLM(CausalLM):
+    """A language model whose rank 1 takes half a second longer in each forward pass."""
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """As on a machine with other work."""
+        time.sleep(0.5 * (os.environ["RANK"] == "1"))
+        return super().loss_sum(batch)
+
+
 def asleep() -> None:
     """What the stack of the rank must show."""
     while True:
@@ -94,6 +104,7 @@ class FailingLM(CausalLM):
         """Raise what no restart helps against."""
         self.passes += 1
         if os.environ["RANK"] == "1" and self.passes == 3:
+            print("looking up row 7")
             raise LookupError("row 7 has no label")
         return super().loss_sum(batch)
 
