@@ -68,14 +68,16 @@ def main() -> None:
         if step % 10 == 0:
             print(f"step {step + 1}/{steps}  loss {loss.item():.4f}", flush=True)
     model.eval()
-    right = 0
+    right, lost = 0, 0.0
     with torch.no_grad():
         for start in range(0, len(dev), 64):
             part = dev[start : start + 64]
             labels = torch.tensor([row["label"] for row in part])
-            right += int((model(**inputs_of(tokenizer, part)).logits.argmax(-1) == labels).sum())
+            logits = model(**inputs_of(tokenizer, part)).logits
+            right += int((logits.argmax(-1) == labels).sum())
+            lost += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
     share = sum(one.numel() for one in trained) / sum(one.numel() for one in model.parameters())
-    print(json.dumps({"accuracy": right / len(dev), "share": share, "alpha": given.alpha, "seed": given.seed}))
+    print(json.dumps({"accuracy": right / len(dev), "loss": lost / len(dev), "share": share, "seed": given.seed}))
 
 
 if __name__ == "__main__":
