@@ -148,6 +148,17 @@ def test_the_doctor_asks_all_nodes(cluster: list[hosts.Host], bed: hosts.Bed) ->
     assert [*(bed.shared / "runs").iterdir()] == []
 
 
+def test_the_doctor_names_the_nodes_whose_storage_is_not_that_of_the_others(cluster: list[hosts.Host]) -> None:
+    """The same name on every host, and a disk of its own on each."""
+    done = cluster[1].finray("doctor", "--cluster", "--storage", "/tmp/not-shared", "--json", timeout=500)
+    assert done.code == 2, done.out + done.err
+    found = [one for one in json.loads(done.out)["findings"] if one["level"] == "problem"]
+    assert [(one["what"], one["node"]) for one in found] == [("storage", name) for name in ("h1", "h2", "h3")]
+    assert all("does not see in /tmp/not-shared what" in one["text"] for one in found)
+    assert "h1" not in found[0]["text"]
+    assert "h2, h3 wrote" in found[0]["text"]
+
+
 def test_one_config_trains_on_one_machine_and_on_three(
     cluster: list[hosts.Host], bed: hosts.Bed, tiny_model_dir: Path, tokenizer: object
 ) -> None:

@@ -101,7 +101,7 @@ def test_a_rank_that_sleeps_on_another_host_is_named_with_its_stack_and_the_run_
     # Its time-out is longer where a step took long.
     limit = re.search(r"has not reached the all-reduce of step \d+ for ([\d.]+) s", said)
     assert limit is not None, said
-    assert HANG_S <= float(limit[1])
+    assert float(limit[1]) >= HANG_S
     assert took < float(limit[1]) + SLACK_S
     run_dir, pid = output / "run", mark.read_text()
     first, *others = read_starts(run_dir)

@@ -24,9 +24,10 @@ from finray.config.schema import ModelConfig
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.tokenize import chat
-from finray.errors import CheckpointError, DataError, FinrayError, ModelError
+from finray.errors import CheckpointError, DataError, FinrayError, HubError, ModelError
 from finray.evaluation.artifacts import load_artifact, read_artifact
 from finray.models.loading import load_model
+from finray.publishing.push import model_files
 from tests.support import runs
 
 MOMENTS = "training_state/optimizer-00001-of-00001.safetensors"
@@ -208,6 +209,23 @@ def test_a_file_of_a_checkpoint_that_is_a_link_to_what_is_elsewhere_is_refused(
     largest.rename(folder / "moved")
     largest.symlink_to(folder / "moved")
     CheckpointStore(run).verify(2)
+
+
+def test_a_file_of_an_adapter_that_is_a_link_to_what_is_elsewhere_is_not_published(
+    victim: Path, trained: tuple[runs.Plain, Path]
+) -> None:
+    folder = Path(shutil.copytree(trained[1] / "checkpoint-000002", victim.parent / "adapter"))
+    assert "adapter_model.safetensors" in model_files(folder)
+    (folder / "README.md").symlink_to(victim / "thesis.tex")
+    with pytest.raises(HubError, match=r"`README\.md` is a link to a file outside its directory"):
+        model_files(folder)
+    # Negative control: as the cache of the Hub has them.
+    blobs, commit = victim.parent / "models--a--b" / "blobs", victim.parent / "models--a--b" / "snapshots" / "c0ffee"
+    blobs.mkdir(parents=True)
+    commit.mkdir(parents=True)
+    (blobs / "1").write_text("text")
+    (commit / "README.md").symlink_to("../../blobs/1")
+    assert list(model_files(commit)) == ["README.md"]
 
 
 @pytest.mark.parametrize("name", ["../train", "/etc", "train/../../victim"])

@@ -158,8 +158,21 @@ def base_name(artifact: Artifact, named: str | None, *, merged: bool) -> str | N
 
 
 def model_files(folder: Path) -> dict[str, Path | bytes]:
-    """The files of a model directory to push, by name."""
+    """The files of a model directory to push, by name.
+
+    Raises:
+        HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this machine.
+    """
     found = {one for pattern in PUSHED for one in folder.glob(pattern) if one.is_file()}
+    own = folder.resolve()
+    # The cache of the Hub has links to a directory beside that of the commits.
+    own = own.parent.parent if own.parent.name == "snapshots" else own
+    if elsewhere := sorted(one for one in found if not one.resolve().is_relative_to(own)):
+        raise HubError(
+            f"`{elsewhere[0].name}` is a link to a file outside its directory ({elsewhere[0].resolve()})",
+            where=str(folder),
+            repair="if it is to be published, put a copy in its place",
+        )
     return {one.relative_to(folder).as_posix(): one for one in sorted(found)}
 
 
