@@ -195,7 +195,7 @@ CASES = [
             for name in (ONE, TWO)
         ],
         check=same_losses,
-        most_pairs=1,
+        most_pairs=3,
         setup=said,
     ),
 ]

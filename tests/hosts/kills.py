@@ -382,20 +382,7 @@ def _kill_head(run: Victim, host: Host) -> None:
 
 
 # As a cloud announces it: in half a minute the machine is gone.
-_DRAIN = """
-import os, sys, time
-os.environ["RAY_AUTH_MODE"] = "token"
-from ray._private.grpc_utils import init_grpc_channel
-from ray.core.generated import autoscaler_pb2, autoscaler_pb2_grpc, gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
-channel = init_grpc_channel(sys.argv[1])
-known = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest())
-(node,) = [one.node_id for one in known.node_info_list
-           if one.node_manager_address == sys.argv[2] and one.state == gcs_pb2.GcsNodeInfo.ALIVE]
-request = autoscaler_pb2.DrainNodeRequest(
-    node_id=node, reason=autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION, reason_message="spot",
-    deadline_timestamp_ms=int(time.time() * 1000) + 30_000)
-assert autoscaler_pb2_grpc.AutoscalerStateServiceStub(channel).DrainNode(request).is_accepted
-"""
+_DRAIN = "import sys; from finray.runtime.nodes import announce_end; announce_end(*sys.argv[1:3], 30.0, where='drain')"
 
 _KILLS: dict[str, Callable[[Victim, Host], None]] = {
     "worker": _kill_worker,

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from finray.checkpoint import CheckpointStore
+from finray.tracking.starts import read_starts
 from tests.hosts import kills
 from tests.support import gated, hosts, runs, tiny
 
@@ -202,6 +204,44 @@ def test_a_run_opens_nothing_but_torchs_sockets_and_the_one_of_its_records(
     assert [one for one in others["h1"] if "RayTrainWorker" not in one and "finray train" not in one] == []
     assert [one for name in ("h2", "h3") for one in others[name] if "RayTrainWorker" not in one] == []
     assert any("RayTrainWorker" in one for ports in others.values() for one in ports)
+
+
+def test_a_machine_that_says_when_it_goes_costs_no_step(
+    cluster: list[hosts.Host], bed: hosts.Bed, tokenizer: object
+) -> None:
+    """Two workers of three: the third host takes the place of the second, which goes."""
+    head, output = cluster[0], bed.shared / "going"
+    tiny.save_model("llama", bed.shared / "going-model", tokenizer)
+    own: runs.Plain = {"cluster.address": f"{head.ip}:6379", "cluster.num_workers": 2, "train.max_steps": 9}
+    own["checkpoint.every_steps"] = 100
+    plain = runs.tiny_run(bed.shared / "going-model", tiny.write_chat_rows(bed.shared, 24), output, own)
+    config, run_dir = runs.write_config(gated.gated(plain, output), bed.shared / "going.yaml"), output / "run"
+    gated.allow(output, 3)
+    with (bed.shared / "going.log").open("w") as stream:
+        training = head.start_finray("train", config, cwd=hosts.ROOT, stdout=stream, stderr=stream)
+
+    def said() -> str:
+        return (bed.shared / "going.log").read_text()
+
+    hosts.wait_until(
+        lambda: len(runs.values(run_dir, "step")) == 3 or training.poll() is not None, "steps", timeout=300
+    )
+    assert training.poll() is None, said()
+    goes = next(one for one in cluster[1:] if one.name in {who["host"] for who in runs.read_workers(run_dir)})
+    down = goes.start_finray("cluster", "down", "--within", 20, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    hosts.wait_until(lambda: f"{goes.name} is about to be removed" in said(), "the run hears of it")
+    # A step that has begun does not hear of it, the next one does.
+    gated.allow(output, 5)
+    hosts.wait_until(lambda: CheckpointStore(run_dir).steps() in ([4], [5]), "a checkpoint is saved")
+    (saved,) = CheckpointStore(run_dir).steps()
+    assert "the runs that use this machine have 20 s to save a checkpoint" in down.communicate(timeout=120)[0]
+    assert down.returncode == 0
+    assert not goes.processes("ray.scripts")
+    gated.allow(output, 9)
+    assert training.wait(300) == 0, said()
+    assert [one.header.step for one in read_starts(run_dir)] == [0, saved]
+    assert goes.name not in {one["host"] for one in runs.read_workers(run_dir)}
+    assert goes.finray("cluster", "join", head.ip, *SMALL).code == 0
 
 
 TASK = """

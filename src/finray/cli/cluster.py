@@ -92,10 +92,18 @@ def status(
 
 @app.command()
 @show.command
-def down() -> None:
+def down(
+    within: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="For a spot notice: seconds that are left. Runs that use this machine save a checkpoint.",
+        ),
+    ] = 0,
+) -> None:
     """Stop what `up` or `join` started on this machine, and nothing else."""
     from finray.runtime import nodes
 
-    count = nodes.down()
+    count = nodes.down(within_s=within, notify=show.remark)
     text = f"ended {count} processes" if count else "no cluster started by `finray cluster` runs on this machine"
     show.lines({"ended": count}, text)

@@ -59,7 +59,7 @@ HEALTH_ENV = {
 # Versions that nodes must share. A torch build for other hardware (2.13.0+cu128) is not another version.
 COMPARED = ("python", "ray", "torch", "transformers", "finray")
 _LABEL, _NODE = "finray/", "finray/node"
-_START_S, _ASK_S, _END_S = 120.0, 8.0, 20.0
+_START_S, _ASK_S, _END_S, _LOOK_S = 120.0, 8.0, 20.0, 0.5
 
 
 # --- versions --------------------------------------------------------------------------------------------------------
@@ -293,16 +293,44 @@ def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001
     parameters.ray_client_server_port = None
 
 
-def down() -> int:
-    """End what `up` or `join` started here, and nothing else; returns the number of processes."""
+def down(*, within_s: float = 0.0, notify: Callable[[str], None] = lambda text: None) -> int:
+    """End what `up` or `join` started here, and nothing else; returns the number of processes.
+
+    Args:
+        within_s: seconds that this machine remains: runs that use it are told, save a checkpoint, and have this time.
+        notify: called with progress messages.
+    """
+    import psutil
+
     found = running()
     if found is None:
-        with suppress(FileNotFoundError):
-            (state_dir() / "node.json").unlink()
+        (state_dir() / "node.json").unlink(missing_ok=True)
         return 0
+    if within_s:
+        deadline = time.monotonic() + within_s
+        try:
+            announce_end(found.address, found.ip, within_s, where="--within")
+            notify(f"the runs that use this machine have {within_s:g} s to save a checkpoint")
+        except ClusterError as error:
+            # The machine goes all the same.
+            notify(f"the runs were not told that this machine goes: {error.message}")
+            deadline = 0.0
+        while time.monotonic() < deadline and any(map(_trains, _family(_alive(found.processes)))):
+            psutil.wait_procs(_alive(found.processes), timeout=_LOOK_S)
     count = _end(_alive(found.processes))
-    (state_dir() / "node.json").unlink()
+    # Another `down` may have been here meanwhile.
+    (state_dir() / "node.json").unlink(missing_ok=True)
     return count
+
+
+def _trains(process: Any) -> bool:
+    """Whether a process of Ray's is a worker of a training."""
+    import psutil
+
+    try:
+        return "RayTrainWorker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _end(processes: Sequence[Any]) -> int:
@@ -452,6 +480,48 @@ def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
         }
         for node in reply.node_info_list
     ]
+
+
+def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
+    """Tell a head that a node will be gone, as a cloud does: runs save a checkpoint, and nothing new starts there.
+
+    Raises:
+        ClusterError: the head does not answer, or does not know the node.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    require_alive(address, where=where)
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import (
+        autoscaler_pb2,
+        autoscaler_pb2_grpc,
+        gcs_pb2,
+        gcs_service_pb2,
+        gcs_service_pb2_grpc,
+    )
+
+    channel = init_grpc_channel(address)
+    try:
+        service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        known = service.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=_ASK_S).node_info_list
+        node = next(
+            (one for one in known if one.node_manager_address == ip and one.state == gcs_pb2.GcsNodeInfo.ALIVE), None
+        )
+        if node is None:
+            raise ClusterError(f"the head knows no node {ip}", where=where)
+        request = autoscaler_pb2.DrainNodeRequest(
+            node_id=node.node_id,
+            reason=autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION,
+            reason_message="finray cluster down",
+            deadline_timestamp_ms=int((time.time() + within_s) * 1000),
+        )
+        reply = autoscaler_pb2_grpc.AutoscalerStateServiceStub(channel).DrainNode(request, timeout=_ASK_S)
+    except grpc.RpcError as error:
+        raise ClusterError(f"the head does not answer ({error.code().name.lower()})", where=where) from None
+    finally:
+        channel.close()
+    if not reply.is_accepted:
+        raise ClusterError(f"the head refuses: {reply.rejection_reason_message}", where=where)
 
 
 def _own_address(other: str | None) -> str:

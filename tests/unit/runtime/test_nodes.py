@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +198,56 @@ def test_a_node_is_known_to_down_before_it_has_started(tmp_path: Path, monkeypat
         nodes._start("m1:6379", "m1", [], [], where="up", is_head=True)
     assert ended == [1]
     assert not (nodes.state_dir() / "node.json").exists()
+
+
+@pytest.fixture
+def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """What stands for a node's process, with a worker of a training below it that ends after two seconds."""
+    monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
+    worker = "exec -a ray::RayTrainWorker sleep 2"
+    process = subprocess.Popen(["bash", "-c", f"({worker}) & exec sleep 60"])
+    found = nodes.Running("m1:6379", "10.0.0.2", False, [(process.pid, psutil.Process(process.pid).create_time())], "")
+    deadline = time.monotonic() + 30
+    while not any(map(nodes._trains, nodes._family([psutil.Process(process.pid)]))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (nodes.state_dir() / "node.json").write_text(json.dumps(asdict(found)))
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(("within_s", "has_waited"), [(60.0, True), (0.2, False)])
+def test_runs_are_told_that_a_machine_goes_and_have_time(
+    joined: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, within_s: float, has_waited: bool
+) -> None:
+    told: list[tuple[object, ...]] = []
+    left: list[bool] = []
+    monkeypatch.setattr(nodes, "announce_end", lambda *given, where: told.append(given))
+    end = nodes._end
+
+    def ends(processes: Sequence[Any]) -> int:
+        left.append(any(map(nodes._trains, nodes._family(processes))))
+        return end(processes)
+
+    monkeypatch.setattr(nodes, "_end", ends)
+    assert nodes.down(within_s=within_s)
+    assert told == [("m1:6379", "10.0.0.2", within_s)]
+    # Within its time the worker has ended by itself; where that is over, the node ends with it.
+    assert left == [not has_waited]
+    assert not psutil.pid_exists(joined.pid)
+
+
+def test_a_machine_goes_also_where_nobody_can_be_told(
+    joined: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(*_: object, where: str) -> None:
+        raise ClusterError("the head does not answer", where=where)
+
+    said: list[str] = []
+    monkeypatch.setattr(nodes, "announce_end", nobody)
+    assert nodes.down(within_s=60, notify=said.append) == 2
+    assert said == ["the runs were not told that this machine goes: the head does not answer"]
 
 
 def test_ray_still_says_that_it_was_too_slow() -> None:
