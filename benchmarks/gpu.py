@@ -199,9 +199,11 @@ def groups_of(rows: Sequence[Row], capacity: int, *, steps: int, tokens: int, pa
 def step_data(rows: Sequence[Row], groups: Sequence[tuple[int, ...]]) -> StepData:
     """A step with one batch per group of rows."""
     batches = [collate([rows[number] for number in numbers], numbers) for numbers in groups]
+    targets = sum(len(batch.targets_K) for batch in batches)
     return StepData(
         micro_batches=list(enumerate(batches)),
-        weight=sum(len(batch.targets_K) for batch in batches),
+        weight=targets,
+        supervised=targets,
         tokens=sum(batch.tokens for batch in batches),
         samples=tuple(number for numbers in groups for number in numbers),
         items=len(batches),

@@ -1,10 +1,9 @@
 """The driver's CPU time, by number of workers: workers without torch send the driver and Ray the messages of finray's.
 
-    python driver_cost.py '{"workers": [2, 8, 32], "steps": 200, "step_s": 0.05, "ray": true}'
+    python driver_cost.py '{"workers": [2, 8, 32], "steps": 200, "step_s": 0.05}'
 
 Three parts with the same number of steps: only steps; an evaluation in every step; a checkpoint reported to Ray in
-every fourth step. Workers sleep during a step, so that the cores are free for the driver. Without Ray, the workers are
-forks of this process and report no checkpoints: only the work of finray's own driver is left.
+every fourth step. Workers sleep during a step, so that the cores are free for the driver.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import secrets
 import sys
@@ -42,12 +40,11 @@ def work(payload: dict[str, Any]) -> None:
     rank, count = context.get_world_rank(), context.get_world_size()
     # All begin at the same time, however long their processes took to start.
     ray.train.collective.barrier()
-    node = ray.get_runtime_context().get_node_id()
-    speak(rank, count, node, payload, lambda path, step: reports.put(path, {"step": float(step)}))
+    speak(rank, count, payload, lambda path, step: reports.put(path, {"step": float(step)}))
     reports.close(60.0)
 
 
-def speak(rank: int, count: int, node: str, payload: dict[str, Any], report: Callable[[Path, int], None]) -> None:
+def speak(rank: int, count: int, payload: dict[str, Any], report: Callable[[Path, int], None]) -> None:
     """Send the messages that a rank sends while it trains."""
     from finray.records import EvalRecord, Note, TrainRecord
     from finray.runtime.progress import Sender
@@ -55,7 +52,7 @@ def speak(rank: int, count: int, node: str, payload: dict[str, Any], report: Cal
     from finray.training.pulse import Pulse
 
     sender, pulse = Sender(payload["listener"]), Pulse()
-    beat(sender, rank, count, "a", lambda: pulse, node=node, hang_s=HANG_S)
+    beat(sender, "a", rank, pulse, hang_s=HANG_S, world_size=count)
     record = {one.name: 1 for one in fields(TrainRecord)}
     folder = Path(payload["folder"])
     # The first heartbeats belong to the start.
@@ -73,7 +70,7 @@ def speak(rank: int, count: int, node: str, payload: dict[str, Any], report: Cal
             if rank == 0:
                 sender.put(TrainRecord(**{**record, "step": step, "samples": None}))
             if rank == 0 and part == "evaluations":
-                sender.put(EvalRecord(step, {"eval_loss": 0.1}, 2, 0.5, None))
+                sender.put(EvalRecord(step, {"eval_loss": 0.1}, 2, 0.5))
             if part == "checkpoints" and step % REPORT_EVERY == 0:
                 path = folder / f"checkpoint-{step:06d}"
                 path.mkdir(exist_ok=True)
@@ -103,23 +100,6 @@ def fit(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
             name="bench", storage_path=payload["folder"], failure_config=FailureConfig(max_failures=0)
         ),
     ).fit()
-
-
-def fork(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
-    """Run the workers as forks of this process, and do what the driver does while Ray Train runs."""
-    context = multiprocessing.get_context("fork")
-    forks = [
-        context.Process(target=speak, args=(rank, count, "n", payload, lambda path, step: None))
-        for rank in range(count)
-    ]
-    for one in forks:
-        one.start()
-    while any(one.is_alive() for one in forks):
-        look()
-        time.sleep(0.1)
-    for one in forks:
-        one.join()
-        assert one.exitcode == 0
 
 
 def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
@@ -162,10 +142,7 @@ def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
     watch.listener = listener
     with tempfile.TemporaryDirectory() as folder, listener:
         payload = {"listener": listener.address, "folder": folder, "steps": steps, "step_s": step_s}
-        if ray is None:
-            fork(count, payload, watch.look)
-        else:
-            fit(count, payload, watch.look)
+        fit(count, payload, watch.look)
     found: dict[str, Any] = {"workers": count}
     for before, after in itertools.pairwise(marks):
         found[before[0]] = {
@@ -179,10 +156,6 @@ def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
 def main() -> None:
     """Measure each number of workers in one Ray."""
     job = json.loads(sys.argv[1])
-    if not job.get("ray", True):
-        found = [measured(None, count, job["steps"], job["step_s"]) for count in job["workers"]]
-        print(json.dumps({"results": found}))
-        return
     from finray.runtime.cluster import LOCAL_RAY
 
     os.environ.update(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,3 +154,18 @@ def test_memory_of_a_process_tree_is_that_of_all_its_processes(benchmark_module:
     ran = processes.run(["python3", "-c", parent], env=processes.environment(threads=1), watch=True)
     assert ran.resident > 80 << 20
     assert ran.proportional > 80 << 20
+
+
+def test_a_step_of_the_gpu_benchmark_is_one_of_finrays(
+    benchmark_module: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The script sets it for itself.
+    monkeypatch.setenv("HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", "0"))
+    gpu = benchmark_module("gpu")
+    rows = gpu.draw_rows(40, 100, 16)
+    assert len(rows) >= 3
+    step = gpu.step_data(rows, [(0, 1), (2,)])
+    batches = [batch for _, batch in step.micro_batches]
+    assert [batch.lengths for batch in batches] == [tuple(len(rows[n][0]) for n in some) for some in ((0, 1), (2,))]
+    assert step.weight == step.supervised == sum(len(batch.targets_K) for batch in batches)
+    assert (step.tokens, step.samples, step.items) == (sum(batch.tokens for batch in batches), (0, 1, 2), 2)
