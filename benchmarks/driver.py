@@ -57,6 +57,10 @@ COST = case.Case(
         )
     ],
     most_pairs=3,
+    setup=lambda bench: (
+        "200 steps of 50 ms in each of three parts: only steps, with an evaluation in each, and with a "
+        "checkpoint reported in every fourth"
+    ),
 )
 
 CASES = (COST,)
