@@ -189,8 +189,8 @@ def write_chat_rows(folder: Path, count: int, *, start: int = 0) -> Path:
 
 
 def save_encoder(family: str, folder: Path, tokenizer: Any, **overrides: Any) -> None:
-    """Write the body of a tiny encoder, without a head, and a tokenizer."""
-    kind, settings = ENCODERS[family]
+    """Write the body of a tiny encoder (or decoder), without a head, and a tokenizer."""
+    kind, settings = (ENCODERS | FAMILIES)[family]
     torch.manual_seed(0)
     AutoModel.from_config(AutoConfig.for_model(kind, **settings | overrides)).save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))

@@ -98,7 +98,7 @@ def test_the_notes_name_the_classes(undisturbed: Path) -> None:
     assert (notes["problem"], notes["labels"]) == ("single_label", ["animal", "neither", "plant"])
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "modernbert"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "modernbert", "llama", "qwen2"])
 def test_a_run_in_full_is_a_plain_loop_over_padded_batches(
     family: str, classifier_run: Callable[..., Plain], tmp_path: Path
 ) -> None:
