@@ -42,8 +42,21 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(undisturbed: Path, plai
         assert (run_dir / at).read_bytes() == (undisturbed / at).read_bytes()
 
 
-def test_a_base_of_8_bits_is_trained_continued_and_exported(
-    classifier_run: Callable[..., Plain], tmp_path: Path
+KINDS: dict[str, Plain] = {
+    "8bit": {"model.quantization": "8bit"},
+    "4bit": {"model.quantization": "4bit"},
+    "rslora": {"adapter.method": "rslora"},
+    "dora": {"adapter.method": "dora"},
+    "pissa": {"adapter.method": "pissa"},
+    "4bit dora": {"model.quantization": "4bit", "adapter.method": "dora"},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("bert", "8bit"), *(("llama", kind) for kind in KINDS if kind != "8bit"), ("bert", "dora")]
+)
+def test_every_adapter_and_base_is_trained_continued_and_exported(
+    family: str, kind: str, classifier_run: Callable[..., Plain], tmp_path: Path
 ) -> None:
     """The head is trained in full precision beside a packed base; what is exported is whole, in plain Transformers."""
     from transformers import AutoModelForSequenceClassification
@@ -51,7 +64,7 @@ def test_a_base_of_8_bits_is_trained_continued_and_exported(
     from finray.evaluation.artifacts import export_model, find_artifact
     from finray.models.artifacts import load_artifact
 
-    plain = classifier_run({"model.quantization": "8bit", "adapter.dropout": 0.2})
+    plain = classifier_run({"adapter.dropout": 0.0 if kind == "pissa" else 0.2, **KINDS[kind]}, family=family)
     whole, again = tmp_path / "whole", tmp_path / "again"
     runs.run_alone(plain, whole)
     runs.cut(whole, again)
@@ -60,10 +73,10 @@ def test_a_base_of_8_bits_is_trained_continued_and_exported(
     checkpoint = Path("checkpoint-000008")
     name = checkpoint / "adapter_model.safetensors"
     assert (again / name).read_bytes() == (whole / name).read_bytes()
-    # Another base is another curve.
-    unpacked = tmp_path / "unpacked"
-    runs.run_alone(changed(plain, {"model.quantization": "none"}), unpacked)
-    assert runs.values(unpacked, "loss") != runs.values(whole, "loss")
+    # Another base, or another adapter, is another curve.
+    usual = {"model.quantization": "none", "adapter.method": "lora"}
+    runs.run_alone(changed(plain, usual), tmp_path / "usual")
+    assert runs.values(tmp_path / "usual", "loss") != runs.values(whole, "loss")
     exported = export_model(whole / checkpoint, tmp_path / "exported", dtype="fp32").folder
     model = AutoModelForSequenceClassification.from_pretrained(exported).eval()
     assert model.config.id2label == {0: "animal", 1: "neither", 2: "plant"}

@@ -62,7 +62,7 @@ def add_lora(
     try:
         # PEFT's random values are replaced below.
         with compat.without_bitsandbytes(), torch.random.fork_rng(devices=[]):
-            from peft import get_peft_model
+            from peft import PeftModel, get_peft_model
             from peft.tuners.lora.layer import LoraLayer
 
             config = _lora_config(model, adapter, new_tokens, task_type)
@@ -71,7 +71,8 @@ def add_lora(
             if adapter_method(adapter.method).is_pissa:
                 residual = copy.copy(config)
                 residual.lora_dropout, residual.modules_to_save, residual.trainable_token_indices = 0.0, None, None
-                wrapped.add_adapter(PISSA_RESIDUAL, residual)
+                # That of a classifier would add the head to what this one trains and saves.
+                PeftModel.add_adapter(wrapped, PISSA_RESIDUAL, residual)
                 for module in wrapped.modules():
                     if isinstance(module, LoraLayer):
                         module.set_adapter([NAME, PISSA_RESIDUAL])
