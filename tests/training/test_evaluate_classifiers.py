@@ -17,7 +17,9 @@ import finray
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.data.dataset.prepared import PreparedSplit
 from finray.errors import ConfigError, DataError
+from finray.evaluation import classify
 from finray.evaluation.rows import splits_of
+from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import runs, tiny
 from tests.support.evaluated import evaluate
 from tests.support.runs import Plain
@@ -144,8 +146,8 @@ def test_what_is_said_without_looking_is_the_commonest_label_of_the_training_row
     assert lines(evaluate(run).folder)[0]["answers"]["commonest"] == max(counts, key=lambda name: counts[name])
 
 
-def test_the_page_and_the_file_have_the_confusion_matrix(run: Path) -> None:
-    found = evaluate(run)
+def test_the_page_and_the_file_have_the_confusion_matrix(run: Path, tmp_path: Path) -> None:
+    found = evaluate(run, output=tmp_path / "new")
     console = Console(record=True, width=120)
     found.print(console)
     text = console.export_text()
@@ -157,6 +159,38 @@ def test_the_page_and_the_file_have_the_confusion_matrix(run: Path) -> None:
     (rate,) = content["rates"]
     assert (rate["model"], rate["part"], rate["rows"]) == ("tuned", "labels", found.rows)
     assert rate["tokens"] > found.rows
+
+
+def test_a_killed_evaluation_continues_with_the_rows_that_it_has(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = evaluate(run, output=tmp_path / "whole")
+    monkeypatch.setattr(classify, "TOKENS", 40)
+    logits, passes, last = SequenceClassification.logits_SC, list[int](), [3]
+
+    def dying(self: SequenceClassification, batch: Any) -> Any:
+        if len(passes) == last[0]:
+            raise KeyboardInterrupt
+        passes.append(len(batch.rows))
+        return logits(self, batch)
+
+    monkeypatch.setattr(SequenceClassification, "logits_SC", dying)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(run, output=tmp_path / "again")
+    done = sum(passes)
+    assert 0 < done < whole.rows
+    last[0] = 1000
+    again = evaluate(run, output=tmp_path / "again")
+    assert sum(passes) == whole.rows
+    # Other packs: equal up to the last bits.
+    assert [one["answers"] for one in lines(again.folder)] == [one["answers"] for one in lines(whole.folder)]
+    for name, found in whole.tuned.scores.items():
+        assert again.tuned.scores[name].value == pytest.approx(found.value, rel=1e-6), name
+    # A third time computes nothing; another model computes everything.
+    assert evaluate(run, output=tmp_path / "again").tuned.scores.keys() == whole.tuned.scores.keys()
+    assert sum(passes) == whole.rows
+    evaluate(run / "checkpoint-000004", output=tmp_path / "again")
+    assert sum(passes) == 2 * whole.rows
 
 
 def test_rows_of_a_file_are_scored_and_those_of_the_training_data_are_named(run: Path, tmp_path: Path) -> None:

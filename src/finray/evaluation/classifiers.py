@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.metadata import version
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.classify import Classification, Classified, classify
 from finray.evaluation.estimates import Judged
+from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
@@ -124,10 +126,29 @@ def judge(case: Case) -> Judged:
         known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
         packs = packing_of(subject.artifact.model).safe
         report = partial(case.progress, f"{subject.name} labels", total=len(held))
+        # A killed evaluation continues with what it has.
+        kept = Kept(
+            case.folder,
+            "labels",
+            {"model": subject.identity, "rows": own.fingerprint, "dtype": str(case.dtype), "packs": packs},
+        )
+        logits = {row: kept.found[number] for row, number in enumerate(own.numbers) if number in kept.found}
         began = time.perf_counter()
-        found[subject.name] = classify(model, read, truths, packs=packs, labels=known, progress=report)
-        tokens, seconds = sum(len(ids) for ids, _ in read), time.perf_counter() - began
-        case.rates.append(Rate(subject.name, "labels", len(read), tokens, seconds))
+        with kept.adding(made_by={"name": "transformers", "version": version("transformers")}) as add:
+            found[subject.name] = classify(
+                model,
+                read,
+                truths,
+                packs=packs,
+                labels=known,
+                progress=report,
+                kept=logits,
+                keep=lambda row, line, add=add, own=own: add(own.numbers[row], line),  # type: ignore[misc]
+            )
+        computed = [ids for row, (ids, _) in enumerate(read) if row not in logits]
+        if computed:
+            seconds = time.perf_counter() - began
+            case.rates.append(Rate(subject.name, "labels", len(computed), sum(map(len, computed)), seconds))
         del model
     labels = found[case.tuned.name].labels
     predictions = {name: _in_order(one, labels.names) for name, one in found.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from finray import compat
 from finray.config.resolved import LabelSet
 from finray.data.formats.labels import Label
-from finray.data.sampling.collate import Row, collate_labelled
+from finray.data.sampling.collate import LabelledBatch, Row, collate_labelled
 from finray.data.sampling.packing import one_length_each, plan_packs
 from finray.errors import DataError
 from finray.models import attention
@@ -21,8 +22,8 @@ from finray.models.saved_layout import without_adapter
 from finray.tasks.classifier_scores import ClassifierScores
 from finray.tasks.sequence_classification import SequenceClassification
 
-# Tokens per forward pass.
-TOKENS = 2048
+# Tokens per forward pass, and rows whose scores are added at a time.
+TOKENS, _SCORED = 2048, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ def classify(
     packs: bool,
     labels: LabelSet | None = None,
     progress: Callable[[int], None] = lambda done: None,
+    kept: Mapping[int, Sequence[float]] = MappingProxyType({}),
+    keep: Callable[[int, list[float]], None] = lambda row, logits: None,
 ) -> Classified:
     """Classify rows with the forward pass of training; ``eval_loss`` has no class weights and no label smoothing.
 
@@ -66,6 +69,8 @@ def classify(
         packs: whether rows may share a forward pass (``finray.models.packing_check``).
         labels: the label set; None reads it from the model's configuration.
         progress: called with the number of rows done so far.
+        kept: logits of rows that are known already, by the number of the row.
+        keep: called with the logits of each row that is computed.
 
     Raises:
         DataError: a label is not one of the classifier's.
@@ -86,24 +91,30 @@ def classify(
     )
     encoded = None if truths is None else [_encoded(task, truth, number) for number, truth in enumerate(truths)]
     sums = torch.zeros(task.metric_count(len(rows)), dtype=torch.float64, device=model.device)
-    plan = (plan_packs if packs else one_length_each)(
-        [len(ids) for ids, _ in rows], max([TOKENS, *(len(ids) for ids, _ in rows)])
-    )
-    found: dict[int, Classification] = {}
-    for number in range(len(plan)):
-        some = plan.pack(number)
+    found = {row: list(logits) for row, logits in kept.items()}
+    left = [row for row in range(len(rows)) if row not in found]
+    lengths = [len(rows[row][0]) for row in left]
+    plan = (plan_packs if packs else one_length_each)(lengths, max([TOKENS, *lengths]))
+
+    def batch_of(some: Sequence[int]) -> LabelledBatch:
         unknown = () if known.problem == "multi_label" else 0
         held = task.targets([unknown if encoded is None else encoded[row] for row in some])
-        batch = collate_labelled([rows[row] for row in some], some, held).to(model.device)
-        logits_SC = task.logits_SC(batch).float()
-        if encoded is not None:
-            task.add_scores(batch, logits_SC, sums)
-        for row, line in zip(some, logits_SC.double().cpu(), strict=True):
-            found[row] = _prediction(known, line)
+        return collate_labelled([rows[row] for row in some], some, held).to(model.device)
+
+    for number in range(len(plan)):
+        some = [left[place] for place in plan.pack(number)]
+        for row, line in zip(some, task.logits_SC(batch_of(some)).float().tolist(), strict=True):
+            found[row] = line
+            keep(row, line)
         progress(len(found))
+    if encoded is not None:
+        for start in range(0, len(rows), _SCORED):
+            some = list(range(start, min(start + _SCORED, len(rows))))
+            logits_SC = torch.tensor([found[row] for row in some], dtype=torch.float32, device=model.device)
+            task.add_scores(batch_of(some), logits_SC, sums)
     if packs:
         inner.set_attn_implementation(usual)
-    predictions = tuple(found[row] for row in range(len(rows)))
+    predictions = tuple(_prediction(known, torch.tensor(found[row]).double()) for row in range(len(rows)))
     return Classified(known, predictions, None if encoded is None or not rows else task.scores(sums.tolist()))
 
 

@@ -28,7 +28,7 @@ class Kept:
 
     Args:
         folder: of the evaluation.
-        kind: ``answers``, ``losses`` or ``choices``.
+        kind: ``answers``, ``losses``, ``choices`` or ``labels``.
         belongs: everything that a line depends on, as JSON types: model, data, sampling, engine.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,11 +44,13 @@ class Split:
 
 def case(**changes: Any) -> Any:
     request = EvaluationRequest(**changes.pop("request", {}))
-    subjects = tuple(SimpleNamespace(name=name, artifact=SimpleNamespace(model=name, folder=name)) for name in SAID)
+    subjects = tuple(
+        SimpleNamespace(name=name, artifact=SimpleNamespace(model=name, folder=name), identity=name) for name in SAID
+    )
     train = SimpleNamespace(labels=["c", "b", "c"])
-    rows = SimpleNamespace(split=Split(), numbers=NUMBERS, train=train)
+    rows = SimpleNamespace(split=Split(), numbers=NUMBERS, train=train, fingerprint="rows")
     # The baseline's tokenizer cuts the same rows otherwise.
-    theirs = SimpleNamespace(split=Split(100), numbers=NUMBERS)
+    theirs = SimpleNamespace(split=Split(100), numbers=NUMBERS, fingerprint="theirs")
     return SimpleNamespace(
         **{
             "request": request,
@@ -57,6 +60,7 @@ def case(**changes: Any) -> Any:
             "rows_for": lambda artifact: rows if artifact is subjects[-1].artifact else theirs,
             "resolved": SimpleNamespace(label_set=LabelSet("single_label", NAMES)),
             "dtype": "bf16",
+            "folder": None,
             "progress": lambda what, done, *, total: None,
             "notes": [],
             "rates": [],
@@ -70,8 +74,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What each model was asked to classify; and in `scores`, whether there are any."""
     seen: dict[str, Any] = {}
 
-    def classify(model: Any, rows: Any, truths: Any, *, packs: bool, labels: Any, progress: Any) -> Classified:
+    def classify(
+        model: Any, rows: Any, truths: Any, *, packs: bool, labels: Any, progress: Any, kept: Any, keep: Any
+    ) -> Classified:
         name = model
+        assert kept == {}
         seen[name] = ([ids.tolist() for ids, _ in rows], truths, packs, labels)
         progress(2)
         metrics = {"accuracy": 0.5, "f1_macro": 0.25, "roc_auc": 0.5, "more": 0.75}
@@ -80,6 +87,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return Classified(LabelSet("single_label", NAMES), said, scores)
 
     monkeypatch.setattr(classifiers, "classify", classify)
+    nothing = SimpleNamespace(found={}, adding=lambda *, made_by: nullcontext(lambda row, logits: None))
+    monkeypatch.setattr(classifiers, "Kept", lambda folder, kind, belongs: nothing)
     loaded: Any = lambda artifact, *, dtype: SimpleNamespace(to=lambda device: artifact.model if dtype else None)  # noqa: E731
     monkeypatch.setattr(classifiers, "load_artifact", loaded)
     monkeypatch.setattr(classifiers, "packing_of", lambda model: SimpleNamespace(safe=model == "tuned"))
