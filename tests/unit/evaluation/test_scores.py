@@ -18,7 +18,7 @@ from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError, DataError
 from finray.evaluation.scores.base import Answered, OwnScore, Score, blaming, score_named
 from finray.evaluation.scores.code import pass_at_k, passes
-from finray.evaluation.scores.match import normalized, number_in
+from finray.evaluation.scores.match import _last_boxed, normalized, number_in
 from tests.support.pairs import json_pairs, pairs
 
 pytestmark = pytest.mark.long
@@ -55,6 +55,17 @@ def test_the_pairs_hold_what_scores_stumble_over() -> None:
 )
 def test_exact_match_is_the_share_of_equal_answers(answers: list[str], references: list[str], expected: float) -> None:
     assert score("exact_match").value(answered(list(zip(answers, references, strict=True)))) == expected
+
+
+def test_exact_match_is_that_of_lm_eval() -> None:
+    """lm-eval compares as it is told to; finray ignores white space at both ends."""
+    from lm_eval.api.metrics import exact_match_hf_evaluate
+
+    found = [*pairs(), *((f" {right}\n", right) for _, right in pairs()[:100])]
+    said, right = ([one.strip() for one in some] for some in zip(*found, strict=True))
+    expected = float(exact_match_hf_evaluate(predictions=said, references=right)["exact_match"])
+    assert 0.1 < expected < 0.9
+    assert score("exact_match").value(answered(found)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["rouge1", "rouge2", "rougeL", "rougeLsum"])
@@ -177,6 +188,24 @@ def test_normalised_match_is_squads() -> None:
 def test_the_number_that_a_text_comes_to(text: str, number: str | None) -> None:
     found = number_in(text)
     assert (None if found is None else float(found)) == (None if number is None else float(number))
+
+
+def test_what_is_boxed_is_what_lm_evals_math_finds() -> None:
+    """A thousand texts with boxes of nested braces, and text around them that is not ASCII."""
+    import random
+
+    from lm_eval.tasks.hendrycks_math.utils import last_boxed_only_string, remove_boxed
+
+    draw = random.Random(7)
+    inside = ["12", "-3.5", "1,234", "x = 7", "\\text{about } 6", "{2}^{10}", "\\frac{3}{4}", "東 8 京", "\\{9\\}"]
+    for _ in range(1000):
+        boxes = [f"\\boxed{{{draw.choice(inside)}}}" for _ in range(draw.randint(1, 3))]
+        text = (
+            draw.choice(["", "é 4 then ", "{5} "]) + " so ".join(boxes) + draw.choice(["", ".", " of 99", " {", " }"])
+        )
+        theirs = remove_boxed(last_boxed_only_string(text))
+        assert number_in(text) == number_in(f"\\boxed{{{theirs}}}")
+        assert _last_boxed(text) == theirs
 
 
 def test_numeric_answers_are_those_of_lm_evals_gsm8k() -> None:
