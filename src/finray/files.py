@@ -177,7 +177,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
     try:
         scratch.write_bytes(content)
         os.replace(scratch, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             scratch.unlink()
         raise

@@ -19,7 +19,7 @@ from tests.support.group import run_group
 
 STEPS, EVERY = 8, 2
 # A rank's time-out, and how much later the driver may say so, which looks every few seconds and has a busy machine.
-HANG_S, SLACK_S = 6, 20
+HANG_S, SLACK_S = 6, 60
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_a_rank_that_is_slower_than_the_others_is_named_with_its_host(
 ) -> None:
     output = bed.shared / "slow"
     # Heartbeats come every fifth of the time-out, and each rank is judged by ten steps.
-    often = {"train.max_steps": 20, "checkpoint.every_steps": 20, "cluster.hang_seconds": 10}
+    often = {"train.max_steps": 40, "checkpoint.every_steps": 40, "cluster.hang_seconds": 20}
     done = train(cluster, runs.changed(plain, often), output, lacking.SLOW)
     said = " ".join((done.out + done.err).split())
     assert done.code == 0, said

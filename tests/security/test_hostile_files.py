@@ -226,6 +226,10 @@ def test_a_file_of_an_adapter_that_is_a_link_to_what_is_elsewhere_is_not_publish
     (blobs / "1").write_text("text")
     (commit / "README.md").symlink_to("../../blobs/1")
     assert list(model_files(commit)) == ["README.md"]
+    # A directory that is only called like one of the cache is none.
+    shutil.move(folder, victim.parent / "snapshots" / "adapter")
+    with pytest.raises(HubError, match="outside its directory"):
+        model_files(victim.parent / "snapshots" / "adapter")
 
 
 @pytest.mark.parametrize("name", ["../train", "/etc", "train/../../victim"])

@@ -94,9 +94,10 @@ def status(
 @show.command
 def down(
     within: Annotated[
-        float,
+        int,
         typer.Option(
             min=0,
+            max=86_400,
             help="For a spot notice: seconds that are left. Runs that use this machine save a checkpoint.",
         ),
     ] = 0,

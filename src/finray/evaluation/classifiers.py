@@ -107,7 +107,8 @@ def judge(case: Case) -> Judged:
     """
     request = case.request
     usual, given = asdict(EvaluationRequest()), asdict(request)
-    if wrong := [name for name in _OF_ANSWERS if given[name] and given[name] != usual[name]]:
+    nothing: tuple[object, ...] = (None, (), [])
+    if wrong := [name for name in _OF_ANSWERS if given[name] != usual[name] and given[name] not in nothing]:
         raise ConfigError(
             "a classifier predicts labels; it does not write answers",
             where=f"--{wrong[0].replace('_', '-')}",

@@ -279,7 +279,7 @@ def write(found: Comparison) -> None:
     """Write ``metrics.json`` and ``predictions.jsonl``.
 
     Raises:
-        FinrayError: they cannot be written; those of an earlier evaluation remain.
+        FinrayError: they cannot be written; each file is the old or the new one.
     """
     try:
         if found.predictions:

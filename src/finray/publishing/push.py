@@ -164,10 +164,11 @@ def model_files(folder: Path) -> dict[str, Path | bytes]:
         HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this machine.
     """
     found = {one for pattern in PUSHED for one in folder.glob(pattern) if one.is_file()}
-    own = folder.resolve()
-    # The cache of the Hub has links to a directory beside that of the commits.
-    own = own.parent.parent if own.parent.name == "snapshots" else own
-    if elsewhere := sorted(one for one in found if not one.resolve().is_relative_to(own)):
+    roots = [own := folder.resolve()]
+    if own.parent.name == "snapshots" and (cache := own.parent.parent).name.startswith("models--"):
+        # As the cache of the Hub keeps files.
+        roots.append(cache / "blobs")
+    if elsewhere := sorted(one for one in found if not any(map(one.resolve().is_relative_to, roots))):
         raise HubError(
             f"`{elsewhere[0].name}` is a link to a file outside its directory ({elsewhere[0].resolve()})",
             where=str(folder),

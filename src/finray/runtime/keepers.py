@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from finray.errors import ClusterError
-from finray.files import first_line
+from finray.runtime.failures import describe
 
 if TYPE_CHECKING:
     from finray.training.memory import Part
@@ -132,8 +132,9 @@ class RayMemory:
             except Exception as error:
                 failures.append(error)
         if failures:
-            # Ray's messages name the state of its actor, over many lines.
-            why = f"{type(failures[0]).__name__}: {first_line(failures[0])}"
+            # Where the keeper itself raised, Ray's error has that of the keeper.
+            cause = getattr(failures[0], "cause", None)
+            why = describe(cause if isinstance(cause, Exception) else failures[0])
             raise ClusterError(f"{len(failures)} of {len(self._mine)} machines did not take it ({why})")
 
     def parts(self) -> list[Part]:

@@ -306,6 +306,13 @@ def down(*, within_s: float = 0.0, notify: Callable[[str], None] = lambda text: 
     if found is None:
         (state_dir() / "node.json").unlink(missing_ok=True)
         return 0
+    known = len(_family(_alive(found.processes)))
+    if within_s and found.is_head:
+        raise ClusterError(
+            "this machine is the head, and all runs of its cluster end with it",
+            where="--within",
+            repair="end the runs first, which saves a checkpoint (Ctrl-C, or SIGTERM to `finray train`)",
+        )
     if within_s:
         deadline = time.monotonic() + within_s
         try:
@@ -316,8 +323,8 @@ def down(*, within_s: float = 0.0, notify: Callable[[str], None] = lambda text: 
             notify(f"the runs were not told that this machine goes: {error.message}")
             deadline = 0.0
         while time.monotonic() < deadline and any(map(_trains, _family(_alive(found.processes)))):
-            psutil.wait_procs(_alive(found.processes), timeout=_LOOK_S)
-    count = _end(_alive(found.processes))
+            psutil.wait_procs(_alive(found.processes), timeout=min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+    count = max(known, _end(_alive(found.processes)))
     # Another `down` may have been here meanwhile.
     (state_dir() / "node.json").unlink(missing_ok=True)
     return count
@@ -504,11 +511,11 @@ def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
     try:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         known = service.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=_ASK_S).node_info_list
-        node = next(
-            (one for one in known if one.node_manager_address == ip and one.state == gcs_pb2.GcsNodeInfo.ALIVE), None
-        )
-        if node is None:
+        here = [one for one in known if one.node_manager_address == ip and one.state == gcs_pb2.GcsNodeInfo.ALIVE]
+        if not here:
             raise ClusterError(f"the head knows no node {ip}", where=where)
+        # One that died a moment ago may still be listed.
+        node = max(here, key=lambda one: one.start_time_ms)
         request = autoscaler_pb2.DrainNodeRequest(
             node_id=node.node_id,
             reason=autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION,

@@ -20,6 +20,8 @@ from finray.runtime.signals import Interrupted, Pending
 
 # After this many seconds, report what is waited for.
 SILENCE_S = 10.0
+# A machine that will be gone in this time has one more checkpoint saved.
+LAST_SAVE_S = 15.0
 _PROBE_EVERY_S = 2.0
 _RANKS_EVERY_S = 1.0
 _WORKERS_EVERY_S = 5.0
@@ -49,8 +51,9 @@ class Watch:
         hang_s: how long to wait for a rank; None means forever.
         end_hanging: examines hanging ranks and ends their processes; returns what it found.
         workers: returns the workers that Ray has started.
-        draining: returns Ray's names of machines that are about to be drained, and when.
+        draining: returns Ray's names of machines that are about to be drained, and when (milliseconds since 1970).
         clock: seconds, monotonic.
+        wall: seconds since 1970.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Watch:
         workers: Callable[[], Sequence[Beat]] = tuple,
         draining: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         fewest, most = placement.bounds
         several = "s" if placement.num_workers > 1 else ""
@@ -85,8 +89,9 @@ class Watch:
         )
         self._end_hanging, self._workers = end_hanging, workers
         self._workers_at, self._hung_starts, self._looks_for_hangs = clock(), 0, hang_s is not None
-        self._draining = draining
-        self._said_draining: set[str] = set()
+        self._draining, self._wall = draining, wall
+        # How often a checkpoint was requested because of a machine.
+        self._saved_for: dict[str, int] = {}
         self._world_size: int | None = None
         self.began_at = -1
         self.listener: Listener | None = None
@@ -218,19 +223,22 @@ class Watch:
                 self._pulses.expect(workers, now)
 
     def _look_at_nodes(self) -> None:
-        """Request a checkpoint if a machine with workers is about to be drained."""
+        """Request a checkpoint when a machine with workers is about to be drained, and one more shortly before."""
         nodes: Mapping[str, int] = {}
         with suppress(Exception):
             nodes = self._draining()
         with self._pulses_change:
             hosts = self._pulses.hosts()
-        for node in nodes.keys() & hosts.keys() - self._said_draining:
-            self._said_draining.add(node)
-            self._handle(
-                Note(f"{hosts[node]} is about to be removed: saving a checkpoint after this step", 0, "warning")
-            )
+        for node in nodes.keys() & hosts.keys():
+            left = nodes[node] / 1000 - self._wall()
+            times = 1 if left > LAST_SAVE_S else 2
+            if self._saved_for.get(node, 0) >= times:
+                continue
+            is_first, self._saved_for[node] = node not in self._saved_for, times
             if self.listener is not None:
                 self.listener.ask(SAVE)
+            when = "is about to be removed" if is_first else f"will be gone in {left:.0f} s"
+            self._handle(Note(f"{hosts[node]} {when}: saving a checkpoint after this step", 0, "warning"))
 
     def _ends(self) -> bool:
         """Whether the run has to end early."""

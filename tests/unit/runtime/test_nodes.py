@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -202,9 +203,9 @@ def test_a_node_is_known_to_down_before_it_has_started(tmp_path: Path, monkeypat
 
 @pytest.fixture
 def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """What stands for a node's process, with a worker of a training below it that ends after two seconds."""
+    """What stands for a node's process, with a worker of a training below it."""
     monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
-    worker = "exec -a ray::RayTrainWorker sleep 2"
+    worker = "exec -a ray::RayTrainWorker sleep 600"
     process = subprocess.Popen(["bash", "-c", f"({worker}) & exec sleep 60"])
     found = nodes.Running("m1:6379", "10.0.0.2", False, [(process.pid, psutil.Process(process.pid).create_time())], "")
     deadline = time.monotonic() + 30
@@ -223,7 +224,15 @@ def test_runs_are_told_that_a_machine_goes_and_have_time(
 ) -> None:
     told: list[tuple[object, ...]] = []
     left: list[bool] = []
-    monkeypatch.setattr(nodes, "announce_end", lambda *given, where: told.append(given))
+
+    def hears(*given: object, where: str) -> None:
+        told.append(given)
+        if has_waited:
+            # Ends a little later.
+            worker = next(filter(nodes._trains, nodes._family([psutil.Process(joined.pid)])))
+            threading.Timer(0.7, worker.kill).start()
+
+    monkeypatch.setattr(nodes, "announce_end", hears)
     end = nodes._end
 
     def ends(processes: Sequence[Any]) -> int:
@@ -236,6 +245,15 @@ def test_runs_are_told_that_a_machine_goes_and_have_time(
     # Within its time the worker has ended by itself; where that is over, the node ends with it.
     assert left == [not has_waited]
     assert not psutil.pid_exists(joined.pid)
+
+
+def test_a_head_does_not_go_before_its_runs(joined: subprocess.Popen[bytes]) -> None:
+    file = nodes.state_dir() / "node.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"is_head": True}))
+    with pytest.raises(ClusterError, match="all runs of its cluster end with it"):
+        nodes.down(within_s=60)
+    assert joined.poll() is None
+    assert nodes.running() is not None
 
 
 def test_a_machine_goes_also_where_nobody_can_be_told(

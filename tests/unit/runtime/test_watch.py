@@ -99,6 +99,29 @@ def test_the_heartbeats_of_rank_0_show_how_an_evaluation_goes_on(run: Run) -> No
     assert run.heard == [EvalProgress(7, "evaluating", 0.25)]
 
 
+def test_a_machine_that_goes_has_a_checkpoint_at_once_and_one_shortly_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    going: dict[str, int] = {}
+    run = Run(monkeypatch, draining=lambda: going, wall=lambda: 1000 + run.now)
+    asked: list[tuple[float, str]] = []
+    run.ask = lambda request: asked.append((run.now, request))  # type: ignore[attr-defined]
+    run.watch.heard(HEADER)
+    for rank, node in enumerate(["node-1", "node-2"]):
+        run.watch.heard(Beat("a", rank, f"host-{rank}", rank, node, 7, "computing"))
+    assert run.at(10) == []
+    # The last has no worker of this run.
+    going |= {"node-2": 1_050_000, "node-3": 1_012_000}
+    assert run.at(34) == ["host-1 is about to be removed: saving a checkpoint after this step"]
+    (last,) = run.at(60)
+    assert last.startswith("host-1 will be gone in 1")
+    assert [request for _, request in asked] == ["save", "save"]
+    assert asked[0][0] < 13
+    assert 35 <= asked[1][0] < 38
+    # One that goes at once, or where nobody says when, has one.
+    going["node-1"] = 0
+    assert run.at(70) == ["host-0 is about to be removed: saving a checkpoint after this step"]
+    assert run.at(90) == []
+
+
 def test_a_signal_before_the_first_step_ends_the_run_at_once(run: Run) -> None:
     run.at(2)
     run.pending.signum = signal.SIGTERM
