@@ -28,7 +28,7 @@ from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
-from finray.evaluation.subjects import Case, EvaluationRequest
+from finray.evaluation.subjects import Case, EvaluationRequest, Subject
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
@@ -118,39 +118,7 @@ def judge(case: Case) -> Judged:
     assert rows is not None
     truths = [rows.split.labels[number] for number in rows.numbers]
     held = [rows.split.row(number) for number in rows.numbers]
-    found: dict[str, Classified] = {}
-    for subject in case.subjects:
-        own = case.rows_for(subject.artifact)
-        assert own is not None
-        read = held if own is rows else [own.split.row(number) for number in own.numbers]
-        model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
-        known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
-        packs = packing_of(subject.artifact.model).safe
-        report = partial(case.progress, f"{subject.name} labels", total=len(held))
-        # A killed evaluation continues with what it has.
-        kept = Kept(
-            case.folder,
-            "labels",
-            {"model": subject.identity, "rows": own.fingerprint, "dtype": str(case.dtype), "packs": packs},
-        )
-        logits = {row: kept.found[number] for row, number in enumerate(own.numbers) if number in kept.found}
-        began = time.perf_counter()
-        with kept.adding(made_by={"name": "transformers", "version": version("transformers")}) as add:
-            found[subject.name] = classify(
-                model,
-                read,
-                truths,
-                packs=packs,
-                labels=known,
-                progress=report,
-                kept=logits,
-                keep=lambda row, line, add=add, own=own: add(own.numbers[row], line),  # type: ignore[misc]
-            )
-        computed = [ids for row, (ids, _) in enumerate(read) if row not in logits]
-        if computed:
-            seconds = time.perf_counter() - began
-            case.rates.append(Rate(subject.name, "labels", len(computed), sum(map(len, computed)), seconds))
-        del model
+    found = {subject.name: _classified(case, subject, truths) for subject in case.subjects}
     labels = found[case.tuned.name].labels
     predictions = {name: _in_order(one, labels.names) for name, one in found.items()}
     if request.baselines is None and rows.train is not None:
@@ -197,6 +165,35 @@ def judge(case: Case) -> Judged:
 
     judged.prediction = prediction
     return judged
+
+
+def _classified(case: Case, subject: Subject, truths: Sequence[Label]) -> Classified:
+    """A model's predictions, each saved as it is computed: a killed evaluation continues with what it has."""
+    own = case.rows_for(subject.artifact)
+    assert own is not None
+    # The tokenizer of another model reads the same rows otherwise.
+    read = [own.split.row(number) for number in own.numbers]
+    packs = packing_of(subject.artifact.model).safe
+    belongs = {"model": subject.identity, "rows": own.fingerprint, "dtype": str(case.dtype), "packs": packs}
+    kept = Kept(case.folder, "labels", belongs)
+    logits = {row: kept.found[number] for row, number in enumerate(own.numbers) if number in kept.found}
+    model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
+    began = time.perf_counter()
+    with kept.adding(made_by={"name": "transformers", "version": version("transformers")}) as add:
+        found = classify(
+            model,
+            read,
+            truths,
+            packs=packs,
+            labels=case.resolved.label_set if case.resolved is not None and subject is case.tuned else None,
+            progress=partial(case.progress, f"{subject.name} labels", total=len(read)),
+            kept=logits,
+            keep=lambda row, line: add(own.numbers[row], line),
+        )
+    if computed := [len(ids) for row, (ids, _) in enumerate(read) if row not in logits]:
+        seconds = time.perf_counter() - began
+        case.rates.append(Rate(subject.name, "labels", len(computed), sum(computed), seconds))
+    return found
 
 
 def commonest(train: PreparedSplit, labels: LabelSet) -> Label:

@@ -448,7 +448,7 @@ def _require_none(where: str) -> None:
 
 
 def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
-    """The nodes that a head knows, queried without joining: address, labels, whether alive and whether the head.
+    """The nodes that a head knows, queried without joining: who, since when, whether alive and whether the head.
 
     Raises:
         ClusterError: the head does not answer, or requires another token.
@@ -479,6 +479,8 @@ def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
         channel.close()
     return [
         {
+            "id": node.node_id,
+            "started": node.start_time_ms,
             "ip": node.node_manager_address,
             "name": node.node_manager_hostname,
             "labels": dict(node.labels),
@@ -495,33 +497,22 @@ def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
     Raises:
         ClusterError: the head does not answer, or does not know the node.
     """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    require_alive(address, where=where)
+    here = [one for one in gcs_nodes(address, where=where) if one["ip"] == ip and one["alive"]]
+    if not here:
+        raise ClusterError(f"the head knows no node {ip}", where=where)
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated import (
-        autoscaler_pb2,
-        autoscaler_pb2_grpc,
-        gcs_pb2,
-        gcs_service_pb2,
-        gcs_service_pb2_grpc,
-    )
+    from ray.core.generated import autoscaler_pb2, autoscaler_pb2_grpc
 
+    request = autoscaler_pb2.DrainNodeRequest(
+        # One that died a moment ago may still be listed.
+        node_id=max(here, key=lambda one: int(one["started"]))["id"],
+        reason=autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION,
+        reason_message="finray cluster down",
+        deadline_timestamp_ms=int((time.time() + within_s) * 1000),
+    )
     channel = init_grpc_channel(address)
     try:
-        service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        known = service.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=_ASK_S).node_info_list
-        here = [one for one in known if one.node_manager_address == ip and one.state == gcs_pb2.GcsNodeInfo.ALIVE]
-        if not here:
-            raise ClusterError(f"the head knows no node {ip}", where=where)
-        # One that died a moment ago may still be listed.
-        node = max(here, key=lambda one: one.start_time_ms)
-        request = autoscaler_pb2.DrainNodeRequest(
-            node_id=node.node_id,
-            reason=autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION,
-            reason_message="finray cluster down",
-            deadline_timestamp_ms=int((time.time() + within_s) * 1000),
-        )
         reply = autoscaler_pb2_grpc.AutoscalerStateServiceStub(channel).DrainNode(request, timeout=_ASK_S)
     except grpc.RpcError as error:
         raise ClusterError(f"the head does not answer ({error.code().name.lower()})", where=where) from None

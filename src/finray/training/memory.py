@@ -95,7 +95,7 @@ class MemoryWriter:
         every: maximum number of steps that may be lost. A part is in transit until the next one begins, so two are
             stored in that interval; with an interval of one step, each is waited for.
         records: store the run's records with the part of rank 0, because the next start may lack them.
-        warn: called when storing begins to fail: training continues, with only the checkpoints on storage.
+        warn: called when storing begins to fail; training continues, and the checkpoints on storage remain.
         buffers: buffers into which tensors are copied.
     """
 
