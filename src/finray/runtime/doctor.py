@@ -244,7 +244,8 @@ def cluster(storage: str, config: Any, *, notify: Callable[[str], None] = lambda
     with connected(config) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-        alive = [node for node in ray.nodes() if node["Alive"]]
+        # Ray lists nodes in any order. The head is first: the others' versions are compared with its.
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=_head_first)
         ips = {node["NodeManagerHostname"] + _twice(node, alive): node["NodeManagerAddress"] for node in alive}
         remote = ray.remote(Probe)
         probes = {
@@ -346,6 +347,11 @@ def _reduce(
     ranks = [one for found in answers.values() for one in found]
     ranks += [{"error": "no answer"}] * (sum(counts) - len(ranks))
     return judged_reduce(backend, ranks)
+
+
+def _head_first(node: Mapping[str, Any]) -> tuple[bool, str, str]:
+    """The order in which nodes are listed: the head, then by name and address."""
+    return "node:__internal_head__" not in node["Resources"], node["NodeManagerHostname"], node["NodeManagerAddress"]
 
 
 def _twice(node: Mapping[str, Any], alive: Sequence[Mapping[str, Any]]) -> str:
