@@ -39,7 +39,7 @@ from case import Bench, Blocks, Result, Run, Value
 from finray.config.schema import AdapterConfig, TrainConfig
 from finray.data.sampling.collate import collate
 from finray.data.sampling.packing import plan_packs
-from finray.models import adapters, attention, fused_lora
+from finray.models import adapters, attention, fused_lora, liger
 from finray.models.blocks import compile_blocks, wrap_blocks
 from finray.models.head import Head, loss_sum
 from finray.models.quantized import QuantizedLinear, quantize_layers
@@ -87,6 +87,7 @@ class Setup:
     rank: int = RANK
     packing: bool = True  # or batches of concatenated rows
     fused: bool = True  # each LoRA layer as one operation
+    liger: bool = True  # Liger's layers, on a GPU where they are installed
     chunked: bool = True  # loss in chunks, or full logits at the positions with a target
     checkpointing: str = "none"  # gradient checkpointing: `none`, `selective` or `full`
     compiled: bool = False  # `torch.compile` for every block
@@ -98,6 +99,7 @@ SWITCHES = {
     "lora": Setup(),
     "not packed": Setup(packing=False),
     "not fused": Setup(fused=False),
+    "no Liger": Setup(liger=False),
     "loss not in chunks": Setup(chunked=False),
     "selective checkpointing": Setup(checkpointing="selective"),
     "full checkpointing": Setup(checkpointing="full"),
@@ -141,6 +143,8 @@ def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
         if setup.fused:
             fused_lora.fuse(model)
     task = CausalLM(model.to(device), precision="bf16", attention_name=name, device=device)
+    if setup.liger and device.type == "cuda" and find_spec("liger_kernel") is not None:
+        liger.apply(task.model, checkpointing=setup.checkpointing)
     if not setup.chunked:
         # As for a head that finray does not support.
         task.packed._has_plain_head = False

@@ -41,7 +41,7 @@ LAYERS = 2
 
 @contextmanager
 def task_on_cuda(
-    family: str, *, precision: str = "bf16", lora: bool = True, **wrapped: Any
+    family: str, *, precision: str = "bf16", lora: bool = True, may_wait: bool = False, **wrapped: Any
 ) -> Iterator[tuple[CausalLM, Operations]]:
     """As `CausalLM.build` makes it: with LoRA frozen weights in the precision's dtype, else all of them in fp32."""
     model = packed_model(family)
@@ -50,7 +50,7 @@ def task_on_cuda(
         model = adapters.add_lora(model, AdapterConfig(rank=4, dropout=0.1), seed=3)
         fused_lora.fuse(model)
     wrap_blocks(model, **wrapped)
-    with fake_cuda() as operations:
+    with fake_cuda(may_wait=may_wait) as operations:
         model = on_fake_cuda(model).train()
         task = CausalLM(model, precision=precision, attention_name=attention.NAME, device=DEVICE)
         # The comparison with the model's own head reads values, once in a run.
@@ -189,3 +189,14 @@ def test_fsdp_gathers_in_bf16_and_reduces_fp32_shards(monkeypatch: pytest.Monkey
     # With LoRA nothing outside the blocks is trained.
     reduced = LAYERS if lora else LAYERS + rest
     assert (operations.seen[reduce], operations.dtypes[reduce]) == (2 * reduced, {torch.float32})
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_offloaded_gradients_are_clipped_and_applied_in_cpu_memory(monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
+    """Where the loss and what is watched of it are on the device. torch itself waits for each gradient's copy."""
+    with two_fake_ranks() as mesh, task_on_cuda("llama", lora=lora, may_wait=True) as (task, _):
+        monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, shape, **names: mesh)
+        offloaded = ParallelConfig(strategy="fsdp", cpu_offload=True)
+        gradients = one_step(task, FSDPStrategy(DEVICE, offloaded, precision="bf16"))
+        assert gradients.keys() == task.trainable().keys()
+        assert {one.to_local().device.type for one in gradients.values()} == {"cpu"}

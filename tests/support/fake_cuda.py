@@ -26,10 +26,15 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations by name, and notes the dtypes of their tensors; one that would wait for the device raises."""
+    """Counts operations by name, and notes the dtypes of their tensors; one that would wait for the device raises.
 
-    def __init__(self) -> None:
+    Args:
+        may_wait: it does not.
+    """
+
+    def __init__(self, *, may_wait: bool = False) -> None:
         super().__init__()
+        self._may_wait = may_wait
         self.seen: Counter[str] = Counter()
         self.dtypes: dict[str, set[torch.dtype]] = defaultdict(set)
 
@@ -39,21 +44,27 @@ class Operations(TorchDispatchMode):
         name = str(operation)
         self.seen[name] += 1
         self.dtypes[name] |= {one.dtype for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        # Fake tensors may join a number on the CPU with others on the device; real ones may not.
+        assert name not in ("aten.stack.default", "aten.cat.default") or len({one.device for one in args[0]}) == 1, name
         source = args[1] if name == "aten.copy_.default" else args[0] if args else None
-        asynchronous = kwargs.get("non_blocking", False) or (name == "aten.copy_.default" and args[2:] == (True,))
+        asynchronous = (
+            self._may_wait
+            or kwargs.get("non_blocking", False)
+            or (name == "aten.copy_.default" and args[2:] == (True,))
+        )
         if isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor) and not asynchronous:
             assert not (source.is_cuda and result.device.type == "cpu"), f"{name} waits for the device"
         return result
 
 
 @contextmanager
-def fake_cuda(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Operations]:
+def fake_cuda(*, capability: tuple[int, int] = (9, 0), may_wait: bool = False) -> Iterator[Operations]:
     """Inside, ``cuda`` is a device: of compute capability 9.0, and without values."""
 
     def wait(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the device is waited for")
 
-    operations, engine = Operations(), _Backward()
+    operations, engine = Operations(may_wait=may_wait), _Backward()
     with ExitStack() as stack:
         for target, name, value in (
             (torch.cuda, "get_device_capability", lambda device=None: capability),

@@ -1,4 +1,4 @@
-"""Runs in several processes of a torch.distributed group over gloo, without Ray."""
+"""Runs in several processes of a torch.distributed group, without Ray."""
 
 from __future__ import annotations
 
@@ -56,9 +56,16 @@ def warnings_of(run_dir: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def run_group(plain: dict[str, Any], run_dir: Path, *, world_size: int, stop_after: int | None = None) -> None:
+def run_group(
+    plain: dict[str, Any],
+    run_dir: Path,
+    *,
+    world_size: int,
+    stop_after: int | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Run (or continue) a training with the strategy of its config; `stop_after` ends it as a kill would."""
-    run_all([(plain, run_dir)], world_size=world_size, stop_after=stop_after)
+    run_all([(plain, run_dir)], world_size=world_size, stop_after=stop_after, device=device)
 
 
 def run_all(
@@ -68,14 +75,15 @@ def run_all(
     stop_after: int | None = None,
     look: Callable[[Any, Path], None] | None = None,
     in_memory: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     """Several trainings, one after the other in one group of processes: their start takes longer than they do.
 
     `look` is called in every process with what was assembled and the run directory, before a training. With
-    `in_memory`, checkpoints are kept by :class:`KeptInFiles`, too.
+    `in_memory`, checkpoints are kept by :class:`KeptInFiles`, too. All processes share the device.
     """
     from finray.data.dataset.prepare import prepare_here
-    from tests.support.runs import config_of
+    from tests.support.runs import DEVICE, config_of
 
     jobs = []
     for plain, run_dir in runs:
@@ -85,8 +93,9 @@ def run_all(
     s3 = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     with tempfile.TemporaryDirectory() as folder:
         # A file to meet at: a port that is free now may be taken a moment later.
-        given = world_size, f"{folder}/group", jobs, stop_after, look, in_memory, s3
-        processes.start(_member, given, processes=world_size)
+        device = device or DEVICE
+        given = world_size, f"{folder}/group", jobs, stop_after, look, in_memory, s3, device
+        processes.start(_member, given, processes=world_size, device=device.type)
 
 
 class Killed(Exception):
@@ -102,16 +111,18 @@ def _member(
     look: Callable[[Any, Path], None] | None,
     in_memory: bool,
     env: dict[str, str],
+    device: torch.device,
 ) -> None:
     from finray.parallel import make_strategy
+    from finray.parallel.base import backend_of
     from finray.records import Note, TrainRecord
     from finray.training.assemble import assemble
     from tests.support.runs import config_of, resolved_of
 
-    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR=device.type)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(meeting, world_size), rank=rank, world_size=world_size)
-    device = torch.device("cpu")
+    backend = backend_of(device, shared_gpu=world_size > 1)
+    dist.init_process_group(backend, store=dist.FileStore(meeting, world_size), rank=rank, world_size=world_size)
 
     def notify(record: Any) -> None:
         if stop_after is not None and isinstance(record, TrainRecord) and record.step > stop_after:
@@ -123,7 +134,7 @@ def _member(
     try:
         for plain, prepared, run_dir in jobs:
             config = config_of(plain)
-            resolved = resolved_of(config, world_size=world_size)
+            resolved = resolved_of(config, world_size=world_size, device=device)
             assembled = assemble(
                 config,
                 resolved,

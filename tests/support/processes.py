@@ -19,6 +19,10 @@ PRELOADED += ["transformers.models.llama.modeling_llama", "finray.training.assem
 multiprocessing.set_forkserver_preload([*PRELOADED, "tests.support.runs", "tests.support.tiny"])
 
 
-def start(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int) -> None:
+def start(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int, device: str = "") -> None:
     """Call ``function(rank, *arguments)`` in each process, and wait for all; an exception in one is raised here."""
-    mp.start_processes(function, arguments, nprocs=processes, start_method="forkserver")  # type: ignore[no-untyped-call]
+    # CUDA cannot be used in a process that was forked from one that has looked for GPUs, as some libraries do.
+    on_gpu = "cuda" in (device, os.environ.get("FINRAY_TEST_DEVICE"))
+    mp.start_processes(  # type: ignore[no-untyped-call]
+        function, arguments, nprocs=processes, start_method="spawn" if on_gpu else "forkserver"
+    )

@@ -43,6 +43,8 @@ from tests.support import forks
 Plain = dict[str, Any]
 # What must not change when a run is disturbed.
 COMPARED = ("step", "samples", "loss", "grad_norm", "lr", "epoch", "tokens", "supervised")
+# Where runs without Ray are trained: `make test-gpu` has them on a GPU, which all processes of a group share.
+DEVICE = torch.device(os.environ.get("FINRAY_TEST_DEVICE", "cpu"))
 
 
 def tiny_run(model: Path, rows: Path | str, output: Path, changes: Mapping[str, Any] | None = None) -> Plain:
@@ -88,9 +90,9 @@ def config_of(plain: Plain) -> Config:
     return build_config(plain, source="test")
 
 
-def resolved_of(config: Config, *, world_size: int = 1) -> Resolved:
-    """What the driver would resolve for workers on CPUs of this machine."""
-    placement = Placement(world_size, 1, use_gpu=False)
+def resolved_of(config: Config, *, world_size: int = 1, device: torch.device = DEVICE) -> Resolved:
+    """What the driver would resolve for workers on CPUs of this machine, or on its GPU."""
+    placement = Placement(world_size, 1, use_gpu=device.type == "cuda", gpus_per_worker=1 / world_size)
     resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
     if not task_spec(config.model.task).reads_labels:
         return resolved
@@ -103,7 +105,12 @@ def resolved_of(config: Config, *, world_size: int = 1) -> Resolved:
 
 
 def assemble_alone(
-    plain: Plain, run_dir: Path, *, notify: Callable[[Record], None] = lambda record: None, **options: Any
+    plain: Plain,
+    run_dir: Path,
+    *,
+    notify: Callable[[Record], None] = lambda record: None,
+    device: torch.device = DEVICE,
+    **options: Any,
 ) -> Assembled:
     """The loop of a run of one process, without Ray."""
     torch.set_num_threads(1)
@@ -111,17 +118,17 @@ def assemble_alone(
     run_dir.mkdir(parents=True, exist_ok=True)
     return assemble(
         config,
-        resolved_of(config),
+        resolved_of(config, device=device),
         prepared=prepare_here(config),
         run_dir=run_dir,
-        strategy=DDPStrategy(torch.device("cpu")),
+        strategy=DDPStrategy(device),
         notify=notify,
         **options,
     )
 
 
 def run_alone(plain: Plain, run_dir: Path, **options: Any) -> Assembled:
-    """Run (or continue) in this process; options are those of :func:`assemble`."""
+    """Run (or continue) in this process; options are those of :func:`assemble_alone` and :func:`assemble`."""
     assembled = assemble_alone(plain, run_dir, **options)
     assembled.loop.run()
     assembled.loop.trackers.finish()

@@ -47,7 +47,7 @@ def plain(tiny_run: Callable[..., Plain]) -> Plain:
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     getattr(model, "get_base_model", lambda: model)().set_attn_implementation("sdpa")
-    return model.eval()(input_ids=TOKENS).logits
+    return model.eval()(input_ids=TOKENS.to(model.device)).logits.cpu()
 
 
 def plain_peft(base: str, folder: Path) -> Any:
@@ -174,4 +174,4 @@ def test_new_rows_begin_as_the_mean_and_alone_are_trained(plain: Plain, tmp_path
     assert len(trained) == 2
     for parameter, table in zip(trained.values(), (base.get_input_embeddings(), base.lm_head), strict=True):
         mean = table.weight.detach()[:known].mean(0)
-        torch.testing.assert_close(parameter.detach(), torch.stack([mean, mean]))
+        torch.testing.assert_close(parameter.detach().cpu(), torch.stack([mean, mean]))

@@ -181,7 +181,7 @@ def test_ligers_layers_are_taken_where_they_are_asked_for(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: Any
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(liger, "apply", given.append)
+    monkeypatch.setattr(liger, "apply", lambda model, **options: given.append(model))
     found = runs.assemble_alone(changed(plain, {"train.liger": wanted}), tmp_path)
     found.loop.trackers.finish()
     assert given == ([found.loop.task.model] if wanted is True else [])

@@ -73,9 +73,10 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             # Only in inference: the same sum, rounded once.
             low = (x if dropped is None else dropped) @ down.to(x.dtype).T
             return linear(x, base.weight, base.bias, plus=low * self.scaling[NAME] @ up.to(x.dtype).T)
+        # Shapes are read out here: torch 2.11 cannot compile a function of autograd that works with its inputs' shapes.
         result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
-            x,
-            dropped,
+            x.flatten(0, -2),
+            None if dropped is None else dropped.flatten(0, -2),
             base.weight,
             base.bias,
             down,
@@ -84,11 +85,11 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             base.unpack if isinstance(base, QuantizedLinear) else None,
             getattr(self, _NO_INPLACE, False),
         )
-    return result
+    return result.view(*x.shape[:-1], -1)
 
 
 class _LoraLinear(torch.autograd.Function):
-    """``y = x W' + b + s (d A') B'`` for a frozen W, where d is x after dropout."""
+    """``y = x W' + b + s (d A') B'`` for a frozen W, where d is x after dropout; x and d are matrices."""
 
     @staticmethod
     def forward(
@@ -107,37 +108,38 @@ class _LoraLinear(torch.autograd.Function):
         if unpack is not None:
             weight = unpack(packed)
         weight, down, up = (tensor.to(x.dtype) for tensor in (weight, lora_a, lora_b))
-        flat = x.reshape(-1, x.shape[-1])
-        inner = flat if dropped is None else dropped.reshape(flat.shape)
+        inner = x if dropped is None else dropped
         low = inner @ down.T
-        # The small product first: then selective checkpointing stores the sum, and not only the base's part.
-        output = flat.new_empty(flat.shape[0], weight.shape[0])
-        torch.mm(low * scaling, up.T, out=output)
-        if bias is not None:
-            output += bias.to(x.dtype)
-        output = torch.addmm(output, flat, weight.T) if apart else output.addmm_(flat, weight.T)
+        bias = None if bias is None else bias.to(x.dtype)
+        if torch.compiler.is_compiling():
+            # A compiler fuses it by itself, and that of torch 2.11 loses gradients where a result is changed in place.
+            output = torch.nn.functional.linear(x, weight, bias) + (low * scaling) @ up.T
+        else:
+            # The small product first: then selective checkpointing stores the sum, and not only the base's part.
+            output = x.new_empty(x.shape[0], weight.shape[0])
+            torch.mm(low * scaling, up.T, out=output)
+            if bias is not None:
+                output += bias
+            output = torch.addmm(output, x, weight.T) if apart else output.addmm_(x, weight.T)
         # A packed weight is unpacked again in the backward pass.
         ctx.save_for_backward(inner, low, weight if unpack is None else packed, down, up)
         ctx.scaling, ctx.unpack = scaling, unpack
         ctx.has_dropout = dropped is not None
-        return output.view(*x.shape[:-1], -1)
+        return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inner, low, weight, down, up = ctx.saved_tensors
         if ctx.unpack is not None:
-            weight = ctx.unpack(weight).to(grad_output.dtype)
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
+            weight = ctx.unpack(weight).to(grad.dtype)
         grad_low = (grad @ up) * ctx.scaling
         grad_a = (grad_low.T @ inner).float()
         grad_b = (grad.T @ low).float() * ctx.scaling
-        shape = (*grad_output.shape[:-1], weight.shape[1])
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
             if not ctx.has_dropout:
                 grad_x.addmm_(grad_low, down)
-            grad_x = grad_x.view(shape)
         if ctx.has_dropout and ctx.needs_input_grad[1]:
-            grad_dropped = (grad_low @ down).view(shape)
+            grad_dropped = grad_low @ down
         return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None, None

@@ -15,8 +15,9 @@ import torch
 from finray.hardware import cpu_has_bf16
 from finray.models.reordered import ReorderedLinear, linear
 
-# Elements of one chunk of logits: 48 MiB in fp32, far below the activations, and enough rows to keep the cores busy.
-CHUNK_ELEMENTS = 3 * 2**22
+# Elements of one chunk of logits: on a CPU 48 MiB in fp32, far below the activations, and enough rows to keep the cores
+# busy. A GPU reads all weights once for each chunk, and needs more rows before that is little beside its arithmetic.
+CHUNK_ELEMENTS = {"cpu": 3 * 2**22, "cuda": 2**26}
 CHUNK_ROWS = 64
 # Elements that a CPU adds at a time if dtypes differ.
 _ADDED = 2**19
@@ -48,6 +49,11 @@ class Head:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
+def chunk_rows(vocabulary: int, device: str) -> int:
+    """Rows of one chunk of logits on a type of device."""
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // vocabulary)
+
+
 def plain_head(model: Any) -> Head | None:
     """The head of a Transformers causal LM, or None when it is more than a projection (adapted, or wrapped)."""
     layer = model.get_output_embeddings()
@@ -72,9 +78,8 @@ def loss_sum(head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, ch
         targets_K: int64 targets.
         chunk: positions per chunk; None chooses by the vocabulary.
     """
-    if chunk is None:
-        chunk = max(CHUNK_ROWS, CHUNK_ELEMENTS // head.weight_VH.shape[0])
     device = hidden_KH.device.type
+    chunk = chunk or chunk_rows(head.weight_VH.shape[0], device)
     if torch.is_autocast_enabled(device):
         hidden_KH = hidden_KH.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
@@ -98,6 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad
+        trains = any(needs[:3])
         weight = weight_VH.to(hidden_KH.dtype)
         head = replace(head, weight_VH=weight)  # else each chunk has a copy of its own
         total = torch.zeros((), dtype=torch.float32, device=hidden_KH.device)
@@ -109,15 +115,23 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden, targets = hidden_KH[span], targets_K[span, None]
             logits = head.logits(hidden)
             slope = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
-            # Softmax in place: a second tensor of this size would cost more than the arithmetic.
-            logits -= logits.amax(dim=-1, keepdim=True)
-            chosen = logits.gather(1, targets)
-            grad = logits.exp_()
-            norm = grad.sum(dim=-1, keepdim=True)
-            total += (norm.log() - chosen).sum()
-            if not any(needs[:3]):
-                continue
-            grad /= norm
+            if logits.is_cuda:
+                # One pass over memory instead of five.
+                logits = torch.log_softmax(logits, dim=-1)
+                total -= logits.gather(1, targets).sum()
+                if not trains:
+                    continue
+                grad = logits.exp_()
+            else:
+                # In place: on a CPU a second tensor of this size would cost more than the arithmetic.
+                logits -= logits.amax(dim=-1, keepdim=True)
+                chosen = logits.gather(1, targets)
+                grad = logits.exp_()
+                norm = grad.sum(dim=-1, keepdim=True)
+                total += (norm.log() - chosen).sum()
+                if not trains:
+                    continue
+                grad /= norm
             grad.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=grad.dtype))
             if slope is not None:
                 grad *= slope

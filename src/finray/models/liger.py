@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from finray import compat
 from finray.errors import ModelError
@@ -12,8 +17,15 @@ from finray.models.saved_layout import without_adapter
 _NOT_ITS_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-def apply(model: Any) -> None:
+def apply(model: Any, *, checkpointing: str = "none") -> None:
     """Patch a model with Liger's layers; a model family that Liger does not support is unchanged.
+
+    Liger also replaces classes and functions of the family's module in Transformers, for every model of this process.
+    Its kernels run on GPUs only, so models that are created later, and tensors on a CPU, get Transformers' own.
+
+    Args:
+        model: a Transformers or PEFT model.
+        checkpointing: gradient checkpointing of its layers.
 
     Raises:
         ModelError: Liger is not installed.
@@ -26,4 +38,22 @@ def apply(model: Any) -> None:
         ) from None
     inner = without_adapter(model)
     if inner.config.model_type in known:
-        patch(inner, **_NOT_ITS_LOSS)
+        module = sys.modules[type(inner).__module__]
+        usual = dict(vars(module))
+        # Its rotary embedding changes queries and keys in place, unseen by autograd: selective checkpointing, which
+        # stores them before that, would rotate them a second time.
+        without = {"rope": False} if checkpointing == "selective" else {}
+        patch(inner, **_NOT_ITS_LOSS, **without)
+        for name, own in usual.items():
+            if (given := getattr(module, name)) is not own:
+                setattr(module, name, own if isinstance(own, type) else _on_gpus(given, own))
+
+
+def _on_gpus(kernel: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the kernel where its first tensor is on a GPU, else the usual function."""
+
+    @functools.wraps(usual)
+    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (kernel if x.is_cuda else usual)(x, *args, **kwargs)
+
+    return call

@@ -209,6 +209,17 @@ class Strategy(Protocol):
         """Every rank's value, in order of rank (plain Python values)."""
 
 
+def backend_of(device: torch.device, *, shared_gpu: bool = False) -> str:
+    """torch's backend of a process group whose ranks have such devices.
+
+    Args:
+        device: of this rank.
+        shared_gpu: whether several ranks may have the same GPU, which NCCL refuses.
+    """
+    # Gloo takes what is in CPU memory: gradients that are offloaded, and objects.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared_gpu else "gloo"
+
+
 class ProcessGroup:
     """One process of torch.distributed's default group, or the only process if that is not initialized.
 
@@ -255,14 +266,16 @@ class ProcessGroup:
     def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
         """Divide this rank's gradients, or its rows of them, in place."""
         gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
-        compat.foreach_mul_(gradients, scale.reciprocal())
+        if gradients:
+            # Those of offloaded weights are in CPU memory.
+            compat.foreach_mul_(gradients, scale.reciprocal().to(gradients[0].device))
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
         norm = grad_norm(parameters)
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        return norm.to(self.device)
 
     def save_own(self, folder: Path) -> bool:  # noqa: ARG002
         """Nothing."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
+from finray.models.head import chunk_rows
 from finray.planning.blueprint import Blueprint
 from finray.planning.layers import Arithmetic, LayerMemory
 
@@ -314,11 +314,13 @@ def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 
 def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
-    """Bytes of one chunk of logits in fp32 and in the compute dtype; of all logits if the model's own head is used."""
+    """Bytes of one chunk of logits in fp32 and of its copy; of all logits if the model's own head is used."""
     rows = 0 if blueprint.classifies else work.targets
     if blueprint.chunks_head:
-        rows = min(rows, max(CHUNK_ROWS, CHUNK_ELEMENTS // blueprint.vocabulary))
-        copies = FP32 + (setup.element if setup.precision == "bf16" else 0)
+        rows = min(rows, chunk_rows(blueprint.vocabulary, setup.device))
+        # On a GPU their softmax is a tensor of its own.
+        beside = FP32 if setup.device == "cuda" else setup.element if setup.precision == "bf16" else 0
+        copies = FP32 + beside
     else:
         # The model's own head: logits, an fp32 copy, their softmax and their gradient.
         copies = setup.element + 3 * FP32

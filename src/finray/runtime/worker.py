@@ -289,6 +289,8 @@ def _join_group(pulse: Pulse, *, shared_gpus: bool) -> torch.device:
     import torch
     from ray.train.collective import broadcast_from_rank_zero
 
+    from finray.parallel.base import backend_of
+
     context = ray.train.get_context()
     device: torch.device = ray.train.torch.get_device()
     rank = context.get_world_rank()
@@ -313,8 +315,7 @@ def _join_group(pulse: Pulse, *, shared_gpus: bool) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # NCCL refuses two ranks on one GPU.
-    backend = "nccl" if device.type == "cuda" and not shared_gpus else "gloo"
+    backend = backend_of(device, shared_gpu=shared_gpus)
     world_size, timeout = context.get_world_size(), timedelta(minutes=30)
     store = meet((address[0], address[1]), listening, world_size=world_size, timeout=timeout)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -238,7 +238,7 @@ def _task(config: Config, resolved: Resolved, *, device: torch.device, seed: int
     if stored is not None and (tensors := left_out(made.model, stored)):
         warn(cut_model(tensors))
     if resolved.liger:
-        liger.apply(made.model)
+        liger.apply(made.model, checkpointing=train.gradient_checkpointing)
     if device.type == "cpu":
         dropout.apply(made.model)
     if train.compile:

@@ -220,10 +220,12 @@ def test_liger_is_used_for_layers_and_not_for_the_loss(monkeypatch: pytest.Monke
 
 # torch's tracer looks at gradients of tensors that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows(checkpointing: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [("llama", "none"), ("llama", "selective"), ("llama", "full"), ("qwen2", "none")]
+)
+def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows(family: str, checkpointing: str) -> None:
     """Traced, and run as traced: what a compiler would be given once. Other lengths must not trace anew."""
-    plain, compiled = (task_of("llama", lora=True, targets=["q_proj", "down_proj"]) for _ in range(2))
+    plain, compiled = (task_of(family, lora=True, targets=["q_proj", "down_proj"]) for _ in range(2))
     blocks.compile_blocks(compiled.model, backend="eager")
     wrap_blocks(compiled.model, checkpointing=checkpointing)
     graphs = []

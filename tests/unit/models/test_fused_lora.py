@@ -49,9 +49,9 @@ def test_it_is_pefts_arithmetic(dropout: float) -> None:
 def test_gradients_in_float64() -> None:
     """Against numerical differentiation, with and without dropout's second input and a bias."""
     torch.manual_seed(0)
-    x, weight, bias = (torch.randn(size, dtype=torch.float64) for size in ((2, 3, 5), (4, 5), (4,)))
+    x, weight, bias = (torch.randn(size, dtype=torch.float64) for size in ((6, 5), (4, 5), (4,)))
     a, b = torch.randn(2, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
-    dropped = torch.randn(2, 3, 5, dtype=torch.float64)
+    dropped = torch.randn(6, 5, dtype=torch.float64)
     for tensor in (x, a, b, dropped):
         tensor.requires_grad_()
 

@@ -21,19 +21,33 @@ def naive(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class GpuHead(Head):
+    """Its logits are taken for a GPU's."""
+
+    def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+        return Head.logits(self, hidden_KH).as_subclass(OnGpu)
+
+
+@pytest.mark.parametrize("kind", [Head, GpuHead])
 @pytest.mark.parametrize("chunk", [1, 5, 64, None])
 @pytest.mark.parametrize(
     ("bias", "scale", "softcap"), [(False, 1.0, None), (True, 0.25, None), (False, 1.0, 3.0), (True, 2.0, 5.0)]
 )
 def test_loss_and_gradients_are_those_of_full_logits(
-    chunk: int | None, bias: bool, scale: float, softcap: float | None
+    kind: type[Head], chunk: int | None, bias: bool, scale: float, softcap: float | None
 ) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(23, 8, requires_grad=True)
     weight = torch.randn(37, 8, requires_grad=True)
     offset = torch.randn(37, requires_grad=True) if bias else None
     targets = torch.randint(0, 37, (23,))
-    loss = loss_sum(Head(weight, offset, scale, softcap), hidden, targets, chunk=chunk) * 0.5
+    loss = loss_sum(kind(weight, offset, scale, softcap), hidden, targets, chunk=chunk) * 0.5
     loss.backward()
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
@@ -42,6 +56,9 @@ def test_loss_and_gradients_are_those_of_full_logits(
     expected.backward()
 
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    with torch.no_grad():
+        evaluated = loss_sum(kind(weight, offset, scale, softcap), hidden, targets, chunk=chunk)
+    assert 0.5 * evaluated.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(hidden.grad.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), exact[1].grad, rtol=1e-4, atol=1e-5)
     if offset is not None and exact_offset is not None:

@@ -34,7 +34,7 @@ from finray.evaluation.engines.base import (
 from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.models import attention
 from finray.models.artifacts import load_artifact
-from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
+from finray.models.head import chunk_rows
 from finray.models.packed import PackedModel
 from finray.models.packing_cache import packing_of_config
 from finray.models.reordered import reorder
@@ -375,7 +375,7 @@ class TransformersEngine:
             if self._packed.has_plain_head(laid):
                 hidden_KH = self._packed.hidden_TH(laid).index_select(0, places_K)
                 head = self._packed.head()
-                chunk = max(CHUNK_ROWS, CHUNK_ELEMENTS // head.weight_VH.shape[0])
+                chunk = chunk_rows(head.weight_VH.shape[0], device.type)
                 parts = [
                     _compare(head.logits(hidden), tokens)
                     for hidden, tokens in zip(torch.split(hidden_KH, chunk), torch.split(tokens_K, chunk), strict=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from finray import compat
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.parallel.base import NamedOptimizer, ProcessGroup
+from finray.parallel.base import NamedOptimizer, ProcessGroup, backend_of
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.deepspeed.state import ZeroOptimizer, ZeroWeight
 from finray.sharding import attach_store
@@ -44,9 +44,8 @@ class DeepSpeedStrategy(ProcessGroup):
     def __init__(self, device: torch.device, config: Config, *, precision: str) -> None:
         if not dist.is_initialized():
             # DeepSpeed needs a process group even for one process.
-            backend = "nccl" if device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
         super().__init__(device)
         self._config = config
         self._precision = precision
