@@ -67,6 +67,7 @@ def materialize(
     *,
     device: torch.device,
     seed: int,
+    parameter_device: torch.device | None = None,
 ) -> bool:
     """Allocate and load a model on the meta device; returns whether the whole model had to be read for it.
 
@@ -76,12 +77,13 @@ def materialize(
         adapter: the adapter section.
         device: of this rank.
         seed: of the adapter, and of weights that no file has.
+        parameter_device: where its parameters shall be, if that is another device; buffers are on the device.
 
     Raises:
         ModelError: a weight cannot be found.
     """
     inner = without_adapter(model)
-    _give_memory(model, inner, device)
+    _give_memory(model, inner, device, parameter_device or device)
     kept = inner.state_dict().keys()
     tensors = {name: one for name, one in model.named_parameters() if ".lora_" not in name}
     tensors |= {name: one for name, one in inner.named_buffers() if name in kept}
@@ -103,7 +105,7 @@ def materialize(
     return base.is_whole
 
 
-def _give_memory(model: Any, inner: Any, device: torch.device) -> None:
+def _give_memory(model: Any, inner: Any, device: torch.device, parameter_device: torch.device) -> None:
     """Allocate tensors on the meta device; tied ones stay tied, which torch does not ensure.
 
     Buffers are computed, because rotary frequencies and scales of embeddings are in no file. Meanwhile weights are
@@ -113,7 +115,10 @@ def _give_memory(model: Any, inner: Any, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device=device)
+    model.to_empty(device=parameter_device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     for (first, own), *others in places.values():
         for module, name in others:
             setattr(module, name, getattr(first, own))

@@ -170,6 +170,8 @@ class Strategy(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    # Where this rank's parameters are, or its rows of them.
+    parameter_device: torch.device
     # Every rank must run the same number of forward passes, because each is a collective.
     lockstep: bool
     # Weights are built on the meta device and loaded after `shard`, each rank its own rows.
@@ -230,7 +232,7 @@ class ProcessGroup:
     shards_weights = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = self.parameter_device = device
         self.is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if self.is_alone else dist.get_rank()
         self.world_size = 1 if self.is_alone else dist.get_world_size()

@@ -26,6 +26,8 @@ class FSDPStrategy(ProcessGroup):
 
     def __init__(self, device: torch.device, parallel: ParallelConfig, *, precision: str) -> None:
         super().__init__(device)
+        if parallel.cpu_offload:
+            self.parameter_device = torch.device("cpu")
         self._parallel = parallel
         self._precision = precision
 

@@ -213,8 +213,9 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
     # ZeRO allocates memory for tensors on the meta device when it shards them, without values.
     on_meta = task.is_on_meta
     strategy.shard(task.module, blocks_of(task.model))
+    places = {"device": device, "parameter_device": strategy.parameter_device}
     if on_meta and on_all_ranks(
-        strategy, lambda: materialize(task.model, config.model, config.adapter, device=device, seed=seed)
+        strategy, lambda: materialize(task.model, config.model, config.adapter, seed=seed, **places)
     ):
         warn(
             "the weights have different names in the model's files and in the model, so every worker had to read all "

@@ -106,6 +106,17 @@ def test_a_revision_is_that_of_weights_config_and_tokenizer(hub: dict[str, Any],
     assert load_tokenizer(asked).chat_template.startswith(revision or "main")
 
 
+def test_offloaded_weights_are_in_cpu_memory_and_buffers_on_the_device(hub: dict[str, Any]) -> None:
+    """As FSDP2 wants them: it gathers weights on the device, and leaves buffers where they are."""
+    asked, meta = ModelConfig(name="org/tiny"), torch.device("meta")
+    model = load_model(asked, dtype=torch.float32, on_meta=True)
+    options = {"device": meta, "parameter_device": torch.device("cpu"), "seed": 1}
+    materialize(model, asked, AdapterConfig(method="none"), **options)
+    assert torch.equal(model.lm_head.weight, hub["main"].lm_head.weight)
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    assert {one.device.type for one in model.buffers()} == {"meta"}
+
+
 @pytest.mark.parametrize("sizes", [{"num_labels": 10**9}, {"num_hidden_layers": 10**9, "id2label": {"0": "a"}}])
 def test_impossible_sizes_of_a_model_of_the_hub_are_found_before_anything_is_built(
     hub: dict[str, Any], sizes: dict[str, Any], tmp_path: Path

@@ -62,7 +62,7 @@ def test_on_a_gpu_one_process_alone_has_the_group_of_gpus(no_library: Any, monke
     resolved: Any = SimpleNamespace(precision="fp16")
     made = DeepSpeedStrategy.from_config(config(zero_stage=1), resolved, torch.device("cuda", 1))
     ((backend, options),) = asked
-    assert (backend, options["rank"], options["world_size"]) == ("nccl", 0, 1)
+    assert (backend, options["rank"], options["world_size"]) == ("cpu:gloo,cuda:nccl", 0, 1)
     assert isinstance(options["store"], dist.HashStore)  # type: ignore[attr-defined]
     assert (made.device, made._precision, made.stage, made.world_size) == (torch.device("cuda", 1), "fp16", 1, 1)
 

@@ -43,7 +43,14 @@ def key(*parts: object) -> int:
 
 def strategy(rank: int = 1, **fields: Any) -> Any:
     """One of three ranks; the others have the same values, and rank 0 what this one has."""
-    plain = {"rank": rank, "world_size": 3, "device": CPU, "lockstep": False, "shards_weights": False}
+    plain = {
+        "rank": rank,
+        "world_size": 3,
+        "device": CPU,
+        "parameter_device": CPU,
+        "lockstep": False,
+        "shards_weights": False,
+    }
     plain |= {"all_gather_object": lambda value: [value] * 3, "broadcast_object": lambda value: value}
     plain["broadcast_parameters"] = lambda parameters: None
     return SimpleNamespace(**{**plain, **fields})
@@ -280,7 +287,8 @@ def test_a_model_is_shared_out_filled_and_given_to_its_optimizer(
     assert assemble._model(settings, known, ours, warned.append) == (task, "named")
     assert task.module == "wrapped"
     seeds = {"device": CPU, "seed": key(9, "adapter")}
-    filled = [("filled", ("model", settings.model, settings.adapter), seeds)] if on_meta else []
+    places = {**seeds, "parameter_device": CPU}
+    filled = [("filled", ("model", settings.model, settings.adapter), places)] if on_meta else []
     options = {"lora_plus_ratio": 8.0, "roles": {"role of": "model"}, "seed": key(9, "rounding")}
     assert asked == [
         ("task", True, True, {**seeds, "on_meta": on_meta, "warn": warned.append}),
