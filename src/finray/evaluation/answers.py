@@ -14,6 +14,7 @@ from finray.errors import ConfigError, DataError
 from finray.evaluation import harness
 from finray.evaluation.engines import Engine, Sampling, make_engine, require_engine
 from finray.evaluation.estimates import Judged, Loss
+from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Estimate, Prediction
 from finray.evaluation.rows import Rows
 from finray.evaluation.scores.base import blaming, score_named
@@ -113,7 +114,9 @@ def _harness(case: Case, subject: Subject, engine: Engine) -> dict[str, harness.
     what, tasks = f"{subject.name} harness", case.request.harness
     case.progress(what, 0, total=len(tasks))
     seed = case.request.seed
-    metrics = harness.run(engine, tasks, adapter=subject.adapter, seed=seed, notify=case.notes.append)
+    computed = {"engine": case.request.engine, "dtype": str(case.dtype), "reads": engine.max_length, "seed": seed}
+    kept = Kept(case.folder, "harness", {"model": subject.identity, **computed})
+    metrics = harness.run(engine, tasks, adapter=subject.adapter, seed=seed, kept=kept, notify=case.notes.append)
     case.progress(what, len(tasks), total=len(tasks))
     return metrics
 

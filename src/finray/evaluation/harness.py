@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import numpy as np
 
 from finray.errors import ConfigError, FinrayError
 from finray.evaluation.engines import Continuation, Engine, Sampling
+from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Compared, Estimate, Evaluated
 from finray.evaluation.scores.base import FloatArray, SummedScore
 from finray.evaluation.statistics import Interval, interval, paired
-from finray.files import first_line
+from finray.files import first_line, seal_of
 
 _MOST_TOKENS = 256
 _TASK = re.compile(r"^task:\s*(\S+)\s*$", re.MULTILINE)
@@ -53,6 +55,7 @@ def run(
     *,
     adapter: bool,
     seed: int,
+    kept: Kept,
     notify: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Found]:
     """Metrics by ``task metric``.
@@ -62,6 +65,7 @@ def run(
         tasks: lm-eval task names, or task files.
         adapter: whether to apply the adapter.
         seed: for few-shot examples.
+        kept: saves the answers and likelihoods that lm-eval asks for, by what was asked.
         notify: called with a message if prompts were too long.
 
     Raises:
@@ -77,19 +81,20 @@ def run(
         named = _TASK.search(path.read_text(encoding="utf-8")) if path.is_file() else None
         names.append(task if named is None else named[1])
         folders += [] if named is None else [str(path.parent)]
-    model = _model(engine, adapter)
     try:
-        found: Any = simple_evaluate(
-            model,
-            tasks=names,
-            # Indexing lm-eval's own tasks, thousands of files, takes seconds.
-            task_manager=TaskManager(include_path=folders or None, include_defaults=len(folders) < len(names)),
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-            bootstrap_iters=0,
-        )
+        with kept.adding(made_by={"name": engine.name, "version": engine.version}) as add:
+            model = _model(engine, adapter, kept.found, add)
+            found: Any = simple_evaluate(
+                model,
+                tasks=names,
+                # Indexing lm-eval's own tasks, thousands of files, takes seconds.
+                task_manager=TaskManager(include_path=folders or None, include_defaults=len(folders) < len(names)),
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+                bootstrap_iters=0,
+            )
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
@@ -153,8 +158,8 @@ def joined(
     return with_them, more
 
 
-def _model(engine: Engine, adapter: bool) -> Any:
-    """The engine as an lm-eval model."""
+def _model(engine: Engine, adapter: bool, known: dict[int, Any], add: Callable[[int, Any], None]) -> Any:
+    """The engine as an lm-eval model; ``known`` has the results of requests, and ``add`` saves another one there."""
     from lm_eval.api.model import TemplateLM
 
     limit = engine.max_length or 2**20
@@ -164,6 +169,16 @@ def _model(engine: Engine, adapter: bool) -> Any:
             super().__init__()
             # Tokens of requests that were longer than the model reads.
             self.too_long: list[int] = []
+            self._asked: Counter[str] = Counter()
+
+        def _keys(self, requests: Iterable[Any]) -> list[int]:
+            """A number for each request, by its content; one that is repeated has another one each time."""
+            keys = []
+            for request in requests:
+                content = seal_of({"asked": request})
+                self._asked[content] += 1
+                keys.append(int(seal_of({"asked": content, "time": self._asked[content]})[:15], 16))
+            return keys
 
         tokenizer = engine.tokenizer
         tokenizer_name = str(engine.tokenizer.name_or_path)
@@ -196,8 +211,12 @@ def _model(engine: Engine, adapter: bool) -> Any:
                 Continuation((context + tokens)[-limit:][: -len(tokens)] or [self.prefix_token_id], tokens)
                 for _, context, tokens in requests
             ]
-            found = {one.row: one for one in engine.log_likelihood(continuations, adapter=adapter)}
-            return [(float(sum(found[row].logprobs)), found[row].is_greedy) for row in range(len(continuations))]
+            keys = self._keys([list(one.context), list(one.tokens)] for one in continuations)
+            left = [row for row, key in enumerate(keys) if key not in known]
+            if left:
+                for one in engine.log_likelihood([continuations[row] for row in left], adapter=adapter):
+                    add(keys[left[one.row]], [float(sum(one.logprobs)), one.is_greedy])
+            return [(known[key][0], known[key][1]) for key in keys]
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -212,7 +231,7 @@ def _model(engine: Engine, adapter: bool) -> Any:
             return found
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            texts = [""] * len(requests)
+            texts: dict[int, str] = {}
             groups: dict[str, list[int]] = {}
             for number, request in enumerate(requests):
                 groups.setdefault(repr(request.args[1]), []).append(number)
@@ -226,8 +245,12 @@ def _model(engine: Engine, adapter: bool) -> Any:
                 prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
                 self.too_long += [len(one) + most for one in prompts if len(one) + most > limit]
                 prompts = [one[-max(1, limit - most) :] for one in prompts]
-                for answer in engine.generate(prompts, sampling, rows=numbers, adapter=adapter):
-                    texts[answer.row] = answer.text
-            return texts
+                keys = dict(zip(numbers, self._keys([one, asdict(sampling)] for one in prompts), strict=True))
+                left = {row: one for row, one in zip(numbers, prompts, strict=True) if keys[row] not in known}
+                if left:
+                    for answer in engine.generate([*left.values()], sampling, rows=[*left], adapter=adapter):
+                        add(keys[answer.row], answer.text)
+                texts |= {row: known[key] for row, key in keys.items()}
+            return [texts[row] for row in range(len(requests))]
 
     return EngineLM()

@@ -28,7 +28,7 @@ class Kept:
 
     Args:
         folder: of the evaluation.
-        kind: ``answers``, ``losses``, ``choices`` or ``labels``.
+        kind: ``answers``, ``losses``, ``choices``, ``labels`` or ``harness``.
         belongs: everything that a line depends on, as JSON types: model, data, sampling, engine.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from finray.evaluation import answers, harness
 from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.harness import Found, joined
+from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Estimate, Evaluated
 from finray.evaluation.statistics import Interval
 
@@ -33,7 +35,17 @@ def pair(tiny_model_dir: Path, tokenizer: Any) -> tuple[Any, Any]:
         AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval(), tokenizer, batch_size=2
     )
     engine.max_length = LIMIT
-    return harness._model(engine, True), theirs
+    return model_of(engine, True), theirs
+
+
+def model_of(engine: Any, adapter: bool) -> Any:
+    """The engine as a model of lm-eval that knows no result from before."""
+    known: dict[int, Any] = {}
+    return harness._model(engine, adapter, known, known.__setitem__)
+
+
+def kept_in(folder: Path) -> Kept:
+    return Kept(folder, "harness", {"model": "tiny"})
 
 
 def asked(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
@@ -97,7 +109,7 @@ def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: An
     )
     plain = {"temperature": 0.7}
     requests = asked("generate_until", ("one", one), (LONG, other), ("two", dict(one)), ("three", plain))
-    found = harness._model(engine, False).generate_until(requests)  # type: ignore[arg-type]
+    found = model_of(engine, False).generate_until(requests)
     assert found == ["0 and", "1 and.more", "2 and", "3 and.more;"]
     first, second, third = engine.calls
     assert first == (
@@ -110,19 +122,19 @@ def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: An
     assert third[1:] == (Sampling(256), [3], False), "a temperature without sampling is none"
     # Room is left for the answer, at the cost of the beginning; where there is none for both, a token is read.
     short = {"max_gen_toks": 30, "until": []}
-    harness._model(engine, True).generate_until(asked("generate_until", (LONG, short)))  # type: ignore[arg-type]
+    model_of(engine, True).generate_until(asked("generate_until", (LONG, short)))
     assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-10:]]
     assert engine.calls[-1][3] is True
     for room, read in ((39, 1), (40, 1), (50, 1), (38, 2)):
         options = {"max_gen_toks": room, "until": []}
-        harness._model(engine, True).generate_until(asked("generate_until", (LONG, options)))  # type: ignore[arg-type]
+        model_of(engine, True).generate_until(asked("generate_until", (LONG, options)))
         assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-read:]]
 
 
 def test_a_model_without_a_limit_gets_all_of_a_text(tokenizer: Any) -> None:
     engine: Any = Recorder(tokenizer)
     engine.max_length = None
-    model = harness._model(engine, True)
+    model = model_of(engine, True)
     text = " ".join([LONG] * 40)
     model.generate_until(asked("generate_until", (text, {"max_gen_toks": 30, "until": []})))
     assert engine.calls[-1][0] == [tokenizer(text)["input_ids"]]
@@ -134,14 +146,14 @@ def test_a_model_without_a_limit_gets_all_of_a_text(tokenizer: Any) -> None:
     ("texts", "counted"), [((SHORT,), ""), ((SHORT, LONG), "1 prompt of lm-eval was"), ((LONG,) * 2, "2 prompts of")]
 )
 def test_prompts_that_lost_their_beginning_are_counted_and_the_longest_is_named(
-    lm_eval_says: dict[str, Any], tokenizer: Any, texts: tuple[str, ...], counted: str
+    lm_eval_says: dict[str, Any], tokenizer: Any, texts: tuple[str, ...], counted: str, tmp_path: Path
 ) -> None:
     told: list[str] = []
     options = {"max_gen_toks": 5, "until": []}
     lm_eval_says["ask"] = lambda model: model.generate_until(
         asked("generate_until", *((text, options) for text in texts))
     )
-    harness.run(Recorder(tokenizer), ["t"], adapter=True, seed=0, notify=told.append)  # type: ignore[arg-type]
+    harness.run(Recorder(tokenizer), ["t"], adapter=True, seed=0, kept=kept_in(tmp_path), notify=told.append)
     longest = len(tokenizer(LONG)["input_ids"]) + 5
     said = (
         f" too long and lost the beginning: with what follows, the longest has {longest} tokens, and the model reads 40"
@@ -163,7 +175,7 @@ def test_a_choice_whose_question_lost_its_beginning_is_counted_and_a_text_in_win
 
 
 def test_the_tokenizers_side_of_the_model(tokenizer: Any) -> None:
-    model = harness._model(Recorder(tokenizer), True)  # type: ignore[arg-type]
+    model = model_of(Recorder(tokenizer), True)
     assert model.eot_token_id == model.prefix_token_id == tokenizer.eos_token_id
     assert model.tokenizer_name == str(tokenizer.name_or_path)
     chat = [{"role": "user", "content": "a cat"}]
@@ -178,7 +190,7 @@ def test_the_tokenizers_side_of_the_model(tokenizer: Any) -> None:
         def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
             return {"input_ids": [len(text), options.get("add_special_tokens", 7)]}
 
-    other = harness._model(Recorder(WithBos()), True)  # type: ignore[arg-type]
+    other = model_of(Recorder(WithBos()), True)
     assert (other.eot_token_id, other.prefix_token_id) == (5, 9)
     assert other.tok_encode("abc") == [3, 7]
     assert other.tok_encode("abc", add_special_tokens=False) == [3, False]
@@ -231,8 +243,10 @@ def lm_eval_says(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def test_metrics_of_lm_eval_with_their_rows_where_they_are_means(lm_eval_says: dict[str, Any], tokenizer: Any) -> None:
-    found = harness.run(Recorder(tokenizer), ["t", "group"], adapter=True, seed=4)  # type: ignore[arg-type]
+def test_metrics_of_lm_eval_with_their_rows_where_they_are_means(
+    lm_eval_says: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    found = harness.run(Recorder(tokenizer), ["t", "group"], adapter=True, seed=4, kept=kept_in(tmp_path))
     assert set(found) == {"t acc", "t f1", "t bleu", "t exact (strict)", "group acc"}
     rows = found["t acc"].rows
     assert rows is not None
@@ -256,10 +270,10 @@ def test_task_files_are_found_by_the_name_that_stands_in_them(
     file = tmp_path / "file.yaml"
     file.write_text("group: x\ntask: colours  \nmore: 1\n", encoding="utf-8")
     engine: Any = Recorder(tokenizer)
-    harness.run(engine, [str(file)], adapter=True, seed=0)
+    harness.run(engine, [str(file)], adapter=True, seed=0, kept=kept_in(tmp_path))
     assert lm_eval_says["tasks"] == ["colours"]
     assert lm_eval_says["task_manager"] == {"include_path": [str(tmp_path)], "include_defaults": False}
-    harness.run(engine, [str(file), "arc_easy"], adapter=True, seed=0)
+    harness.run(engine, [str(file), "arc_easy"], adapter=True, seed=0, kept=kept_in(tmp_path))
     assert lm_eval_says["tasks"] == ["colours", "arc_easy"]
     assert lm_eval_says["task_manager"]["include_defaults"] is True
 
@@ -272,42 +286,117 @@ def test_task_files_are_found_by_the_name_that_stands_in_them(
     ],
 )
 def test_whatever_lm_eval_raises_is_one_message(
-    lm_eval_says: dict[str, Any], tokenizer: Any, error: Exception, expected: str
+    lm_eval_says: dict[str, Any], tokenizer: Any, error: Exception, expected: str, tmp_path: Path
 ) -> None:
     lm_eval_says["error"] = error
     with pytest.raises(FinrayError) as caught:
-        harness.run(Recorder(tokenizer), ["a", "b"], adapter=True, seed=0)  # type: ignore[arg-type]
+        harness.run(Recorder(tokenizer), ["a", "b"], adapter=True, seed=0, kept=kept_in(tmp_path))
     assert caught.value.message == expected
     assert caught.value.where in ("--harness a,b", None, "")
 
 
-def test_memory_that_is_full_is_not_lm_evals_fault(lm_eval_says: dict[str, Any], tokenizer: Any) -> None:
+def test_memory_that_is_full_is_not_lm_evals_fault(
+    lm_eval_says: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
     lm_eval_says["error"] = MemoryError()
     with pytest.raises(MemoryError):
-        harness.run(Recorder(tokenizer), ["a"], adapter=True, seed=0)  # type: ignore[arg-type]
+        harness.run(Recorder(tokenizer), ["a"], adapter=True, seed=0, kept=kept_in(tmp_path))
 
 
-def test_what_the_harness_is_asked_and_what_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+class Dying:
+    """An engine that is killed after so many results, and notes for which rows it was asked."""
+
+    def __init__(self, engine: Any, most: int | None = None) -> None:
+        self._engine, self.left, self.computed = engine, most, 0
+        self.name, self.version, self.max_length = "dying", "1", engine.max_length
+        self.tokenizer = engine.tokenizer
+
+    def _some(self, results: Any) -> Any:
+        for one in results:
+            if self.left is not None and not self.left:
+                raise KeyboardInterrupt
+            self.left = None if self.left is None else self.left - 1
+            self.computed += 1
+            yield one
+
+    def generate(self, *given: Any, **options: Any) -> Any:
+        return self._some(self._engine.generate(*given, **options))
+
+    def log_likelihood(self, *given: Any, **options: Any) -> Any:
+        return self._some(self._engine.log_likelihood(*given, **options))
+
+
+def test_a_killed_harness_asks_for_the_rest_alone(
+    lm_eval_says: dict[str, Any], pair: tuple[Any, Any], tiny_model_dir: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Likelihoods, windows of a text, and answers, one of which is asked for twice."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+    engine = TransformersEngine.of(model, tokenizer, batch_size=2)
+    engine.max_length = LIMIT
+    choices = asked("loglikelihood", (SHORT, " away"), (SHORT, " and a dog"), (LONG, " two three"))
+    texts = asked("loglikelihood_rolling", (LONG,), (SHORT,))
+    drawn = {"max_gen_toks": 3, "until": [], "do_sample": True, "temperature": 1.0}
+    answers_ = asked("generate_until", (SHORT, drawn), ("a cat", {"max_gen_toks": 4, "until": []}), (SHORT, drawn))
+    results: list[Any] = []
+
+    def ask(model: Any) -> None:
+        results.append(
+            (
+                model.loglikelihood(choices, disable_tqdm=True),
+                model.loglikelihood_rolling(texts),
+                model.generate_until(answers_),
+            )
+        )
+
+    lm_eval_says["ask"] = ask
+    (tmp_path / "whole").mkdir()
+    whole = Dying(engine)
+    harness.run(whole, ["t"], adapter=True, seed=0, kept=kept_in(tmp_path / "whole"))  # type: ignore[arg-type]
+    computed = 0
+    for most in (2, 3, None):
+        some = Dying(engine, most)
+        with contextlib.suppress(KeyboardInterrupt):
+            harness.run(some, ["t"], adapter=True, seed=0, kept=kept_in(tmp_path))  # type: ignore[arg-type]
+        computed += some.computed
+    assert computed == whole.computed
+    first, last = results
+    assert last == first
+    likelihoods, _, said = last
+    expected = pair[1].loglikelihood(choices, disable_tqdm=True)
+    assert [one for one, _ in likelihoods] == pytest.approx([one for one, _ in expected], rel=1e-4)
+    assert said[0] != said[2], "the same prompt is drawn for twice"
+    again = Dying(engine, 0)
+    harness.run(again, ["t"], adapter=True, seed=0, kept=kept_in(tmp_path))  # type: ignore[arg-type]
+    assert results[-1] == first
+
+
+def test_what_the_harness_is_asked_and_what_it_tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
     def run(engine: Any, tasks: Any, **options: Any) -> dict[str, Found]:
         options.pop("notify")("prompts were too long")
+        kept.append(options.pop("kept"))
         seen.update(options, engine=engine, tasks=tasks)
         return {"t acc": Found(0.5, None, None)}
 
     monkeypatch.setattr(harness, "run", run)
     progress: list[tuple[str, int, int]] = []
+    kept: list[Kept] = []
     case: Any = SimpleNamespace(
-        request=SimpleNamespace(harness=("a", "b"), seed=7),
+        request=SimpleNamespace(harness=("a", "b"), seed=7, engine="auto"),
+        folder=tmp_path,
+        dtype=torch.float32,
         notes=[],
         progress=lambda what, done, *, total: progress.append((what, done, total)),
     )
-    engine: Any = "engine"
+    engine: Any = SimpleNamespace(max_length=40)
     for adapter in (True, False):
-        subject: Any = SimpleNamespace(name="tuned", adapter=adapter)
+        subject: Any = SimpleNamespace(name="tuned", adapter=adapter, identity={"of": adapter})
         assert answers._harness(case, subject, engine) == {"t acc": Found(0.5, None, None)}
-        assert seen == {"engine": "engine", "tasks": ("a", "b"), "adapter": adapter, "seed": 7}
+        assert seen == {"engine": engine, "tasks": ("a", "b"), "adapter": adapter, "seed": 7}
     assert case.notes == ["prompts were too long"] * 2
+    belongs = {"engine": "auto", "dtype": "torch.float32", "reads": 40, "seed": 7}
+    assert [one._belongs for one in kept] == [{"model": {"of": adapter}, **belongs} for adapter in (True, False)]
     assert progress == [("tuned harness", 0, 2), ("tuned harness", 2, 2)] * 2
 
 
