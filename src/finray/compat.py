@@ -27,6 +27,21 @@ def shard_offset(tensor: Any) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
+def dtensor_like(local: torch.Tensor, like: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """A DTensor of this shape with the mesh and placements of another, around the local tensor.
+
+    ``DTensor.from_local`` would move that to the mesh's device, where the shards of offloaded weights are not.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, meta)
+    made: torch.Tensor = DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply many tensors by one scalar tensor in place, in few kernels."""
     import torch

@@ -142,11 +142,7 @@ def rows_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -
     """A tensor of this shape of which each rank holds the rows that it holds of another; plain where that is."""
     if not isinstance(like, DTensor):
         return local
-    stride = torch.empty(shape, device="meta").stride()
-    made: torch.Tensor = DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-    return made
+    return compat.dtensor_like(local, like, shape)
 
 
 def shards_of(tensor: torch.Tensor) -> tuple[int, int]:

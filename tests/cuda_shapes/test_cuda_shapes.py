@@ -23,6 +23,7 @@ from finray.parallel import fsdp
 from finray.parallel.base import ProcessGroup
 from finray.parallel.ddp import DDPStrategy
 from finray.parallel.fsdp import FSDPStrategy
+from finray.sharding import rows_like
 from finray.tasks.causal_lm import CausalLM
 from finray.training.loader import StepData
 from finray.training.nonfinite import NonFiniteGuard
@@ -197,6 +198,11 @@ def test_offloaded_gradients_are_clipped_and_applied_in_cpu_memory(monkeypatch: 
     with two_fake_ranks() as mesh, task_on_cuda("llama", lora=lora, may_wait=True) as (task, _):
         monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, shape, **names: mesh)
         offloaded = ParallelConfig(strategy="fsdp", cpu_offload=True)
-        gradients = one_step(task, FSDPStrategy(DEVICE, offloaded, precision="bf16"))
+        strategy = FSDPStrategy(DEVICE, offloaded, precision="bf16")
+        gradients = one_step(task, strategy)
         assert gradients.keys() == task.trainable().keys()
         assert {one.to_local().device.type for one in gradients.values()} == {"cpu"}
+        # As moments of other optimizers are: torch would move them to the mesh's device.
+        name, parameter = next(iter(task.trainable().items()))
+        made = rows_like(parameter.to_local().detach().clone(), parameter, tuple(parameter.shape))
+        assert (made.to_local().device.type, made.shape) == ("cpu", parameter.shape), name

@@ -84,7 +84,7 @@ def loss_sum(head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, ch
         hidden_KH = hidden_KH.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
         result: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_KH, head.weight_VH, head.bias_V, targets_K, head, chunk
+            hidden_KH, head.weight_VH, head.bias_V, targets_K, head, chunk, torch.is_grad_enabled()
         )
     return result
 
@@ -101,9 +101,10 @@ class _ChunkedLoss(torch.autograd.Function):
         targets_K: torch.Tensor,
         head: Head,
         chunk: int,
+        trains: bool,
     ) -> torch.Tensor:
-        needs = ctx.needs_input_grad
-        trains = any(needs[:3])
+        # A weight that is trained needs a gradient by this also where nothing does, in an evaluation.
+        needs = [trains and one for one in ctx.needs_input_grad]
         weight = weight_VH.to(hidden_KH.dtype)
         head = replace(head, weight_VH=weight)  # else each chunk has a copy of its own
         total = torch.zeros((), dtype=torch.float32, device=hidden_KH.device)
@@ -113,30 +114,10 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(targets_K), chunk):
             span = slice(start, start + chunk)
             hidden, targets = hidden_KH[span], targets_K[span, None]
-            logits = head.logits(hidden)
-            slope = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
-            if logits.is_cuda:
-                # One pass over memory instead of five.
-                logits = torch.log_softmax(logits, dim=-1)
-                total -= logits.gather(1, targets).sum()
-                if not trains:
-                    continue
-                grad = logits.exp_()
-            else:
-                # In place: on a CPU a second tensor of this size would cost more than the arithmetic.
-                logits -= logits.amax(dim=-1, keepdim=True)
-                chosen = logits.gather(1, targets)
-                grad = logits.exp_()
-                norm = grad.sum(dim=-1, keepdim=True)
-                total += (norm.log() - chosen).sum()
-                if not trains:
-                    continue
-                grad /= norm
-            grad.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=grad.dtype))
-            if slope is not None:
-                grad *= slope
-            if head.scale != 1.0:
-                grad *= head.scale
+            loss, grad = _loss_and_slope(head, hidden, targets, trains=any(needs[:3]))
+            total += loss
+            if grad is None:
+                continue
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             low = _lowered(grad, hidden.dtype)
@@ -147,6 +128,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad_weight.addmm_(low.T, hidden)
             elif grad_weight is not None:
                 _add(grad_weight, low.T @ hidden)
+            # Before the next chunk's logits are made.
+            del grad, low
         ctx.gradients = [grad_hidden, grad_weight, grad_bias]
         ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         return total
@@ -166,7 +149,39 @@ class _ChunkedLoss(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _loss_and_slope(
+    head: Head, hidden_KH: torch.Tensor, targets_K1: torch.Tensor, *, trains: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The summed loss of a chunk, and its derivative with respect to the projection (fp32); None unless it trains."""
+    logits = head.logits(hidden_KH)
+    slope = None if head.softcap is None or not trains else 1 - (logits / head.softcap) ** 2
+    if logits.is_cuda:
+        # One pass over memory instead of five.
+        logits = torch.log_softmax(logits, dim=-1)
+        loss = -logits.gather(1, targets_K1).sum()
+        if not trains:
+            return loss, None
+        grad = logits.exp_()
+    else:
+        # In place: on a CPU a second tensor of this size would cost more than the arithmetic.
+        logits -= logits.amax(dim=-1, keepdim=True)
+        chosen = logits.gather(1, targets_K1)
+        grad = logits.exp_()
+        norm = grad.sum(dim=-1, keepdim=True)
+        loss = (norm.log() - chosen).sum()
+        if not trains:
+            return loss, None
+        grad /= norm
+    grad.scatter_add_(1, targets_K1, torch.full_like(targets_K1, -1, dtype=grad.dtype))
+    if slope is not None:
+        grad *= slope
+    if head.scale != 1.0:
+        grad *= head.scale
+    return loss, grad
 
 
 def _lowered(grad_KV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from finray import compat
 from finray.errors import ModelError
 from finray.models.saved_layout import without_adapter
 
+# What Liger has replaced in Transformers' modules, by name of the module: Transformers' own.
+_REPLACED: dict[str, dict[str, Any]] = {}
 # finray's loss computes logits only at targets, which Liger's does not.
 _NOT_ITS_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
@@ -37,16 +40,28 @@ def apply(model: Any, *, checkpointing: str = "none") -> None:
             "Liger is not installed", where="train.liger", repair="pip install 'finray[liger]', or set it to auto"
         ) from None
     inner = without_adapter(model)
+    restore()
     if inner.config.model_type in known:
         module = sys.modules[type(inner).__module__]
         usual = dict(vars(module))
         # Its rotary embedding changes queries and keys in place, unseen by autograd: selective checkpointing, which
         # stores them before that, would rotate them a second time.
         without = {"rope": False} if checkpointing == "selective" else {}
-        patch(inner, **_NOT_ITS_LOSS, **without)
-        for name, own in usual.items():
-            if (given := getattr(module, name)) is not own:
-                setattr(module, name, own if isinstance(own, type) else _on_gpus(given, own))
+        # Of some families Liger knows only the language model, and not a classifier.
+        with suppress(TypeError):
+            patch(inner, **_NOT_ITS_LOSS, **without)
+        replaced = {name: own for name, own in usual.items() if getattr(module, name) is not own}
+        _REPLACED[module.__name__] = replaced
+        for name, own in replaced.items():
+            setattr(module, name, own if isinstance(own, type) else _on_gpus(getattr(module, name), own))
+
+
+def restore() -> None:
+    """Give Transformers' modules their own functions back: what was patched before loses Liger's rotary embedding."""
+    for module, names in _REPLACED.items():
+        for name, own in names.items():
+            setattr(sys.modules[module], name, own)
+    _REPLACED.clear()
 
 
 def _on_gpus(kernel: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:

@@ -317,7 +317,7 @@ def _diagnose(
                     links[one, other] = speed
         findings += judged_bandwidth(links)
     notify("reducing")
-    findings.append(_reduce([*each()], facts, ips, call))
+    findings += _reduce([*each()], facts, ips, call)
     for name, why in lost.items():
         repair = "check that the node is alive (finray cluster status) and its ports are open"
         findings.append(Finding("problem", "node", name, f"did not answer ({why})", repair))
@@ -329,24 +329,28 @@ def _reduce(
     facts: Mapping[str, Facts],
     ips: Mapping[str, str],
     call: Callable[[str, Mapping[str, tuple[Any, ...]]], dict[str, Any]],
-) -> Finding:
-    """An all-reduce over all GPUs of all nodes; over CPUs, with one rank per node, if a node has no GPU."""
-    gpus = [facts[name].usable_gpus if name in facts else 0 for name in known]
-    backend = "nccl" if gpus and all(gpus) and sum(gpus) > 1 else "gloo"
-    counts = gpus if backend == "nccl" else [1 if len(known) > 1 else 2] * len(known)
+) -> list[Finding]:
+    """An all-reduce over all GPUs of all nodes, if each has one; and over CPUs, with one rank per node."""
     if not known:
-        return Finding("problem", "all-reduce", "", "no node answers")
-    host = ips[known[0]]
-    port = call("free_port", {known[0]: (host,)}).get(known[0], 0)
-    first = [sum(counts[:number]) for number in range(len(counts))]
-    arguments = {
-        name: ([*range(start, start + count)], sum(counts), host, port, backend, ips[name])
-        for name, start, count in zip(known, first, counts, strict=True)
-    }
-    answers = call("all_reduce", arguments)
-    ranks = [one for found in answers.values() for one in found]
-    ranks += [{"error": "no answer"}] * (sum(counts) - len(ranks))
-    return judged_reduce(backend, ranks)
+        return [Finding("problem", "all-reduce", "", "no node answers")]
+    host, found = ips[known[0]], list[Finding]()
+    gpus = [facts[name].usable_gpus if name in facts else 0 for name in known]
+    # Workers with GPUs use Gloo too, for what is in CPU memory.
+    rounds = {"gloo": [1 if len(known) > 1 else 2] * len(known)}
+    if all(gpus) and sum(gpus) > 1:
+        rounds = {"nccl": gpus, **(rounds if len(known) > 1 else {})}
+    for backend, counts in rounds.items():
+        port = call("free_port", {known[0]: (host,)}).get(known[0], 0)
+        first = [sum(counts[:number]) for number in range(len(counts))]
+        arguments = {
+            name: ([*range(start, start + count)], sum(counts), host, port, backend, ips[name])
+            for name, start, count in zip(known, first, counts, strict=True)
+        }
+        answers = call("all_reduce", arguments)
+        ranks = [one for each in answers.values() for one in each]
+        ranks += [{"error": "no answer"}] * (sum(counts) - len(ranks))
+        found.append(judged_reduce(backend, ranks))
+    return found
 
 
 def _head_first(node: Mapping[str, Any]) -> tuple[bool, str, str]:

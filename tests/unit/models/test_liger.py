@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ class Norm(torch.nn.Module):
         return kernel(x)
 
 
+OWN = modeling_llama.apply_rotary_pos_emb
 # What Liger was told.
 told: list[dict[str, Any]] = []
 
@@ -38,20 +40,22 @@ told: list[dict[str, Any]] = []
 def patch(model: Any, **options: Any) -> None:
     """What Liger does to the module of Llama; it gives the model its layers as well."""
     told.append(options)
-    modeling_llama.apply_rotary_pos_emb = kernel
+    if options.get("rope", True):
+        modeling_llama.apply_rotary_pos_emb = kernel
     modeling_llama.LlamaRMSNorm = Norm  # type: ignore[misc]
     model.model.norm = Norm()
 
 
 @pytest.fixture
-def patched(monkeypatch: pytest.MonkeyPatch) -> Any:
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A model with Liger's layers; the module of its family is as before after the test."""
-    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm"):
-        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
     monkeypatch.setattr(compat, "liger_patcher", lambda: (patch, frozenset({"llama"})))
     model = tiny.build_model("llama")
     liger.apply(model)
-    return model
+    yield model
+    liger.restore()
+    assert modeling_llama.apply_rotary_pos_emb is OWN
+    assert modeling_llama.LlamaRMSNorm is not Norm
 
 
 def test_a_model_on_a_cpu_is_as_before_in_a_process_that_trains_with_liger(patched: Any) -> None:
@@ -79,5 +83,22 @@ def test_what_is_on_a_gpu_goes_through_the_kernel(patched: Any) -> None:
 def test_what_changes_queries_in_place_is_left_out_where_they_are_stored(checkpointing: str) -> None:
     """Stored before they are rotated, and rotated again when the layer is computed again: tests/gpu shows it."""
     liger.apply(tiny.build_model("llama"), checkpointing=checkpointing)
+    on_gpu, rest = SimpleNamespace(is_cuda=True), (None, None, None)
+    if checkpointing == "selective":
+        # Also after a model in the same process that had it.
+        assert modeling_llama.apply_rotary_pos_emb is OWN
+    else:
+        assert modeling_llama.apply_rotary_pos_emb(on_gpu, *rest) == "by the kernel"
     usual = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     assert told[-1] == usual | ({"rope": False} if checkpointing == "selective" else {})
+
+
+def test_a_classifier_that_liger_does_not_know_keeps_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Gemma 3, of which it knows the language model."""
+
+    def refuse(model: Any, **options: Any) -> None:
+        raise TypeError("The model must be LlamaForCausalLM.")
+
+    monkeypatch.setattr(compat, "liger_patcher", lambda: (refuse, frozenset({"llama"})))
+    liger.apply(tiny.build_classifier("llama"))
+    assert modeling_llama.apply_rotary_pos_emb is OWN

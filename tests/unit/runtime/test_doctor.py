@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -82,6 +84,35 @@ def test_links_storage_and_sums_are_judged() -> None:
     assert doctor.judged_reduce("gloo", ranks).text == "2 ranks, 3.1 Gbit/s"
     assert doctor.judged_reduce("gloo", [*ranks, {"error": "refused"}]).text == "1 of 3 ranks failed: refused"
     assert doctor.judged_reduce("nccl", [{"good": False, "gbit_per_s": 3.0}]).level == "problem"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ([0, 0], {"gloo": [[0], [1]]}),
+        ([2, 0], {"gloo": [[0], [1]]}),
+        # Workers with GPUs use Gloo as well, for what is in CPU memory.
+        ([2, 1], {"nccl": [[0, 1], [2]], "gloo": [[0], [1]]}),
+        ([4], {"nccl": [[0, 1, 2, 3]]}),
+        ([1], {"gloo": [[0, 1]]}),
+    ],
+)
+def test_what_gpus_and_cpus_reduce(gpus: list[int], expected: dict[str, list[list[int]]]) -> None:
+    asked: dict[str, list[list[int]]] = {}
+
+    def call(method: str, arguments: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        if method == "free_port":
+            return dict.fromkeys(arguments, 7)
+        for ranks, _, _, port, backend, _ in arguments.values():
+            assert port == 7
+            asked.setdefault(backend, []).append(ranks)
+        return {name: [{"good": True, "gbit_per_s": 1.0}] * len(one[0]) for name, one in arguments.items()}
+
+    names = [f"h{number}" for number in range(len(gpus))]
+    facts: Any = {name: SimpleNamespace(usable_gpus=count) for name, count in zip(names, gpus, strict=True)}
+    found = doctor._reduce(names, facts, dict.fromkeys(names, "10.0.0.1"), call)
+    assert asked == expected
+    assert [one.what for one in found] == [f"all-reduce ({backend})" for backend in expected]
     differ = doctor.judged_versions({"m1": {"torch": "2.13.0"}, "m2": {"torch": "2.12.0"}})
     assert [(one.node, one.text) for one in differ] == [("m2", "torch 2.12.0 (the head has 2.13.0)")]
 

@@ -118,6 +118,7 @@ class Optimizer:
         self.parameters = dict(parameters)
         self.inner = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles, seed=seed)
         self._state = stateful(self.inner)
+        self._device = next((one.device for one in self.parameters.values()), torch.device("cpu"))
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """One update from the gradients, which are then freed.
@@ -128,6 +129,9 @@ class Optimizer:
         """
         for group in self.inner.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
+        if found_inf is not None:
+            # Waits if weights are offloaded: torch's AdamW would not, and might read it before it has arrived.
+            found_inf = found_inf.to(self._device)
         compat.set_found_inf(self.inner, found_inf)
         self.inner.step()
         self.inner.zero_grad()
