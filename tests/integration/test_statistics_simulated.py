@@ -88,35 +88,53 @@ def graded(draw: np.random.Generator, rows: int, gain: float) -> tuple[FloatArra
     return common + draw.exponential(0.5, (rows, 1)), common + draw.exponential(0.5, (rows, 1)) + gain
 
 
-@pytest.mark.parametrize(("make", "rows"), [(right, 40), (right, 200), (graded, 8), (graded, 40)])
+def losses(draw: np.random.Generator, rows: int, gain: float) -> tuple[FloatArray, FloatArray]:
+    """The losses of two models on rows of unequal length, some of which are hard for both; the second's are lower."""
+    tokens = draw.integers(5, 60, (rows, 1)).astype(float)
+    hard = tokens * draw.gamma(2, 0.5, (rows, 1))
+    first, second = (hard * draw.gamma(8, 1 / 8, (rows, 1)) for _ in range(2))
+    return np.concatenate([first, tokens], axis=1), np.concatenate([second * (1 - gain), tokens], axis=1)
+
+
+Pair = Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "total"),
+    [(right, 40, mean), (right, 200, mean), (graded, 8, mean), (graded, 40, mean), (losses, 40, ratio)],
+)
 def test_models_that_are_equally_good_differ_at_most_5_times_in_100(
-    make: Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]],
+    make: Pair,
     rows: int,
+    total: Callable[[FloatArray, int], float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The intervals are not looked at.
     monkeypatch.setattr(statistics, "_RESAMPLES", 2)
     draw = np.random.default_rng(3)
-    p = [paired(*make(draw, rows, 0.0), mean, seed=trial).p for trial in range(TRIALS)]
+    p = [paired(*make(draw, rows, 0.0), total, seed=trial).p for trial in range(TRIALS)]
     # 0.05 and two standard errors of a thousand trials. McNemar's exact test may stay below.
     assert np.mean(np.array(p) < 0.05) <= 0.064
-    if make is graded:
+    if make is not right:
         assert np.mean(np.array(p) < 0.05) >= 0.036
-    better = [paired(*make(draw, rows, 0.5), mean, seed=trial).p for trial in range(100)]
+    better = [paired(*make(draw, rows, 0.5), total, seed=trial).p for trial in range(100)]
     assert np.mean(np.array(better) < 0.05) > 0.4, "a test that never speaks would pass, too"
 
 
-@pytest.mark.parametrize(("make", "rows", "truth"), [(right, 60, 0.0), (graded, 40, 0.3)])
+@pytest.mark.parametrize(
+    ("make", "rows", "truth", "total"), [(right, 60, 0.0, mean), (graded, 40, 0.3, mean), (losses, 60, -0.2, ratio)]
+)
 def test_the_interval_of_a_difference_holds_the_truth_95_times_in_100(
-    make: Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]],
+    make: Pair,
     rows: int,
     truth: float,
+    total: Callable[[FloatArray, int], float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(statistics, "_SWAPS", 2)
     draw, held = np.random.default_rng(4), 0
     for trial in range(TRIALS):
-        found = paired(*make(draw, rows, truth), mean, seed=trial).interval
+        found = paired(*make(draw, rows, abs(truth)), total, seed=trial).interval
         assert found.low is not None
         assert found.high is not None
         held += found.low <= truth <= found.high
