@@ -138,8 +138,7 @@ def _engine(case: Case, artifact: Artifact) -> Iterator[Callable[[], Engine]]:
     try:
         yield opened
     except KeyboardInterrupt as stop:
-        if case.rows is not None:
-            stop.add_note("finished rows are kept")
+        stop.add_note("finished rows are kept")
         raise
     finally:
         for engine in loaded:

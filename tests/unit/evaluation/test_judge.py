@@ -76,9 +76,10 @@ class Run:
     def engine(self, name: str, artifact: Any, **options: Any) -> Any:
         self.engines.append((name, artifact.folder.name, options))
         close = lambda: self.closed.append(artifact.folder.name)  # noqa: E731
-        return SimpleNamespace(name=f"engine {artifact.folder.name}", version="2", close=close)
+        return SimpleNamespace(name=f"engine {artifact.folder.name}", version="2", close=close, max_length=40)
 
-    def run(self, engine: Any, tasks: Any, *, adapter: bool, seed: int, notify: Any) -> Any:
+    def run(self, engine: Any, tasks: Any, *, adapter: bool, seed: int, kept: Any, notify: Any) -> Any:
+        assert kept.found == {}
         self.harness.append((engine.name, tasks, adapter, seed))
         return {"t acc": Found(0.5, None, None)}
 
@@ -100,7 +101,7 @@ class Run:
 
     def case(self, *, metrics: Any = ("exact_match",), scoring: Any = None, spread: Any = None, rows: Any = "all",
              asked: Any = None, **request: Any) -> Any:  # fmt: skip
-        one, two = (SimpleNamespace(folder=Path(name)) for name in ("model", "another"))
+        one, two = (SimpleNamespace(folder=Path(name), base=None) for name in ("model", "another"))
         subjects = [Subject("base", one, adapter=False), Subject("other", two), Subject("tuned", one)]  # type: ignore[arg-type]
         rows = Rows() if rows == "all" else rows
         own = {id(one): rows, id(two): rows}
@@ -110,6 +111,7 @@ class Run:
             config=SimpleNamespace(evaluation=evaluation, data="the run's", cluster="a cluster"),
             **{"rows": rows, "subjects": subjects, "tuned": subjects[-1], "dtype": "bf16", "spread": spread},
             notes=["a note"],
+            folder=Path("nothing is written there"),
             by_artifact=lambda: [(one, [subjects[0], subjects[2]]), (two, [subjects[1]])],
             rows_for=lambda artifact: own[id(artifact)],
             progress=lambda what, done, *, total: self.asked.append((what, done, total)),
@@ -258,5 +260,5 @@ def test_an_interrupted_judge_says_what_is_kept_and_closes_its_engine(
     monkeypatch.setattr(module.harness, "run", stop)
     with pytest.raises(KeyboardInterrupt) as caught:
         judge(run.case(rows=rows, harness=("t",)))
-    assert getattr(caught.value, "__notes__", []) == (["finished rows are kept"] if rows else [])
+    assert caught.value.__notes__ == ["finished rows are kept"]
     assert run.closed == ["model"]
