@@ -94,7 +94,7 @@ def test_memory_is_given_to_what_is_tied_once_and_buffers_are_computed(monkeypat
     with torch.device("meta"):
         model = tiny.build_model("llama", tie_word_embeddings=True)
     model.model.embed_tokens.weight = model.lm_head.weight
-    sharded._give_memory(model, model, CPU)
+    sharded._give_memory(model, model, CPU, CPU)
     assert model.model.embed_tokens.weight is model.lm_head.weight
     assert not any(one.is_meta for one in [*model.parameters(), *model.buffers()])
     assert computed == [one for one in model.modules() if list(one.buffers(recurse=False))]
