@@ -18,14 +18,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config.schema import AdapterConfig
-from finray.data.dataset.prepare import prepare_here
 from finray.data.sampling.collate import Batch
 from finray.data.sampling.order import permutation
 from finray.models import adapters, attention, fused_lora
 from finray.models.head import Head, loss_sum
-from finray.parallel.ddp import DDPStrategy
 from finray.tasks.causal_lm import CausalLM
-from finray.training.assemble import Assembled, assemble
+from finray.training.assemble import Assembled
 from tests.integration.test_reference import naive_rows
 from tests.support import runs, tiny
 from tests.support.adapted import save_adapter
@@ -239,11 +237,7 @@ def test_the_perturbation_can_see_a_leak() -> None:
 
 def run_on_gpu(plain: dict[str, Any], run_dir: Path, before: Callable[[Assembled], None] | None = None) -> Assembled:
     """Run (or continue) in this process, on the GPU."""
-    config = runs.config_of(plain)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    assembled = assemble(
-        config, runs.resolved_of(config), prepared=prepare_here(config), run_dir=run_dir, strategy=DDPStrategy(DEVICE)
-    )
+    assembled = runs.assemble_alone(plain, run_dir, device=DEVICE)
     if before is not None:
         before(assembled)
     assembled.loop.run()
@@ -252,10 +246,10 @@ def run_on_gpu(plain: dict[str, Any], run_dir: Path, before: Callable[[Assembled
 
 
 def gpu_settings(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A small run with finray's own attention, whether or not FlashAttention is installed."""
+    """A small run with finray's own attention and no kernels of Liger's, whatever is installed."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(30)), encoding="utf-8")
-    plain = runs.tiny_run(model, file, folder, sections)
+    plain = runs.tiny_run(model, file, folder, {**sections, "train.liger": False})
     return {**plain, "model": {**plain["model"], "attention": "packed"}}
 
 

@@ -6,8 +6,9 @@ import importlib.util
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def run(
         folders += [] if named is None else [str(path.parent)]
     try:
         with kept.adding(made_by={"name": engine.name, "version": engine.version}) as add:
-            model = _model(engine, adapter, kept.found, add)
+            model = _model(engine, adapter, _Results(kept.found, add))
             found: Any = simple_evaluate(
                 model,
                 tasks=names,
@@ -158,8 +159,48 @@ def joined(
     return with_them, more
 
 
-def _model(engine: Engine, adapter: bool, known: dict[int, Any], add: Callable[[int, Any], None]) -> Any:
-    """The engine as an lm-eval model; ``known`` has the results of requests, and ``add`` saves another one there."""
+def _generated(
+    engine: Engine,
+    adapter: bool,
+    sampling: Sampling,
+    numbers: Sequence[int],
+    prompts: Sequence[list[int]],
+    places: list[int],
+) -> Iterator[tuple[int, str]]:
+    """Answers to the prompts at some places; ``numbers`` are those of their requests."""
+    rows = {numbers[place]: place for place in places}
+    for answer in engine.generate([prompts[place] for place in places], sampling, rows=[*rows], adapter=adapter):
+        yield rows[answer.row], answer.text
+
+
+class _Results:
+    """Results of requests by their content: known from before, or computed now.
+
+    Args:
+        known: the results.
+        add: saves one there.
+    """
+
+    def __init__(self, known: dict[int, Any], add: Callable[[int, Any], None]) -> None:
+        self._known, self._add = known, add
+        self._asked: Counter[str] = Counter()
+
+    def of(self, requests: Sequence[Any], compute: Callable[[list[int]], Iterator[tuple[int, Any]]]) -> list[Any]:
+        """Their results in order; ``compute`` yields those of the places that are missing, as they finish."""
+        keys = []
+        for request in requests:
+            content = seal_of({"asked": request})
+            # A request that is repeated, such as another attempt, has a result of its own each time.
+            keys.append(int(content[:15], 16) + self._asked[content])
+            self._asked[content] += 1
+        if missing := [place for place, key in enumerate(keys) if key not in self._known]:
+            for place, result in compute(missing):
+                self._add(keys[place], result)
+        return [self._known[key] for key in keys]
+
+
+def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
+    """The engine as an lm-eval model."""
     from lm_eval.api.model import TemplateLM
 
     limit = engine.max_length or 2**20
@@ -169,16 +210,6 @@ def _model(engine: Engine, adapter: bool, known: dict[int, Any], add: Callable[[
             super().__init__()
             # Tokens of requests that were longer than the model reads.
             self.too_long: list[int] = []
-            self._asked: Counter[str] = Counter()
-
-        def _keys(self, requests: Iterable[Any]) -> list[int]:
-            """A number for each request, by its content; one that is repeated has another one each time."""
-            keys = []
-            for request in requests:
-                content = seal_of({"asked": request})
-                self._asked[content] += 1
-                keys.append(int(seal_of({"asked": content, "time": self._asked[content]})[:15], 16))
-            return keys
 
         tokenizer = engine.tokenizer
         tokenizer_name = str(engine.tokenizer.name_or_path)
@@ -211,12 +242,13 @@ def _model(engine: Engine, adapter: bool, known: dict[int, Any], add: Callable[[
                 Continuation((context + tokens)[-limit:][: -len(tokens)] or [self.prefix_token_id], tokens)
                 for _, context, tokens in requests
             ]
-            keys = self._keys([list(one.context), list(one.tokens)] for one in continuations)
-            left = [row for row, key in enumerate(keys) if key not in known]
-            if left:
-                for one in engine.log_likelihood([continuations[row] for row in left], adapter=adapter):
-                    add(keys[left[one.row]], [float(sum(one.logprobs)), one.is_greedy])
-            return [(known[key][0], known[key][1]) for key in keys]
+
+            def compute(places: list[int]) -> Iterator[tuple[int, Any]]:
+                for one in engine.log_likelihood([continuations[place] for place in places], adapter=adapter):
+                    yield places[one.row], [float(sum(one.logprobs)), one.is_greedy]
+
+            asked = [[list(one.context), list(one.tokens)] for one in continuations]
+            return [(value, is_greedy) for value, is_greedy in results.of(asked, compute)]
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -231,7 +263,7 @@ def _model(engine: Engine, adapter: bool, known: dict[int, Any], add: Callable[[
             return found
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            texts: dict[int, str] = {}
+            texts = [""] * len(requests)
             groups: dict[str, list[int]] = {}
             for number, request in enumerate(requests):
                 groups.setdefault(repr(request.args[1]), []).append(number)
@@ -245,12 +277,10 @@ def _model(engine: Engine, adapter: bool, known: dict[int, Any], add: Callable[[
                 prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
                 self.too_long += [len(one) + most for one in prompts if len(one) + most > limit]
                 prompts = [one[-max(1, limit - most) :] for one in prompts]
-                keys = dict(zip(numbers, self._keys([one, asdict(sampling)] for one in prompts), strict=True))
-                left = {row: one for row, one in zip(numbers, prompts, strict=True) if keys[row] not in known}
-                if left:
-                    for answer in engine.generate([*left.values()], sampling, rows=[*left], adapter=adapter):
-                        add(keys[answer.row], answer.text)
-                texts |= {row: known[key] for row, key in keys.items()}
-            return [texts[row] for row in range(len(requests))]
+                compute = partial(_generated, engine, adapter, sampling, numbers, prompts)
+                found = results.of([[one, asdict(sampling)] for one in prompts], compute)
+                for number, text in zip(numbers, found, strict=True):
+                    texts[number] = text
+            return texts
 
     return EngineLM()

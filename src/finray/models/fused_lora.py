@@ -73,7 +73,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             # Only in inference: the same sum, rounded once.
             low = (x if dropped is None else dropped) @ down.to(x.dtype).T
             return linear(x, base.weight, base.bias, plus=low * self.scaling[NAME] @ up.to(x.dtype).T)
-        # Shapes are read out here: torch 2.11 cannot compile a function of autograd that works with its inputs' shapes.
+        # Flattened here, because torch 2.11 cannot compile an autograd function that reads the shapes of its inputs.
         result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, -2),
             None if dropped is None else dropped.flatten(0, -2),

@@ -103,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         trains: bool,
     ) -> torch.Tensor:
-        # A weight that is trained needs a gradient by this also where nothing does, in an evaluation.
+        # Under `no_grad`, `needs_input_grad` is still true of a weight that is trained.
         needs = [trains and one for one in ctx.needs_input_grad]
         weight = weight_VH.to(hidden_KH.dtype)
         head = replace(head, weight_VH=weight)  # else each chunk has a copy of its own
@@ -114,7 +114,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(targets_K), chunk):
             span = slice(start, start + chunk)
             hidden, targets = hidden_KH[span], targets_K[span, None]
-            loss, grad = _loss_and_slope(head, hidden, targets, trains=any(needs[:3]))
+            loss, grad = _loss_and_grad(head, hidden, targets, trains=any(needs[:3]))
             total += loss
             if grad is None:
                 continue
@@ -153,10 +153,10 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _loss_and_slope(
+def _loss_and_grad(
     head: Head, hidden_KH: torch.Tensor, targets_K1: torch.Tensor, *, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed loss of a chunk, and its derivative with respect to the projection (fp32); None unless it trains."""
+    """The summed loss of a chunk, and its gradient with respect to the projection (fp32); None unless it trains."""
     logits = head.logits(hidden_KH)
     slope = None if head.softcap is None or not trains else 1 - (logits / head.softcap) ** 2
     if logits.is_cuda:

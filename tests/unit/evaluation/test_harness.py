@@ -41,7 +41,7 @@ def pair(tiny_model_dir: Path, tokenizer: Any) -> tuple[Any, Any]:
 def model_of(engine: Any, adapter: bool) -> Any:
     """The engine as a model of lm-eval that knows no result from before."""
     known: dict[int, Any] = {}
-    return harness._model(engine, adapter, known, known.__setitem__)
+    return harness._model(engine, adapter, harness._Results(known, known.__setitem__))
 
 
 def kept_in(folder: Path) -> Kept:
