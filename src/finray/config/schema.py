@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
 from finray.config.classification import ClassificationConfig as ClassificationConfig
 from finray.config.data_schema import FIELDS as FIELDS
@@ -113,7 +113,7 @@ class ModelConfig(Section):
     chat_template: str | None = Field(
         None, description="Jinja file that replaces the tokenizer's chat template, or the template itself."
     )
-    chat_template_arguments: dict[str, Any] = Field(
+    chat_template_arguments: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Variables passed to the chat template, in training and in serving, such as `enable_thinking`.",
     )
@@ -230,7 +230,7 @@ class ParallelConfig(Section):
         description="`deepspeed`: what is sharded: 1 the optimizer state, 2 gradients too, 3 weights too. null takes "
         "the stage of `parallel.deepspeed_config`, else 2.",
     )
-    deepspeed_config: str | dict[str, Any] | None = Field(
+    deepspeed_config: str | dict[str, JsonValue] | None = Field(
         None,
         description="`deepspeed`: your own JSON file, or its content. Fields that it leaves out or sets to "
         '`"auto"` are filled in from this config; a contradicting value is an error.',

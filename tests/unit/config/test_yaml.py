@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from finray.config.load import build_config, load_config, parse_yaml, read_yaml
@@ -77,6 +77,9 @@ def test_any_text_is_a_value_or_one_error(text: str) -> None:
 
 @settings(max_examples=300, deadline=2000)
 @given(st.dictionaries(_FIELDS, _VALUES, max_size=4))
+# A number as a name would be text in the run's own file, and so another configuration when it continues.
+@example({"model.chat_template_arguments": {"": {0: None}}})
+@example({"parallel.strategy": "deepspeed", "parallel.deepspeed_config": {"optimizer": {0: None}}})
 def test_any_values_make_a_configuration_or_one_error(values: dict[str, Any]) -> None:
     plain = runs.changed(SMALL, {name: one for name, one in values.items() if "." in name})
     config, said = _built({**plain, **{name: one for name, one in values.items() if "." not in name}})
