@@ -20,9 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finray.checkpoint import CheckpointStore
+from finray.data.sampling.collate import Batch
 from finray.records import TrainRecord
 from finray.runtime import nodes
+from finray.tasks.causal_lm import CausalLM
 from finray.tracking.starts import Start, read_starts
 from tests.support import forks, gated, hosts, runs, tiny
 from tests.support.group import run_group
@@ -456,6 +460,9 @@ def require_same(run_dir: Path, other: Path) -> None:
 # --- a host that comes back and still writes -------------------------------------------------------------------------
 
 
+_done = 0  # steps that this very process did, under the tracker Did
+
+
 class Did:
     """A tracker that writes down which steps this very process did, beside the run."""
 
@@ -465,12 +472,25 @@ class Did:
 
     def log(self, record: Any) -> None:
         """Note a step."""
+        global _done
         if isinstance(record, TrainRecord):
+            _done += 1
             with self._file.open("a") as stream:
                 stream.write(f"{record.step}\n")
 
     def finish(self) -> None:
         """Nothing is open."""
+
+
+class LimitedLM(CausalLM):
+    """A causal language model of which each process does no more steps than a file of all hosts allows."""
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Wait until this process may do another step."""
+        limit = Path(os.environ["LIMIT_FILE"])
+        while _done >= int(limit.read_text()):
+            time.sleep(0.02)
+        return super().loss_sum(batch)
 
 
 def cut_off_and_writing(run: Victim, at: int, chance: random.Random) -> Kill:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from finray.checkpoint import manifest
+from finray.checkpoint.store import ATTEMPT_FILE
 from tests.hosts import kills
 from tests.support import hosts, runs, s3, tiny
 from tests.support.group import run_group
@@ -76,6 +80,70 @@ def test_a_host_that_is_lost_costs_little_and_no_disk_is_shared(
     # Any host has it.
     answered = head.finray("generate", url, "hello", "--max-new-tokens", 2, timeout=300)
     assert answered.code == 0, answered.err
+
+
+def test_a_host_that_others_have_lost_and_that_reaches_the_storage_changes_nothing_there(
+    cluster: kills.RayHosts, plain: runs.Plain, bed: hosts.Bed, hosts_s3: s3.Server, tmp_path: Path
+) -> None:
+    """Its worker trains on and uploads its next checkpoint, when another worker has already taken the run over."""
+    cluster.again(*(host for host in cluster.workers if not host.is_on))
+    every, steps, bucket, limit = 6, 30, hosts_s3.bucket(), bed.shared / "limit"
+    task, tracker = (f"{kills.__name__}:{one.__name__}" for one in (kills.LimitedLM, kills.Did))
+    plain = runs.changed(
+        plain,
+        {"run.output_dir": bucket.url("runs"), "train.max_steps": steps, "cluster.num_workers": 1},
+        {"checkpoint": {"every_steps": every, "in_memory_every": None, "keep_last": 10, "asynchronous": False}},
+        {"model.task": task, "tracking.trackers": [tracker], "cluster.env": {"LIMIT_FILE": str(limit)}},
+    )
+    limit.write_text(str(every + 2))
+    log_file = bed.shared / "lost.log"
+    with log_file.open("w") as log:
+        words = ("train", runs.write_config(plain, bed.shared / "lost.yaml"), f"cluster.address={cluster.address}")
+        training = cluster.head.start_finray(*words, stdout=log, stderr=log)
+
+    def until(true: Callable[[], Any], what: str) -> Any:
+        def looked() -> Any:
+            assert training.poll() is None, log_file.read_text(encoding="utf-8")
+            return true()
+
+        return hosts.wait_until(looked, what, timeout=300)
+
+    def did(host: hosts.Host) -> list[str]:
+        """The steps of the run's worker there."""
+        root = Path(f"/proc/{host.pid}/root/tmp/home/.cache/finray/runs")
+        return [step for file in root.glob(f"*/did-{host.name}-*") for step in file.read_text().split()]
+
+    def at_work(*, beside: Collection[hosts.Host] = ()) -> hosts.Host | None:
+        return next((one for one in cluster.workers if one not in beside and str(every + 2) in did(one)), None)
+
+    lost = until(at_work, "a worker does its steps")
+    (attempt,) = {one.parent.joinpath(ATTEMPT_FILE).read_text() for one in _records(lost)}
+    others = [one for one in (cluster.head, *cluster.workers) if one is not lost]
+    lost.cut_from(others)
+    until(lambda: at_work(beside=[lost]), "another worker takes the run over")
+    limit.write_text(str(10**9))
+    assert training.wait(300) == 0, log_file.read_text(encoding="utf-8")
+    name, due = "runs/run/checkpoint-{:06d}-" + attempt[:8], 2 * every
+    # It did the steps up to its next checkpoint, uploaded that, and was told.
+    hosts.wait_until(lambda: str(due) in did(lost), "the lost worker does its steps")
+    hosts.wait_until(lambda: bucket.keys(name.format(due)), "the lost worker uploads")
+    lost.reach(others)
+    time.sleep(5)
+    assert str(due + 1) not in did(lost)
+    assert not [key for key in bucket.keys(name.format(due)) if key.endswith(manifest.NAME)]
+    index = json.loads(bucket.get("runs/run/checkpoints.json"))["checkpoints"]
+    assert [one["step"] for one in index] == [*range(every, steps + 1, every)]
+    assert [one["step"] for one in index if one["folder"].endswith(attempt[:8])] == [every]
+
+    (tmp_path / "stitched").mkdir()
+    (tmp_path / "stitched" / "metrics.jsonl").write_bytes(bucket.get("runs/run/metrics.jsonl"))
+    limit.write_text(str(10**9))
+    alone = runs.changed(plain, {"model.task": "causal_lm", "run.output_dir": str(bed.shared / "alone")})
+    run_group(runs.changed(alone, {"tracking.trackers": []}), bed.shared / "alone" / "run", world_size=1)
+    assert runs.trace(tmp_path / "stitched") == runs.trace(bed.shared / "alone" / "run")
+    adapter = "adapter_model.safetensors"
+    theirs = bed.shared / "alone" / "run" / f"checkpoint-{steps:06d}" / adapter
+    assert bucket.get(f"runs/run/{index[-1]['folder']}/{adapter}") == theirs.read_bytes()
 
 
 def _records(host: hosts.Host) -> list[Path]:

@@ -195,6 +195,16 @@ class Host:
         self.bed.ip("link", "set", f"c-{self.name}", "up")
         self.is_cut = False
 
+    def cut_from(self, others: Sequence[Host]) -> None:
+        """Let nothing that it sends reach some hosts; the switch, and the S3 server there, it still reaches."""
+        for one in others:
+            _ip(self.pid, "route", "add", "blackhole", f"{one.ip}/32")
+
+    def reach(self, others: Sequence[Host]) -> None:
+        """Undo :meth:`cut_from`."""
+        for one in others:
+            _ip(self.pid, "route", "delete", "blackhole", f"{one.ip}/32")
+
     @contextmanager
     def partitioned(self) -> Iterator[None]:
         """Without a network within the block."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from finray.checkpoint.rundir import RunDir, saved_config
+from finray.config.paths import run_url
 from finray.config.tasks import SPECS
 from finray.records import RunSummary
 from finray.results import Result, Table
@@ -86,7 +87,8 @@ class TrainResult(Result):
         # The commands that answer prompts and score text do not support other tasks.
         answers = config.model.task in SPECS and not SPECS[config.model.task].reads_labels
         here = Path.cwd()
-        run = shlex.quote(str(self.run_dir.relative_to(here) if self.run_dir.is_relative_to(here) else self.run_dir))
+        nearest = self.run_dir.relative_to(here) if self.run_dir.is_relative_to(here) else self.run_dir
+        run = shlex.quote(run_url(config) or str(nearest))
         for line, works in (
             (f'generate {run} "your prompt"', answers),
             (f"evaluate {run}", config.model.task in SPECS and holds_out),

@@ -58,3 +58,20 @@ def test_a_recommended_command_can_be_copied(tmp_path: Path, monkeypatch: pytest
     # The user may be where the run was started, and then a short name is enough.
     monkeypatch.chdir(tmp_path)
     assert recommended() == "my runs/first"
+
+
+def test_commands_for_a_run_behind_a_url_name_the_url(tmp_path: Path) -> None:
+    # Its directory is a copy on the machine of the driver: other machines do not have it.
+    plain = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}}
+    config = build_config({**plain, "run": {"output_dir": "s3://bucket/my runs/", "name": "first"}}, source="test")
+    RunDir(tmp_path).keep_config(config)
+    console = Console(file=io.StringIO(), width=160)
+    TrainResult(tmp_path, tmp_path / "final", 2, SUMMARY).print(console)
+    line = str(console.file.getvalue()).splitlines()[-1]  # type: ignore[attr-defined]
+    assert shlex.split(line.removeprefix("next: ")) == [
+        "finray",
+        "export",
+        "s3://bucket/my runs/first",
+        "--output",
+        "DIR",
+    ]
