@@ -173,13 +173,21 @@ def replace_text(path: Path, text: str) -> None:
 
 def replace_bytes(path: Path, content: bytes) -> None:
     """As :func:`replace_text`."""
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    replace_all({path: content})
+
+
+def replace_all(contents: Mapping[Path, bytes]) -> None:
+    """As :func:`replace_text`, for files that belong together: none is replaced before all are written."""
+    scratch = {path: path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}") for path in contents}
     try:
-        scratch.write_bytes(content)
-        os.replace(scratch, path)
+        for path, content in contents.items():
+            scratch[path].write_bytes(content)
+        for path, written in scratch.items():
+            os.replace(written, path)
     except BaseException:
-        with suppress(OSError):
-            scratch.unlink()
+        for written in scratch.values():
+            with suppress(OSError):
+                written.unlink()
         raise
 
 

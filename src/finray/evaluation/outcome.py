@@ -15,7 +15,7 @@ from rich.table import Column
 from finray.errors import FinrayError, ModelError
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired, p_text
-from finray.files import replace_text
+from finray.files import replace_all
 from finray.results import Result, Table, print_labelled
 
 # A larger confusion matrix is only written to the file.
@@ -279,13 +279,16 @@ def write(found: Comparison) -> None:
     """Write ``metrics.json`` and ``predictions.jsonl``.
 
     Raises:
-        FinrayError: they cannot be written; each file is the old or the new one.
+        FinrayError: they cannot be written; those of an earlier evaluation remain.
     """
+    predictions, metrics = found.folder / PREDICTIONS_FILE, found.folder / METRICS_FILE
+    contents = {metrics: json.dumps(found.json(), indent=2, ensure_ascii=False) + "\n"}
+    # Empty, and not removed: then a copy behind a URL is replaced as well.
+    if found.predictions or predictions.exists():
+        lines = (json.dumps(one.json(), ensure_ascii=False) + "\n" for one in found.predictions)
+        contents[predictions] = "".join(lines)
     try:
-        if found.predictions:
-            lines = (json.dumps(one.json(), ensure_ascii=False) + "\n" for one in found.predictions)
-            replace_text(found.folder / PREDICTIONS_FILE, "".join(lines))
-        replace_text(found.folder / METRICS_FILE, json.dumps(found.json(), indent=2, ensure_ascii=False) + "\n")
+        replace_all({path: text.encode() for path, text in contents.items()})
     except OSError as error:
         raise FinrayError(
             f"the scores cannot be written: {error.strerror}",

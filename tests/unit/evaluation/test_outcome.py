@@ -204,6 +204,10 @@ def test_scores_and_answers_are_written_as_they_are_shown(found: Comparison, tmp
     (tmp_path / "more").mkdir()
     write(replace(found, predictions=(), folder=tmp_path / "more"))
     assert [one.name for one in (tmp_path / "more").iterdir()] == ["metrics.json"]
+    # Answers of an earlier evaluation are no part of this one.
+    write(replace(said, folder=tmp_path / "more"))
+    write(replace(found, predictions=(), folder=tmp_path / "more"))
+    assert (tmp_path / "more" / "predictions.jsonl").read_text(encoding="utf-8") == ""
     with pytest.raises(FinrayError, match="the scores cannot be written: ") as caught:
         write(replace(found, folder=tmp_path / "nowhere"))
     assert caught.value.where == str(tmp_path / "nowhere")
@@ -212,3 +216,9 @@ def test_scores_and_answers_are_written_as_they_are_shown(found: Comparison, tmp
         write(replace(said, rows=9))
     assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8")) == json.loads(json.dumps(said.json()))
     assert (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines() == lines
+    # Also where the disk has room for the answers, and not for the scores.
+    short = replace(ASKED, prompt="why", reference="", answers={}, scores={})
+    with damaged.files_up_to(300), pytest.raises(FinrayError, match="the scores cannot be written: "):
+        write(replace(said, predictions=(short,)))
+    assert (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines() == lines
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["metrics.json", "more", "predictions.jsonl"]
