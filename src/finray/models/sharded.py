@@ -172,6 +172,7 @@ class _BaseWeights:
             tensor = self._state[name] if self.is_whole else self._new[name]
             return tensor[start:stop] if tensor.ndim else tensor
         place = self._places[name]
-        if self._added is None or name not in self._tables:
-            return self._stored.read(place, start, stop)
-        return vocabulary.read_with_new_rows(self._stored, place, start, stop, self._added)
+        if name in self._tables:
+            assert self._added is not None
+            return vocabulary.read_with_new_rows(self._stored, place, start, stop, self._added)
+        return self._stored.read(place, start, stop)

@@ -106,6 +106,23 @@ def test_a_revision_is_that_of_weights_config_and_tokenizer(hub: dict[str, Any],
     assert load_tokenizer(asked).chat_template.startswith(revision or "main")
 
 
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_a_revision_is_that_of_the_generation_settings_and_of_a_new_adapter(
+    hub: dict[str, Any], revision: str | None, tmp_path: Path
+) -> None:
+    (file,) = (tmp_path / "hub").rglob(f"{'1' * 40}/generation_config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "repetition_penalty": 1.3}))
+    asked = ModelConfig(name="org/tiny", revision=revision)
+    model = build_model(
+        *(asked, AdapterConfig(rank=4)),
+        **{"precision": "fp32", "attention_name": None, "bits": None, "seed": 0, "device": torch.device("cpu")},
+        on_meta=True,
+    )
+    assert model.peft_config["default"].revision == revision
+    penalty = model.get_base_model().generation_config.repetition_penalty
+    assert (penalty == 1.3) is (revision == "v1")
+
+
 def test_offloaded_weights_are_in_cpu_memory_and_buffers_on_the_device(hub: dict[str, Any]) -> None:
     """As FSDP2 wants them: it gathers weights on the device, and leaves buffers where they are."""
     asked, meta = ModelConfig(name="org/tiny"), torch.device("meta")
@@ -292,3 +309,74 @@ def test_what_is_sharded_is_built_with_plain_layers_where_the_files_are_quantize
     model = load_model(configure(folder, quantization_config=quantized), dtype=torch.float32, on_meta=True)
     assert not hasattr(model.config, "quantization_config")
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+# --- built on no device, and loaded after that ------------------------------------------------------------------------
+
+
+def both(model: ModelConfig, adapter: AdapterConfig, **options: Any) -> tuple[Any, Any, bool]:
+    """A model that is loaded at once, one that is filled later, and whether all of it was read for that."""
+    options = {"precision": "fp32", "attention_name": None, "bits": None, "seed": 3, **options}
+    cpu = torch.device("cpu")
+    whole, sharded = (build_model(model, adapter, device=cpu, on_meta=meta, **options) for meta in (False, True))
+    return whole, sharded, materialize(sharded, model, adapter, device=cpu, seed=options["seed"])
+
+
+def assert_equal(whole: Any, sharded: Any) -> None:
+    expected, found = dict(whole.named_parameters()), dict(sharded.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["lora", "none"])
+def test_rows_of_new_words_are_the_mean_of_the_known_ones_however_the_model_is_loaded(
+    method: Any, tied: bool, tmp_path: Path, tokenizer: Any
+) -> None:
+    # Other weights have rows of these numbers too.
+    tiny.save_model("llama", tmp_path, tokenizer, tie_word_embeddings=tied, intermediate_size=512)
+    model = ModelConfig(name=str(tmp_path), new_tokens=["<one>", "<two>", "<three>"])
+    whole, sharded, is_read = both(model, AdapterConfig(method=method, rank=4))
+    assert not is_read
+    assert_equal(whole, sharded)
+    stored, known = load_file(tmp_path / "model.safetensors"), len(tokenizer)
+    for name in ("model.embed_tokens.weight",) if tied else ("model.embed_tokens.weight", "lm_head.weight"):
+        mean = stored[name][:known].mean(0).expand(3, -1)
+        inner = sharded.get_base_model() if method == "lora" else sharded
+        layer = inner.get_submodule(name.removesuffix(".weight"))
+        rows = layer.token_adapter.trainable_tokens_delta["default"] if method == "lora" else layer.weight[known:][:3]
+        torch.testing.assert_close(rows.detach(), mean)
+        assert rows.requires_grad
+
+
+@pytest.mark.parametrize("labels", [None, LabelSet("multi_label", ("low", "middle", "high"))])
+def test_a_model_whose_files_name_its_weights_otherwise_is_read_whole(
+    labels: LabelSet | None, tmp_path: Path, tokenizer: Any
+) -> None:
+    """Transformers joins experts as it loads them; a head that is in no file is drawn from the seed here too."""
+    tiny.save_model("qwen3_moe", tmp_path, tokenizer)
+    model = ModelConfig(name=str(tmp_path), task="causal_lm" if labels is None else "sequence_classification")
+    whole, sharded, is_read = both(model, AdapterConfig(method="none"), labels=labels)
+    assert is_read
+    assert_equal(whole, sharded)
+    if labels is not None:
+        assert sharded.score.weight.shape == (3, 64)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_modules_that_are_trained_whole_are_not_packed_with_the_rest(folder: Path, bits: int) -> None:
+    model, cpu = ModelConfig(name=str(folder)), torch.device("cpu")
+    adapter = AdapterConfig(rank=4, target_modules=["q_proj"], modules_to_save=["layers.1.mlp.down_proj"])
+    options: dict[str, Any] = {"precision": "bf16", "attention_name": None, "bits": bits, "seed": 3, "device": cpu}
+    made = build_model(model, adapter, **options)
+    assert all(one.is_meta for one in made.parameters())
+    materialize(made, model, adapter, device=cpu, seed=3)
+    layers = made.get_base_model().model.layers
+    stored = load_file(folder / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    trained = layers[1].mlp.down_proj.modules_to_save["default"].weight
+    assert torch.equal(trained, stored)
+    assert trained.requires_grad
+    # What is packed takes half a byte or one for each weight.
+    packed = layers[0].mlp.down_proj.weight
+    assert packed.numel() * packed.element_size() * 8 == stored.numel() * bits
