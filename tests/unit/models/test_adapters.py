@@ -449,3 +449,34 @@ def test_an_ia3_adapter_is_loaded(tmp_path: Path) -> None:
     names = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     get_peft_model(tiny.build_model("llama"), IA3Config(task_type="CAUSAL_LM", **names)).save_pretrained(tmp_path)
     assert adapters.load_adapter(tiny.build_model("llama"), tmp_path).peft_config
+
+
+SHARED = {
+    "VBLoRA": {"num_vectors": 8, "vector_length": 16, "topk": 2},
+    "TinyLora": {},
+    "UniLora": {},
+    "Vera": {"r": 4},
+    "PromptTuning": {"num_virtual_tokens": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", SHARED)
+def test_an_adapter_of_another_kind_of_pefts_answers_as_it_did_when_it_was_made(kind: str, tmp_path: Path) -> None:
+    """Some keep one tensor for all layers, which PEFT lists under each, and some are no layers at all."""
+    import peft
+
+    targets = {} if kind == "PromptTuning" else {"target_modules": ["q_proj", "v_proj"]}
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **targets, **SHARED[kind])
+    made = peft.get_peft_model(tiny.build_model("llama"), config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    made.save_pretrained(str(tmp_path))
+    tokens = torch.arange(3, 20)[None]
+    loaded = adapters.load_adapter(tiny.build_model("llama"), tmp_path)
+    found = loaded(input_ids=tokens).logits
+    torch.testing.assert_close(found, made.eval()(input_ids=tokens).logits)
+    without = tiny.build_model("llama").eval()(input_ids=tokens).logits
+    assert not torch.allclose(found[:, -1], without[:, -1])

@@ -12,6 +12,7 @@ from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.adapter_methods import DORA, LORA, PISSA, first_values, kaiming_a_zero_b
+from tests.support import tiny
 
 
 class Net(torch.nn.Module):
@@ -131,3 +132,14 @@ def test_every_first_value_is_drawn_from_the_generator_of_its_matrix() -> None:
         other = kaiming_a_zero_b(kind, torch.Size((4, 6)), torch.Generator().manual_seed(4))
         assert torch.equal(one, again)
         assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("method", ["dora", "pissa"])
+def test_an_adapter_on_layers_that_are_stored_transposed_changes_nothing_at_its_start(method: str) -> None:
+    """GPT-2's are (in, out): norms of rows and principal parts are those of the other way round."""
+    tokens = torch.arange(3, 20)[None]
+    expected = tiny.build_model("gpt2").eval()(input_ids=tokens).logits
+    made = adapters.add_lora(tiny.build_model("gpt2"), AdapterConfig(method=method, rank=4), seed=3).eval()
+    layer = made.get_base_model().transformer.h[0].attn.c_attn
+    assert (layer.lora_A["default"].weight.shape, layer.lora_B["default"].weight.shape) == ((4, 64), (192, 4))
+    torch.testing.assert_close(made(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
