@@ -19,7 +19,7 @@ from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters, attention, sharded, vocabulary
 from finray.models.attention import packed_attention
-from finray.models.classifier import mark_new, modules_to_save
+from finray.models.classifier import mark_new, modules_to_save, new_values, set_padding
 from finray.models.export import Exported
 from finray.models.packed import JoinedRows, PackedModel
 from finray.models.packing_check import check_packing_of, shrunk
@@ -464,3 +464,34 @@ def test_a_head_and_a_pooler_that_is_new_are_trained_whole(new: list[str] | None
     model.bert, model.dropout, model.classifier = torch.nn.Linear(2, 2), torch.nn.Dropout(), torch.nn.Linear(2, 2)
     mark_new(model, new)
     assert modules_to_save(model) == expected
+
+
+def test_new_weights_are_as_wide_as_the_model_says_and_biases_and_norms_begin_at_zero_and_one() -> None:
+    shapes = {"head.weight": (50, 400), "other.weight": (50, 400), "head.bias": (50,), "norm.weight": (64,)}
+    for fields, std in (({"initializer_range": 0.3}, 0.3), ({}, 0.02)):
+        config = SimpleNamespace(get_text_config=lambda fields=fields: SimpleNamespace(**fields))
+        values = new_values(config, shapes, 3)
+        assert {name: tuple(value.shape) for name, value in values.items()} == shapes
+        for name in ("head.weight", "other.weight"):
+            assert float(values[name].std()) == pytest.approx(std, rel=0.03)
+            assert float(values[name].mean()) == pytest.approx(0.0, abs=0.03 * std)
+        # Each from its own name, and from the seed.
+        assert not torch.equal(values["head.weight"], values["other.weight"])
+        assert not torch.equal(values["head.weight"], new_values(config, shapes, 4)["head.weight"])
+        assert values["head.bias"].tolist() == [0.0] * 50
+        assert values["norm.weight"].tolist() == [1.0] * 64
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_tokenizer", "expected"), [(None, "<|endoftext|>", 0), (None, None, 2), (7, "<|endoftext|>", 7)]
+)
+def test_a_model_without_a_padding_token_has_its_tokenizers_or_else_the_end_of_sequence(
+    of_model: int | None, of_tokenizer: str | None, expected: int, tmp_path: Path
+) -> None:
+    tokenizer = tiny.train_tokenizer()
+    tokenizer.pad_token = of_tokenizer
+    tokenizer.save_pretrained(str(tmp_path))
+    model = SimpleNamespace(config=AutoConfig.for_model("llama", pad_token_id=of_model))
+    model.config.save_pretrained(str(tmp_path))
+    set_padding(model, ModelConfig(name=str(tmp_path)))
+    assert model.config.pad_token_id == expected
