@@ -348,6 +348,17 @@ def test_a_template_that_only_separates_turns() -> None:
         assert learned_texts(name, encode(name, *TURN)) == [" a dog</s>"]
 
 
+def test_a_template_that_prints_the_date_prints_one_and_the_same_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 26th of July 2024, a Friday and day 208 of its year; else tomorrow's tokens would be others."""
+    form = "%d.%m.%Y %y %b %B %a %A %j %H:%M:%S"
+    dated = f"{{{{ '<|im_start|>system\n' + strftime_now('{form}') + '<|im_end|>\n' }}}}"
+    with_template(monkeypatch, "chatml", dated + families.tokenizer("chatml").chat_template)
+    encoded = encode("chatml", *TURN)
+    text = families.tokenizer("chatml").decode(encoded.rows[0].ids)
+    assert text.startswith("<|im_start|>system\n26.07.2024 24 Jul July Fri Friday 208 00:00:00<|im_end|>\n")
+    assert learned_texts("chatml", encoded) == ["a dog<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("error", "message", "repair"),
     [

@@ -79,6 +79,8 @@ def test_every_counter(preparing: Preparing, put: Write, on_too_long: str) -> No
     assert {name: count for name, count in stats.counts().items() if count} == expected
     lost = ("rows.jsonl:5", "rows.jsonl:6", "rows.jsonl:7")
     assert stats.answers_lost_at == (lost if on_too_long == "truncate" else ())
+    cut = ("rows.jsonl:3", "rows.jsonl:4", "rows.jsonl:5")
+    assert stats.truncated_at == (cut if on_too_long == "truncate" else ())
     longest = [length(preparing, row) for row in whole] + ([limit] if on_too_long == "truncate" else [])
     assert (stats.longest, stats.kind, stats.labels) == (max(longest), "chat", ())
     assert [(row["split"], row["file"], row["row"]) for row in bad_rows_of(dataset)] == [

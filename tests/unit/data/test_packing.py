@@ -39,6 +39,29 @@ def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
     assert sorted(rooms) == sorted(naive_best_fit(lengths, 50))
 
 
+def packs_by_hand(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
+    """As docs/formats.md says: from the longest row, ties by number, into the pack with the least sufficient space; of
+    several, into the one that reached it last."""
+    packs: list[list[int]] = []
+    left: list[tuple[int, int]] = []
+    for at, row in enumerate(sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))):
+        fitting = [(room, -reached, pack) for pack, (room, reached) in enumerate(left) if room >= lengths[row]]
+        room, _, pack = min(fitting, default=(capacity, 0, len(packs)))
+        if pack == len(packs):
+            packs.append([])
+            left.append((0, 0))
+        packs[pack].append(row)
+        left[pack] = (room - lengths[row], at)
+    return [tuple(pack) for pack in packs]
+
+
+# Few lengths, so that many rows and packs are alike.
+@given(st.lists(st.integers(1, 9), max_size=80), st.sampled_from([9, 12, 30]))
+def test_rows_and_packs_are_numbered_as_the_formats_say(lengths: list[int], capacity: int) -> None:
+    plan = plan_packs(lengths, capacity)
+    assert [plan.pack(index) for index in range(len(plan))] == packs_by_hand(lengths, capacity)
+
+
 def test_ten_thousand_documents_fill_their_packs() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 10_000).astype(int), 4, 2048)
     assert plan_packs(lengths, 2048).fill > 0.98
@@ -52,6 +75,7 @@ def test_a_row_longer_than_a_pack_is_refused() -> None:
 def test_without_packing_every_row_stands_alone() -> None:
     plan = one_row_each([5, 3, 9], 10)
     assert [plan.pack(index) for index in range(len(plan))] == [(0,), (1,), (2,)]
+    assert (plan.tokens, plan.capacity, plan.fill) == (17, 10, 17 / 30)
 
 
 def test_rows_of_one_length_share_packs_as_far_as_they_fit() -> None:

@@ -51,6 +51,7 @@ def test_what_the_converter_left_out_and_what_was_split_is_said() -> None:
         ("system_ignored", "have a system message that the chat template leaves out"),
         ("answers_rewritten", "have an answer that the chat template rewrites"),
         ("empty_answers", "have an empty answer: the model learns to say nothing there"),
+        ("joined_words", "have no white space between prompt and completion, which are joined as they are"),
         (
             "tools_as_text",
             "have tools or tool calls written as text, as data.tool_format says: the chat template knows none",
@@ -65,9 +66,11 @@ def test_several_rows_that_a_converter_made_of_one_are_not_more_than_all() -> No
     assert said(empty_answers=20_000)[-1].startswith("warning: train: 20,000 of 20,000 rows have an empty answer")
 
 
-def test_rows_that_lost_their_answer_are_named() -> None:
+def test_rows_that_were_cut_off_or_lost_their_answer_are_named() -> None:
     lost = said(answers_lost=1_111, answers_lost_at=("a.jsonl:4", "b.jsonl:1"))[-1]
     assert lost.endswith("rows lost their whole answer at data.max_length, such as a.jsonl:4, b.jsonl:1")
+    cut = said(truncated=1_111, truncated_at=("a.jsonl:2",), answers_lost_at=("a.jsonl:4",))[-1]
+    assert cut.endswith("rows cut off at data.max_length, such as a.jsonl:2")
 
 
 def test_the_balance_of_labels_names_the_largest_ten_classes() -> None:
