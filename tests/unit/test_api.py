@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 import subprocess
@@ -61,8 +62,9 @@ def test_missing_numbers_and_values_of_numpy_are_written_as_json_has_them(tmp_pa
     rows = [json.loads(line) for line in write_rows(table, tmp_path).read_text().splitlines()]
     assert [row["score"] for row in rows] == [0.5, None]
     assert rows[0]["at"].startswith("2024-05-01")
-    (row,) = [json.loads(one) for one in write_rows([{"n": np.int64(3), "l": np.arange(2)}], tmp_path).open()]
-    assert row == {"n": 3, "l": [0, 1]}
+    values = {"n": np.int64(3), "l": np.arange(2), "p": Path("a", "b"), "d": datetime.date(2024, 7, 26)}
+    (row,) = [json.loads(one) for one in write_rows([values], tmp_path).open()]
+    assert row == {"n": 3, "l": [0, 1], "p": "a/b", "d": "2024-07-26"}
 
 
 @pytest.mark.parametrize(
