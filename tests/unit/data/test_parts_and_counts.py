@@ -126,6 +126,41 @@ def test_a_note_wakes_whoever_waits_for_the_data(
     assert preparation.result()
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_preparation_that_is_cancelled_while_it_is_planned_has_no_part_for_a_helper(
+    cancelled: bool, preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_plan, may_write, planned = threading.Event(), threading.Event(), threading.Event()
+    real_plan, real_load = prepare.plan, prepare.load_tokenizer
+
+    def plan(*arguments: Any) -> Any:
+        assert may_plan.wait(30)
+        return real_plan(*arguments)
+
+    def load_tokenizer(*arguments: Any) -> Any:
+        planned.set()
+        assert may_write.wait(30)
+        return real_load(*arguments)
+
+    monkeypatch.setattr(prepare, "plan", plan)
+    monkeypatch.setattr(prepare, "load_tokenizer", load_tokenizer)
+    preparation = prepare.start_preparation(preparing.config(tiny.write_chat_rows(tmp_path, 3)), root=tmp_path / "c")
+    if cancelled:
+        preparation.cancel()
+    may_plan.set()
+    assert planned.wait(30)
+    part = preparation.take()
+    assert (part is None) is cancelled
+    if part is not None:
+        preparation.take_back(part)
+    may_write.set()
+    if cancelled:
+        with pytest.raises(prepare._Cancelled):
+            preparation.result()
+    else:
+        assert preparation.result()
+
+
 @pytest.mark.parametrize("at", [0, 8])
 def test_an_answer_without_text_at_either_end_is_nothing_to_learn(at: int) -> None:
     tokenizer = Tokenizer(families.tokenizer("chatml"), train_on="assistant", max_length=4096, on_too_long="error")
