@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -403,6 +404,28 @@ def test_an_adapter_that_lacks_a_layer_is_not_served_beside_others(tiny_adapter_
     save_file(without_a_layer(load_file(tiny_adapter_dir / WEIGHTS)), tiny_adapter_dir / WEIGHTS)
     with pytest.raises(ModelError, match=r"lacks the tensors of model\.layers\.1\."):
         read_plain_lora(tiny_adapter_dir, found.base)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"num_hidden_layers": 1}, r"there is no model\.layers\.1\.mlp\.down_proj; "),
+        ({"intermediate_size": 96}, r"model\.layers\.0\.mlp\.down_proj is 64 x 96 there, and has 128 inputs here; "),
+        (
+            {"num_key_value_heads": 1},
+            r"model\.layers\.0\.self_attn\.k_proj is 16 x 64 there, and has 32 outputs here; ",
+        ),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused_before_weights_are_loaded(
+    tiny_adapter_dir: Path, sizes: dict[str, int], said: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    tiny.save_model("llama", tmp_path / "other", tokenizer, **sizes)
+    (tmp_path / "other" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="the adapter does not fit the model") as caught:
+        load_artifact(read_artifact(tiny_adapter_dir, base=str(tmp_path / "other")), dtype=torch.float32)
+    assert re.search(said, f"{caught.value.message}; ")
+    assert "; it names " in str(caught.value.repair)
 
 
 PEFTS = {

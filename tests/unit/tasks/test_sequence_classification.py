@@ -14,7 +14,7 @@ from finray.config.resolved import LabelSet, Problem
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.data.sampling.collate import LabelledBatch, collate_labelled
 from finray.models import attention, classifier
-from finray.models.artifacts import load_artifact, read_artifact
+from finray.models.artifacts import load_artifact, load_as_trained, read_artifact
 from finray.models.export import export
 from finray.models.loading import build_model, load_model
 from finray.models.quantized import QuantizedLinear
@@ -281,6 +281,25 @@ def test_plain_transformers_and_peft_load_what_is_exported(
         assert loaded.config.label2id == {name: number for number, name in enumerate(NAMES)}
         assert loaded.config.architectures == [type(loaded).__name__]
     torch.testing.assert_close(loaded(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_classifier_that_was_trained_on_a_quantized_body_is_loaded_as_it_was_trained(
+    base: tuple[str, ModelConfig], bits: int, tokenizer: Any, tmp_path: Path
+) -> None:
+    made = built(base, bits=bits)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for one in (one for one in made.parameters() if one.requires_grad):
+            one.add_(torch.randn(one.shape, generator=draw), alpha=0.05)
+    save(made, tmp_path / "run", base[1], tokenizer)
+    tokens = torch.arange(6, 30)[None]
+    again = load_as_trained(read_artifact(tmp_path / "run"), bits=bits)
+    assert torch.equal(again(input_ids=tokens).logits, made(input_ids=tokens).logits)
+    packed = [
+        {name for name, one in model.named_modules() if isinstance(one, QuantizedLinear)} for model in (made, again)
+    ]
+    assert packed[0] == packed[1] != set()
 
 
 def test_what_a_configuration_is_told_can_be_read_back() -> None:
