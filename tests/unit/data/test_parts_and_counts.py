@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from finray.data.dataset import prepare
+from finray.data.dataset.manifest import RowCounts
 from finray.data.formats.convert import column
 from finray.data.formats.examples import Chat
 from finray.data.sources import hub, pieces
@@ -79,6 +80,9 @@ def test_row_groups_make_a_piece_as_soon_as_they_are_large_enough(tmp_path: Path
 def test_nothing_is_counted_where_nothing_was_dropped_or_cut() -> None:
     assert Encoded([]) == Encoded([], frozenset(), dropped=0, dropped_tokens=0, truncated_tokens=0, answers_lost=0)
     assert ByteRange("a", "lines") == ByteRange("a", "lines", start=0, stop=None, first=0, keep=None)
+    # A part without rows has the counts that it begins with.
+    assert set(RowCounts().counts().values()) == {0}
+    assert len(RowCounts().counts()) == 21
 
 
 @pytest.mark.parametrize("row", [{"data": "text"}, {"data": ["text"]}, {"data": None}, {"data": 5}])
