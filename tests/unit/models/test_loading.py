@@ -15,7 +15,7 @@ from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters
-from finray.models.loading import build_model, load_model
+from finray.models.loading import build_model, check_loading, load_model
 from finray.models.sharded import left_out, materialize
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import stored_weights
@@ -198,6 +198,17 @@ def test_weights_that_the_files_lack_are_an_error_that_names_them(
     with pytest.raises(ModelError, match=named) as caught:
         load_model(configure(folder, **changes), dtype=torch.float32)
     assert str(folder) in str(caught.value)
+
+
+def test_files_can_be_checked_without_reading_weights(folder: Path) -> None:
+    check_loading(ModelConfig(name=str(folder)))
+    with pytest.raises(ModelError, match=r"random: model\.layers\.2\..*, .* and 15 more"):
+        check_loading(configure(folder, num_hidden_layers=4))
+    with pytest.raises(ModelError, match="the model cannot be loaded"):
+        check_loading(configure(folder, model_type="none of these"))
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ModelError, match="is damaged"):
+        check_loading(ModelConfig(name=str(folder)))
 
 
 @pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (9, " and 6 more")])
