@@ -197,11 +197,11 @@ def part(step: int, rank: int, *, attempt: str = "a", world_size: int = 2) -> Pa
 
 def test_parts_of_all_ranks_of_one_attempt_make_a_checkpoint() -> None:
     both = [part(2, 0), part(2, 1)]
-    assert whole([]) == []
-    assert whole([part(2, 1), part(2, 0), part(4, 0)]) == [both]
-    assert whole([part(4, 0), part(4, 1, attempt="b"), *both]) == [both]
+    assert whole([], after=0) == []
+    assert whole([part(2, 1), part(2, 0), part(4, 0)], after=0) == [both]
+    assert whole([part(4, 0), part(4, 1, attempt="b"), *both], after=0) == [both]
     alone = part(4, 0, attempt="b", world_size=1)
-    assert whole([alone, *both]) == whole([*both, alone]) == [[alone], both]
+    assert whole([alone, *both], after=0) == whole([*both, alone], after=0) == [[alone], both]
     assert whole([alone, *both], after=2) == [[alone]]
     assert whole([alone, *both], after=4) == []
 

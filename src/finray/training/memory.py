@@ -165,14 +165,15 @@ class MemoryWriter:
         self._pool.shutdown()
 
 
-def whole(parts: Iterable[Part], *, after: int = 0) -> list[list[Part]]:
+def whole(parts: Iterable[Part], *, after: int) -> list[list[Part]]:
     """The parts, by rank, of each step after a given one for which all ranks of one attempt have one; newest first."""
     found: dict[tuple[int, str], dict[int, Part]] = {}
     for part in parts:
-        found.setdefault((part.step, part.attempt), {})[part.rank] = part
-    complete = [held for held in found.values() if len(held) == next(iter(held.values())).world_size]
-    ordered = [[held[rank] for rank in sorted(held)] for held in complete]
-    return sorted((one for one in ordered if one[0].step > after), key=lambda one: -one[0].step)
+        if part.step > after:
+            found.setdefault((part.step, part.attempt), {})[part.rank] = part
+    newest_first = [found[key] for key in sorted(found, reverse=True)]
+    complete = [held for held in newest_first if len(held) == next(iter(held.values())).world_size]
+    return [[held[rank] for rank in sorted(held)] for held in complete]
 
 
 def fetch_newest(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from finray.checkpoint import Checkpoint
+from finray.checkpoint.pieces import Piece
 from finray.training import memory as module
 from finray.training.checkpointing import Snapshot
 from finray.training.memory import MemoryWriter, Part, _scratch_root, fetch_newest, whole
@@ -124,6 +127,47 @@ def test_records_that_went_on_otherwise_stay(tmp_path: Path) -> None:
         assert (tmp_path / "run" / "metrics.jsonl").read_text() == text
 
 
+def test_records_that_are_the_same_are_not_written_again(tmp_path: Path) -> None:
+    memory = stored(tmp_path / "run", [2, 4])
+    path = tmp_path / "run" / "metrics.jsonl"
+    os.utime(path, (0, 0))
+    fetched(memory, tmp_path / "run")
+    assert (path.stat().st_mtime, path.read_text()) == (0, "0\n1\n2\n3\n")
+
+
+def test_a_machine_without_records_takes_them_over_where_the_first_rank_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two new machines with a rank each: both fetch all parts, and neither has the run's records."""
+    memory = stored(tmp_path / "run", [2, 4])
+    monkeypatch.setattr(module, "ranks_here", lambda strategy, folder: [strategy.rank])
+    for rank in range(2):
+        (tmp_path / f"run-{rank}").mkdir()
+    found = Group(2).run(
+        lambda strategy: fetch_newest(
+            memory, strategy, tmp_path / f"run-{strategy.rank}", after=0, warn=lambda text: None
+        )
+    )
+    assert [one.step for one in found] == [4, 4]
+    assert (tmp_path / "run-0" / "metrics.jsonl").read_text() == "0\n1\n2\n3\n"
+    assert list((tmp_path / "run-1").iterdir()) == []
+
+
+def test_the_first_rank_alone_asks_which_parts_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time goes to all machines."""
+    memory, asked = stored(tmp_path / "run", [2]), list[int]()
+    parts = memory.parts
+
+    def counted() -> Sequence[Part]:
+        asked.append(1)
+        return parts()
+
+    monkeypatch.setattr(memory, "parts", counted)
+    found, _ = fetched(memory, tmp_path / "run", world=3)
+    assert [one.step for one in found] == [2, 2, 2]
+    assert asked == [1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("damage", ["gone", "changed", "missing"])
 def test_a_damaged_checkpoint_is_passed_over_by_all_and_said_once(
@@ -183,6 +227,95 @@ def test_what_cannot_be_stored_is_a_warning_once(tmp_path: Path) -> None:
     assert said.startswith("a checkpoint is not in memory as it should be: MemoryError; ")
 
 
+def test_storing_that_fails_works_and_fails_again_is_a_warning_each_time(tmp_path: Path) -> None:
+    class Now(Kept):
+        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+            if part.step != 4:
+                raise MemoryError(f"at step {part.step}")
+
+    warned: list[str] = []
+    strategy: Any = SimpleNamespace(rank=0, world_size=1)
+    writer = MemoryWriter(Now(), strategy, tmp_path, 4, warned.append, "a")
+    for step in (1, 2, 4, 6, 8):
+        writer.begin(Snapshot(weights(0), [], ""), step)
+        writer.wait()
+    writer.close()
+    assert [text.partition(": ")[2].partition(";")[0] for text in warned] == ["at step 1", "at step 6"]
+
+
+def test_a_part_that_could_not_be_stored_takes_no_memory_afterwards(tmp_path: Path) -> None:
+    """The error has its frames, and these have the files."""
+
+    class Full(Kept):
+        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+            raise MemoryError
+
+    strategy: Any = SimpleNamespace(rank=0, world_size=1)
+    writer = MemoryWriter(Full(), strategy, tmp_path, 4, lambda text: None, "a")
+    snapshot = Snapshot(weights(0), [], "")
+    there = weakref.ref(snapshot)
+    writer.begin(snapshot, 2)
+    del snapshot
+    writer.wait()
+    gc.collect()
+    assert there() is None
+    writer.close()
+
+
+def test_room_is_looked_for_by_the_bytes_of_weights_and_moments_and_then_of_all_parts(
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    memory, strategy = Kept(), Group(1).rank(0)
+
+    def root(size: int) -> Path:
+        asked.append(size)
+        return scratch
+
+    monkeypatch.setattr(module, "_scratch_root", root)
+    writer = MemoryWriter(memory, strategy, tmp_path, 1, pytest.fail, "a")
+    moments = [Piece("w/m", torch.zeros(7), 0, (7,)), Piece("w/v", torch.zeros(5, dtype=torch.uint8), 0, (5,))]
+    tensors = {"w": torch.zeros(3), "x": torch.zeros(2, dtype=torch.bfloat16)}
+    writer.begin(Snapshot({"model.safetensors": tensors}, moments, "moments"), 2)
+    writer.close()
+    assert asked == [3 * 4 + 2 * 2 + 7 * 4 + 5]
+    # Without the records, which go into the run's own directory.
+    memory = stored(tmp_path / "run", [2])
+    sizes = [len(one) for _, files in memory.held.values() for name, one in files.items() if name != "metrics.jsonl"]
+    asked.clear()
+    fetch_newest(memory, strategy, tmp_path / "run", after=0, warn=pytest.fail)
+    assert asked[-1] == sum(sizes)
+
+
+def test_files_in_folders_within_folders_come_back(tmp_path: Path) -> None:
+    """As the library of a strategy writes them."""
+    (tmp_path / "run").mkdir()
+    library = tmp_path / "library"
+    (library / "shards" / "0").mkdir(parents=True)
+    (library / "shards" / "0" / "zero.pt").write_bytes(b"moments")
+    memory, strategy = Kept(), Group(1).rank(0)
+    writer = MemoryWriter(memory, strategy, tmp_path / "run", 1, pytest.fail, "a")
+    writer.begin(Snapshot({}, [], "", library=library), 3)
+    writer.close()
+    found = fetch_newest(memory, strategy, tmp_path / "run", after=0, warn=pytest.fail)
+    assert found is not None
+    assert found.files == ("deepspeed/shards/0/zero.pt",)
+    assert (found.path / "deepspeed" / "shards" / "0" / "zero.pt").read_bytes() == b"moments"
+
+
+def test_a_writer_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name.startswith("finray-memory")]
+
+    strategy: Any = SimpleNamespace(rank=0, world_size=1)
+    before = threads()
+    writer = MemoryWriter(Kept(), strategy, tmp_path, 4, pytest.fail, "a")
+    writer.begin(Snapshot(weights(0), [], ""), 2)
+    assert len(threads()) == len(before) + 1
+    writer.close()
+    assert threads() == before
+
+
 def part(step: int, rank: int, *, attempt: str = "a", world: int = 2) -> Part:
     return Part(attempt, step, rank, world, {}, 0)
 
@@ -192,7 +325,7 @@ def test_a_checkpoint_is_whole_where_one_attempt_has_the_parts_of_all_ranks() ->
         *(part(2, 1), part(2, 0), part(4, 0), part(4, 1, attempt="b"), part(6, 1), part(6, 0)),
         *(part(8, 0, world=1, attempt="b"), part(9, 0)),
     ]
-    assert [[(one.step, one.rank) for one in held] for held in whole(parts)] == [
+    assert [[(one.step, one.rank) for one in held] for held in whole(parts, after=0)] == [
         [(8, 0)],
         [(6, 0), (6, 1)],
         [(2, 0), (2, 1)],
