@@ -238,10 +238,10 @@ class Loop:
             self.trackers.log(Note(message, state.step))
         if request not in ("", "save"):
             self.ended_by = request
-        self.stopped = (bool(self.ended_by) or self.stopped) and not last
+        self.stopped = bool(self.ended_by) and not last
         due = self._is_due(config.checkpoint, data.items) or is_wanted or request == "save"
         is_stored = last or due or self.stopped
-        behind = is_stored and config.checkpoint.asynchronous and not (last or self.stopped or request == "save")
+        behind = config.checkpoint.asynchronous and not (last or self.stopped or request == "save")
         # A checkpoint written in the background may still fail.
         memory = self.memory if behind or not is_stored else None
         memory = memory if memory is not None and state.step % memory.interval == 0 else None
@@ -342,7 +342,7 @@ class Loop:
 
     def _wait_for_evaluations(self, most: int) -> None:
         """Wait until at most ``most`` evaluations are pending, or the run is asked to stop. A collective."""
-        if len(self.state.evaluating) <= most or self.stopped:
+        if len(self.state.evaluating) <= most:
             return
         # An unfinished checkpoint cannot be evaluated.
         self._finish_saving()

@@ -123,6 +123,35 @@ def test_what_is_written_behind_becomes_a_checkpoint_at_the_next_step_that_reads
         assert at[0] == told_at
 
 
+def reads_of(made: Run) -> list[int]:
+    """The steps after which numbers are read from the device: these wait for it, and the others do not."""
+    steps: list[int] = []
+    guard = made.loop._guard
+    look = guard.raise_if_bad
+
+    def counted(state: TrainState) -> None:
+        steps.append(state.step)
+        look(state)
+
+    guard.raise_if_bad = counted  # type: ignore[method-assign]
+    return steps
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_device_is_waited_for_where_something_is_due_and_what_is_written_behind_is_a_checkpoint_by_then(
+    make: Make, held_out: bool
+) -> None:
+    """Records at 5 and 10, checkpoints at 4 and 8, evaluations at 7 and 10."""
+    evaluation = {"every_steps": 7, "on_start": False}
+    options: Any = {"held_out": [3.0, 2.0], "evaluation": evaluation} if held_out else {}
+    made = make(tracking={"log_every": 5}, checkpoint={"every_steps": 4, "keep_best": False}, **options)
+    steps, at = reads_of(made), list[tuple[str, int]]()
+    made.loop.reported = lambda path, metrics: at.append((str(path), made.loop.state.step))
+    made.run()
+    assert steps == ([4, 5, 7, 8, 10] if held_out else [4, 5, 8, 10])
+    assert at == [("c4", 5), ("c8", 10), ("c10", 10)]
+
+
 class Behind:
     """Evaluates checkpoints one at a time, so many seconds each, while the loop goes on."""
 
@@ -182,6 +211,57 @@ def test_checkpoints_are_evaluated_beside_the_training_and_the_last_is_waited_fo
     assert made.loop.phases["evaluate"] == 3.0
     assert made.of(Note) == []
     assert behind.is_closed
+
+
+def test_a_checkpoint_is_evaluated_from_the_next_step_on_and_its_result_counts_at_the_step_after_it_came(
+    make: Make,
+) -> None:
+    """Steps take two seconds and snapshots three; the other steps do not wait for the device."""
+    made = make(held_out=[], evaluation={**ASYNC, "on_start": False}, tracking={"log_every": 50})
+    behind = Behind(made, 2.0, VALUES, {})
+    steps, at = reads_of(made), list[tuple[str, int]]()
+    submit, log = behind.submit, made.loop.trackers.log
+
+    def submitted(step: int, checkpoint: Path | None) -> None:
+        at.append((f"submitted {step}", made.loop.state.step))
+        submit(step, checkpoint)
+
+    def logged(record: Any) -> None:
+        if isinstance(record, EvalRecord):
+            at.append((f"evaluated {record.step}", made.loop.state.step))
+        log(record)
+
+    behind.submit, made.loop.trackers.log = submitted, logged  # type: ignore[method-assign]
+    made.run()
+    # The fifth step ends after 13 seconds, the evaluation after 15, which is when the seventh step begins.
+    assert at == [
+        *(("submitted 4", 5), ("evaluated 4", 7), ("submitted 8", 9), ("submitted 10", 10)),
+        *(("evaluated 8", 10), ("evaluated 10", 10)),
+    ]
+    assert steps == [4, 5, 7, 8, 9, 10]
+
+
+def test_only_checkpoints_of_the_steps_that_are_to_be_evaluated_are_evaluated(make: Make) -> None:
+    made = make(held_out=[], evaluation={**ASYNC, "on_start": False}, checkpoint={"every_steps": 3})
+    behind = Behind(made, 1.0, VALUES, {})
+    made.run()
+    assert [step for step, _, _ in made.saved] == [3, 4, 6, 8, 9, 10]
+    assert behind.submitted == [(4, "c4"), (8, "c8"), (10, "c10")]
+
+
+def test_a_rank_without_an_evaluator_counts_what_the_first_rank_tells(make: Make) -> None:
+    made = make(steps=2, held_out=[], evaluation={**ASYNC, "every_steps": None})
+    told: list[Any] = [[], "", [Evaluated(0, {"eval_loss": 1.0})], "", [Evaluated(2, {"eval_loss": 1.5}, 77, 5.0)], ""]
+    strategy, pauses = made.loop.strategy, list[float]()
+    strategy.rank = 1
+    strategy.broadcast_object = lambda own: told.pop(0)  # type: ignore[method-assign]
+    made.loop.pause = pauses.append
+    made.loop.writer.add_metrics = lambda step, metrics: made.said.append((step, metrics))  # type: ignore[method-assign]
+    made.run()
+    assert (made.loop.state.evaluating, made.loop.state.best) == ([], 1.5)
+    assert (2, {"eval_loss": 1.5}) in made.said
+    # The first rank pauses, and the others wait for what it tells.
+    assert (told, pauses) == ([], [])
 
 
 def test_training_waits_where_four_evaluations_are_out_and_says_so_once(make: Make) -> None:
@@ -268,21 +348,27 @@ def test_the_best_so_far_is_saved_where_it_is_kept(make: Make, keep_best: bool) 
         (0.0, [5.0, 4.0, 3.0, 3.0, 3.0], None, ""),
     ],
 )
+@pytest.mark.parametrize("log_every", [2, 5])
 def test_a_run_without_gain_stops_with_a_checkpoint_and_says_why(
-    make: Make, min_gain: float, values: list[float], stops: int | None, gain: str
+    make: Make, min_gain: float, values: list[float], stops: int | None, gain: str, log_every: int
 ) -> None:
     stopping = {"every_steps": 2, "on_start": False, "early_stopping": {"patience": 2, "min_gain": min_gain}}
-    made = make(held_out=values, evaluation=stopping, tracking={"log_every": 5}, checkpoint={"keep_best": False}).run()
+    made = make(
+        held_out=values, evaluation=stopping, tracking={"log_every": log_every}, checkpoint={"keep_best": False}
+    )
+    made.run()
     last = stops or 10
     assert made.loop.state.step == last
     assert not made.loop.stopped
     assert made.saved[-1][0] == last
     assert made.saved[-1][2].endswith("at once")
-    assert [record.step for record in made.of(TrainRecord)][-1] == last
+    # Also the steps since the record before, and nothing twice.
+    assert [record.step for record in made.of(TrainRecord)] == sorted({*range(log_every, last, log_every), last})
     notes = made.of(Note)
     if stops is None:
         assert notes == []
         return
+    assert made.said[-1] is notes[0], "after the record of that step"
     assert notes == [
         Note(
             f"stopped early at step {stops} of 10: eval_loss has not improved{gain} in 2 evaluations "
