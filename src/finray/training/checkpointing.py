@@ -209,7 +209,7 @@ def ranks_here(strategy: Strategy, folder: Path) -> list[int]:
     mark.mkdir(parents=True)
     strategy.all_gather_object(None)
     ranks = range(strategy.world_size)
-    here = [rank for rank in ranks if rank == strategy.rank or (folder / f"{name}-{rank}").exists()]
+    here = [rank for rank in ranks if (folder / f"{name}-{rank}").exists()]
     strategy.all_gather_object(None)
     mark.rmdir()
     return here

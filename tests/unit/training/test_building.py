@@ -18,6 +18,7 @@ from finray.config.resolved import Resolved, Settled
 from finray.errors import ConfigError, ModelError
 from finray.records import Note, RunHeader
 from finray.training import assemble
+from finray.training.evaluator import Evaluated
 from finray.training.state import TrainState
 
 CPU = torch.device("cpu")
@@ -344,6 +345,78 @@ def test_a_task_is_built_and_its_model_changed_as_the_config_says(
     monkeypatch.setattr(assemble, "refusals_on_cpu", lambda given: [refusal])
     with pytest.raises(ConfigError, match="not on a CPU"):
         assemble._task(settings, known, device=CPU, warn=warned.append, **options)
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_checkpoint_is_evaluated_beside_the_training_with_the_model_that_the_run_began_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_meta: bool, answers: bool, step: int
+) -> None:
+    """Step 0 is that model itself: what is drawn for its adapter or head is what the run has drawn."""
+    said: list[Any] = []
+
+    class Dataset:
+        def __init__(self, location: Any, *, local_dir: Path | None) -> None:
+            said.append(("data", location, local_dir))
+
+        def splits(self, data: Any, *, seed: int) -> Any:
+            return SimpleNamespace(eval=("held out", data, seed))
+
+    def make(given: Any, own: Any, **options: Any) -> Any:
+        assert (given.train.global_batch_size, own) == (24, known.resolved)
+        assert options.pop("warn")("what the training has said already") is None
+        said.append(("task", options))
+        return task
+
+    def load(folder: Path, files: list[str]) -> None:
+        said.append(("loaded", folder, files))
+
+    def evaluate(given: Any, ours: Any, loader: Any, told: Any) -> Any:
+        assert (given, ours.device, ours.world_size) == (task, CPU, 1)
+        said.append(("evaluated", loader.rows))
+        told(0.25)
+        return {"eval_loss": 1.5}, [[3]]
+
+    def answering(told: Any) -> dict[str, float]:
+        said.append("answered")
+        told(0.5)
+        return {"exact": 0.5}
+
+    def answers_of(given: Any, own: Any, held_out: Any, ours: Any, asked: Any) -> Any:
+        assert (own, held_out, ours.device, asked) == (task, ("held out", given.data, 9), CPU, "answering")
+        return answering if answers else None
+
+    model = SimpleNamespace(eval=lambda: said.append("without dropout"))
+    task = SimpleNamespace(is_on_meta=on_meta, model=model, layout=SimpleNamespace(load=load))
+    known = Settled("there", resolved(global_batch_size=24))
+    settings = config()
+    monkeypatch.setattr(assemble, "PreparedDataset", Dataset)
+    monkeypatch.setattr(assemble, "_task", make)
+    monkeypatch.setattr(assemble, "evaluate", evaluate)
+    monkeypatch.setattr(assemble, "_answers", answers_of)
+    monkeypatch.setattr(assemble, "_held_out", lambda given, own, of, rows, ours: SimpleNamespace(rows=rows, weight=77))
+    monkeypatch.setattr(assemble, "materialize", lambda *given, **options: said.append(("filled", given, options)))
+    monkeypatch.setattr(assemble.manifest, "verify", lambda folder: {"files": [{"path": f"of {folder.name}"}]})
+    told: list[Any] = []
+    ticks = iter([10.0, 12.3456789])
+    passed: Any = {"device": CPU, "answering": "answering", "clock": lambda: next(ticks)}
+    passed["told"] = lambda part, share: told.append((part, share))
+    checkpoint = tmp_path / "c" if step else None
+    found = assemble.evaluate_checkpoint(settings, known, step, checkpoint, **passed)
+    metrics = {"eval_loss": 1.5, **({"exact": 0.5} if answers else {})}
+    assert found == Evaluated(step, metrics, 77, 2.345679, confusion=[[3]])
+    places = {"device": CPU, "seed": key(9, "adapter")}
+    assert said == [
+        ("task", {**places, "on_meta": False}),
+        *([("filled", (model, settings.model, settings.adapter), places)] if on_meta else []),
+        *([("loaded", tmp_path / "c", ["of c"])] if step else []),
+        ("data", "there", None),
+        "without dropout",
+        ("evaluated", ("held out", settings.data, 9)),
+        *(["answered"] if answers else []),
+    ]
+    assert told == [("evaluating", 0.25), *([("answering prompts", 0.5)] if answers else [])]
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

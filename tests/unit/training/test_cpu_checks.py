@@ -31,3 +31,26 @@ def test_what_has_one_is_not() -> None:
     sections = {"train": {"compile": True}, "parallel": {"strategy": "deepspeed", "cpu_offload": True}}
     assert refusals_on_cpu(config_of({**PLAIN, **sections}), has_program=lambda name: name == "clang++") == []
     assert refusals_on_cpu(config_of(PLAIN), has_program=lambda name: False) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "installed", "is_refused"),
+    [
+        (None, "g++", False),
+        (None, "clang++", False),
+        (None, "c++", False),
+        (None, "my-compiler", True),
+        ("my-compiler", "my-compiler", False),
+        ("my-compiler", "g++", False),
+        ("my-compiler", "other", True),
+    ],
+)
+def test_any_compiler_that_torch_would_find_makes_compiling_possible(
+    monkeypatch: pytest.MonkeyPatch, environment: str | None, installed: str, is_refused: bool
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("CXX", environment)
+    settings = config_of({**PLAIN, "train": {"compile": True}})
+    found = refusals_on_cpu(settings, has_program=lambda name: name == installed)
+    assert [error.where for error in found] == (["train.compile"] if is_refused else [])

@@ -81,6 +81,12 @@ def test_where_the_rate_jumps_both_rates_are_said() -> None:
     # Nothing was updated yet: there is no rate to come from but the first.
     _, (said,) = extended(TrainState(total_steps=4), None, 8, settings=settings)
     assert "is unchanged" in said
+    # With a warm-up that is a part of the run, that one is another in a longer run.
+    settings = config(learning_rate=1.0, max_steps=8, warmup_steps=None, warmup_ratio=0.5)
+    for updates, change in ((0, "5.00e-01 to 2.50e-01"), (1, "5.00e-01 to 5.00e-01"), (2, "1.00e+00 to 7.50e-01")):
+        state = TrainState(step=updates, position=8 * updates, updates=updates, total_steps=4)
+        _, (said,) = extended(state, None, 8, settings=settings)
+        assert f"schedule changes from {change}, and now ends at step 8" in said
 
 
 def test_a_shorter_run_is_refused_with_both_lengths() -> None:
