@@ -202,14 +202,31 @@ def test_gradients_are_divided_by_the_scale_in_place() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_is_one_number_in_fp32(dtype: torch.dtype) -> None:
-    """In bf16 the sum of squares of 1,000 ones and a 40 would be off by a part in 256."""
-    own = [torch.nn.Parameter(torch.zeros(1000, dtype=dtype)), torch.nn.Parameter(torch.zeros(1, dtype=dtype))]
-    own[0].grad, own[1].grad = torch.ones(1000, dtype=dtype), torch.full((1,), 40.0, dtype=dtype)
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
+def test_the_norm_is_one_number_in_fp32(dtype: torch.dtype, other: torch.dtype) -> None:
+    """In bf16 the root of 1,000 would be off by a part in 10,000; a model may keep some weights in fp32."""
+    own = [torch.nn.Parameter(torch.zeros(1000, dtype=dtype)), torch.nn.Parameter(torch.zeros(1, dtype=other))]
+    own[0].grad, own[1].grad = torch.ones(1000, dtype=dtype), torch.full((1,), 40.0, dtype=other)
     spare = torch.nn.Parameter(torch.zeros(3))
     norm = grad_norm([*own, spare])
     assert norm.dtype == torch.float32
     assert float(norm) == pytest.approx(2600**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "shared_gpu", "backend"),
+    [
+        ("cpu", False, "gloo"),
+        ("cpu", True, "gloo"),
+        ("cuda:1", False, "cpu:gloo,cuda:nccl"),
+        # NCCL refuses two ranks on one GPU.
+        ("cuda:1", True, "gloo"),
+    ],
+)
+def test_gpus_that_are_not_shared_have_nccl(device: str, shared_gpu: bool, backend: str) -> None:
+    assert base.backend_of(torch.device(device), shared_gpu=shared_gpu) == backend
+    if not shared_gpu:
+        assert base.backend_of(torch.device(device)) == backend
 
 
 class Reader:

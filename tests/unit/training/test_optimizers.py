@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.load import build_config
@@ -232,6 +236,77 @@ def test_moments_of_8_bits_that_were_cut_into_parts_are_taken_up_whole(parts: in
     assert float(found["matrix/step"]) == 2.0
     for name in ("vector", "embed"):
         assert torch.equal(found[f"{name}/state1"], expected[f"{name}/state1"])
+
+
+class Rank:
+    """This process as one of several that share weights by rows; the last ones have none of few rows.
+
+    A share of the matrix is a number of blocks of 256 elements, so its bytes are those of the whole.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world, self.mesh = rank, world, init_device_mesh("cpu", (world,))
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        each = -(-len(whole) // self.world)
+        return whole[each * self.rank : each * (self.rank + 1)]
+
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
+        own = self.own(whole.detach()).clone()
+        options: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(own, self.mesh, [Shard(0)], **options)
+
+    def optimizer(self, kind: str, values: Mapping[str, torch.Tensor]) -> Optimizer:
+        parameters = {name: torch.nn.Parameter(self.shard(value)) for name, value in values.items()}
+        return Optimizer(parameters, train_config(kind, **ADAM), roles=ROLES)
+
+    def push(self, optimizer: Optimizer, step: int) -> None:
+        for name, value in gradients(step).items():
+            parameter = optimizer.parameters[name]
+            parameter.grad = self.shard(value.to(parameter.dtype))
+        optimizer.step(0.02 / (1 + step), found_inf=torch.tensor(0.0))
+
+
+# torch remembers which rank of so many this process is: no number of ranks is used twice.
+@pytest.fixture(params=[(1, 8), (3, 12)])
+def shared(request: pytest.FixtureRequest) -> Iterator[Rank]:
+    rank, world = request.param
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    yield Rank(rank, world)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "bf16-true"])
+def test_a_rank_updates_its_rows_and_keeps_their_state_as_one_that_has_all(
+    shared: Rank, kind: str, tmp_path: Path
+) -> None:
+    half, reference = moved(kind, range(2))
+    whole, _ = moved(kind, range(4))
+    optimizer = shared.optimizer(kind, new_parameters(kind))
+    for step in range(2):
+        shared.push(optimizer, step)
+    # The scales of 8-bit moments have a row for each rank.
+    state = dict(reference.sharded_state())
+    for name in [name for name in state if "/absmax" in name]:
+        state[name] = state[name].reshape(shared.world, 24 // shared.world)
+    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in state.items()]
+    write_pieces(tmp_path / file_name("optimizer", rank=0, world_size=1), pieces)
+    resumed = shared.optimizer(kind, half)
+    resumed.load_sharded_state(PieceReader(tmp_path, "optimizer", [path.name for path in tmp_path.iterdir()]))
+    for one in (optimizer, resumed):
+        held = one.sharded_state()
+        assert held.keys() == state.keys()
+        for name, value in held.items():
+            assert value.shape == state[name].shape
+            local, expected = (
+                (value.to_local(), shared.own(state[name])) if isinstance(value, DTensor) else (value, state[name])
+            )
+            torch.testing.assert_close(local, expected, rtol=1e-6, atol=1e-9)
+        for step in range(2, 4):
+            shared.push(one, step)
+        for name, parameter in one.parameters.items():
+            own: Any = parameter.detach()
+            torch.testing.assert_close(own.to_local(), shared.own(whole[name].detach()), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
