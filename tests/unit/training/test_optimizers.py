@@ -285,6 +285,8 @@ def test_a_rank_updates_its_rows_and_keeps_their_state_as_one_that_has_all(
     optimizer = shared.optimizer(kind, new_parameters(kind))
     for step in range(2):
         shared.push(optimizer, step)
+    # Also those that an optimizer holds of its own.
+    assert [one.grad for group in optimizer.inner.param_groups for one in group["params"] if one.grad is not None] == []
     # The scales of 8-bit moments have a row for each rank.
     state = dict(reference.sharded_state())
     for name in [name for name in state if "/absmax" in name]:
