@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import PieceReader
@@ -130,6 +134,29 @@ def test_moments_are_whole_whoever_writes_them(tmp_path: Path, world: int, behin
     assert reader.read("e/m").tolist() == [9.5] * 9
     assert float(reader.read("a/step")) == 3.0
     assert reader.shapes["none/m"] == (0, 4)
+
+
+def test_a_rank_writes_its_rows_of_every_moment_that_is_shared_by_rows() -> None:
+    """As the second of five, which no other test is: torch remembers which rank of so many this process is."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=5)
+    try:
+        mesh = init_device_mesh("cpu", (5,))
+        state: dict[str, Any] = {
+            name: DTensor.from_local(torch.full((3, 2), 0.5), mesh, [Shard(0)], run_check=False)
+            for name in ("a/m", "b/m", "c/m")
+        }
+        state["a/step"] = torch.tensor(3.0)
+        own: Any = SimpleNamespace(sharded_state=lambda: state)
+        strategy: Any = SimpleNamespace(rank=1, world_size=5)
+        layout: Any = Layout("model")
+        found = take_snapshot(layout, own, TrainState(), strategy, others=lambda folder: None)
+    finally:
+        dist.destroy_process_group()
+    # The number is whole on every rank, and the first of them writes it.
+    assert [(piece.name, piece.start, piece.shape) for piece in found.moments] == [
+        (name, 3, (15, 2)) for name in ("a/m", "b/m", "c/m")
+    ]
+    assert all(piece.tensor.tolist() == [[0.5, 0.5]] * 3 for piece in found.moments)
 
 
 def test_a_rank_without_moments_writes_no_file_of_them_but_the_first(tmp_path: Path) -> None:
