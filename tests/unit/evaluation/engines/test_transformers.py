@@ -19,8 +19,8 @@ from transformers import (
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.engines import Answer, Continuation, Sampling
 from finray.evaluation.engines import transformers as engine_module
-from finray.evaluation.engines.base import Loading
-from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.engines.base import Loading, mute
+from finray.evaluation.engines.transformers import Row, TransformersEngine, take
 from finray.models import slots
 from finray.models.artifacts import Artifact, read_artifact
 from tests.support import tiny
@@ -188,6 +188,54 @@ def test_a_prompt_that_begins_like_the_one_before_is_read_from_where_they_differ
     assert list(next(engine.generate([PROMPTS[6]], Sampling(5))).tokens) == list(first.tokens)
 
 
+def test_a_prompt_that_is_asked_again_or_begins_all_others_is_answered_as_before() -> None:
+    """At least one token is always read, for nothing follows from none."""
+    engine, model = made("llama"), reference("llama")
+    expected = plain(model, PROMPTS[6])
+    for _ in range(2):
+        assert list(next(engine.generate([PROMPTS[6]], Sampling(NEW))).tokens) == expected
+    prompts = [[*PROMPTS[6], *PROMPTS[3]], PROMPTS[6], [*PROMPTS[6], 5]]
+    found = by_row(engine.generate(prompts, Sampling(NEW)))
+    assert [list(found[row].tokens) for row in range(3)] == [plain(model, prompt) for prompt in prompts]
+
+
+def test_prompts_of_one_pass_have_no_more_tokens_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid, read = engine_module.Laid.of, list[list[int]]()
+
+    def noted(pieces: Any, layout: Any, device: Any) -> Any:
+        # Rows that are running read one token.
+        read.append([len(tokens) for tokens, place in pieces if place == 0 or len(tokens) > 1])
+        return laid(pieces, layout, device)
+
+    engine, model = made("llama"), reference("llama")
+    monkeypatch.setitem(engine_module.PASS_TOKENS, "cpu", 30)
+    monkeypatch.setattr(engine_module.Laid, "of", noted)
+    found = by_row(engine.generate(PROMPTS, Sampling(3)))
+    assert [list(found[row].tokens) for row in range(len(PROMPTS))] == [plain(model, one, 3) for one in PROMPTS]
+    # From the longest on, as many as make 30 tokens.
+    assert [sizes for sizes in read if sizes] == [[30], [17, 12], [9, 6, 5, 4, 3, 2, 1]]
+    # What all have in common is read once, and does not count. A row that is longer than a pass is read alone.
+    read.clear()
+    ends = [*(PROMPTS[at] for at in (6, 7, 9, 1)), PROMPTS[6] * 2]
+    list(engine.generate([PROMPTS[7] + end for end in ends], Sampling(1)))
+    assert [sizes for sizes in read if sizes] == [[17], [60], [30], [17, 12], [9]]
+
+
+def test_a_single_prompt_is_read_again_where_the_adapter_is_switched(tiny_adapter_dir: Path) -> None:
+    """What was kept of the last prompt is of the other model."""
+    artifact = read_artifact(tiny_adapter_dir)
+    loading = Loading(artifact, Words(), torch.device("cpu"), torch.float32, batch_size=4)
+    engine, base = TransformersEngine(loading), TransformersEngine(replace(loading, artifact=base_of(artifact)))
+    expected = [
+        [next(one.generate([PROMPTS[6]], Sampling(NEW), adapter=adapter)).tokens for adapter in (True, False)]
+        for one in (TransformersEngine(loading), base)
+    ]
+    assert expected[0][0] != expected[1][0]
+    for adapter in (True, False, True):
+        answer = next(engine.generate([PROMPTS[6]], Sampling(NEW), adapter=adapter))
+        assert answer.tokens == expected[0 if adapter else 1][0]
+
+
 # --- how tokens are chosen --------------------------------------------------------------------------------------------
 
 
@@ -235,6 +283,23 @@ def test_an_answer_ends_before_a_stop_string_and_tokens_are_told_as_they_come() 
     assert len(cut[0].tokens) == NEW
 
 
+class Bytes(Words):
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        assert skip_special_tokens
+        return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("stop", [("ééééééé", "!"), ("!", "ééééééé"), ("ab ééééééé",)])
+def test_a_string_to_stop_at_may_have_a_token_for_each_of_its_bytes(stop: tuple[str, ...]) -> None:
+    row = Row(3, [1], 99, Sampling(99, stop=stop), frozenset())
+    said = list("x ab ééééééé".encode())
+    *before, last = [take(row, token, Bytes(), mute) for token in said]
+    assert before == [None] * (len(said) - 1)
+    assert last == Answer(3, tuple(said), "x ab " if len(stop) == 2 else "x ", "stop")
+
+
 def test_a_repetition_penalty_of_the_generation_config_is_transformers_own() -> None:
     model = tiny.build_model("llama").eval()
     usual = plain(model, PROMPTS[6])
@@ -266,10 +331,34 @@ def test_a_repetition_penalty_that_is_asked_for_is_transformers_processor(
     assert by_row(engine.generate(PROMPTS[3:8], Sampling(8))) != found
 
 
+def test_padding_does_not_count_as_repeated() -> None:
+    """A shorter prompt that is filled up begins with tokens that nobody wrote."""
+    model, plain_model = tiny.build_model("bloom").eval(), reference("bloom")
+    processor, prompts = RepetitionPenaltyLogitsProcessor(8.0), [PROMPTS[6], PROMPTS[2]]
+    expected = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                logits = plain_model(torch.tensor([ids])).logits[:, -1]
+            ids.append(int(processor(torch.tensor([ids]), logits).argmax()))
+        expected.append(ids[len(prompt) :])
+    engine = TransformersEngine.of(model, Words(pad=expected[1][0]), batch_size=2)
+    found = by_row(engine.generate(prompts, Sampling(6, repetition_penalty=8.0)))
+    assert [list(found[row].tokens) for row in range(2)] == expected
+
+
 @pytest.mark.parametrize(
     ("name", "idle", "asking"),
     [
         ("min_new_tokens", [None, 0], 1),
+        ("no_repeat_ngram_size", [None, 0], 1),
+        ("bad_words_ids", [None], [[5]]),
+        ("forced_bos_token_id", [None], 5),
+        ("forced_eos_token_id", [None], 5),
+        ("begin_suppress_tokens", [None], [5]),
+        ("exponential_decay_length_penalty", [None], (3, 1.5)),
+        ("penalty_alpha", [None, False], 0.6),
         ("min_length", [None, 0], 1),
         ("guidance_scale", [None, 1, 1.0], 1.5),
         ("encoder_repetition_penalty", [None, 1.0], 2.0),
@@ -316,6 +405,19 @@ def test_positions_that_depend_on_the_length_of_the_text_are_left_to_transformer
     assert ["slower" in line for line in lines] == [True]
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_of_one_kind_of_layer_that_depend_on_the_length_are_left_to_transformers(kind: str) -> None:
+    """A model with windows may have other positions in its windowed layers, told apart by the layers' names."""
+    usual = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = usual | {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
+    if kind == "longrope":
+        scaled |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    for full, has_slots in ((usual, True), (scaled, False)):
+        rope = {"sliding_attention": usual, "full_attention": full}
+        model = tiny.build_model("gemma3", rope_parameters=rope, max_position_embeddings=64).eval()
+        assert TransformersEngine.of(model, Words()).has_slots == has_slots
+
+
 def test_a_merged_adapter_answers_as_the_two_together_and_its_base_cannot(tiny_adapter_dir: Path) -> None:
     artifact = read_artifact(tiny_adapter_dir)
     loading = Loading(artifact, Words(), torch.device("cpu"), torch.float32, batch_size=4)
@@ -323,6 +425,9 @@ def test_a_merged_adapter_answers_as_the_two_together_and_its_base_cannot(tiny_a
     base = TransformersEngine(replace(loading, artifact=base_of(artifact)))
     answers = [by_row(engine.generate(PROMPTS, Sampling(NEW))) for engine in (apart, merged, base)]
     assert answers[0] == answers[1] != answers[2]
+    # It costs nothing more than its base.
+    names = [sorted(name for name, _ in engine.model.named_parameters()) for engine in (apart, merged, base)]
+    assert names[0] != names[1] == names[2]
     assert by_row(apart.generate(PROMPTS, Sampling(NEW), adapter=False)) == answers[2]
     for asked in (
         lambda: list(merged.generate(PROMPTS, Sampling(NEW), adapter=False)),
