@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.generate import Answers, Asking, generate_text
 from finray.evaluation.prompts import Prompt
 from finray.models.artifacts import Artifact
+from finray.results import PlainConsole
 from tests.support import evaluated, runs, tiny
 
 
@@ -114,6 +116,20 @@ def test_answers_are_a_sequence_and_are_written_beside_what_was_asked(tmp_path: 
     with pytest.raises(DataError, match="cannot be written") as caught:
         answers.write(tmp_path / "none" / "answers.jsonl")
     assert caught.value.where == str(tmp_path / "none" / "answers.jsonl")
+
+
+def test_answers_are_shown_letter_by_letter_however_narrow_the_terminal_is() -> None:
+    texts = ("x = [1, 'two'] " * 9 + "end", "  indented\n[/b] :smile: 3.5")
+    shown = StringIO()
+    Answers((Prompt("a"), Prompt("b")), texts).print(PlainConsole(file=shown, width=20, force_terminal=True))
+    assert shown.getvalue() == "".join(f"{text}\n" for text in texts)
+    shown = StringIO()
+    base = ("say 7 " * 9 + "end", "no [b]")
+    Answers((Prompt("a"), Prompt("b")), texts, base).print(PlainConsole(file=shown, width=20))
+    lines = []
+    for one, tuned in zip(base, texts, strict=True):
+        lines += ["─" * 20, f"     base {one}", *f"    tuned {tuned.strip()}".split("\n")]
+    assert shown.getvalue().splitlines() == lines
 
 
 def test_the_base_models_answers_stand_beside_those_of_the_adapter(

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from finray.checkpoint.rundir import RunDir
 from finray.config.schema import ModelConfig
 from finray.config.tasks import task_spec
+from finray.data.sampling.splits import sample
 from finray.errors import FinrayError
 from finray.evaluation import subjects
 from finray.evaluation.rows import Rows
@@ -242,6 +244,165 @@ def test_rows_are_shared_by_models_that_read_alike(
     assert asked[1][3] is None
     case.rows = None
     assert Case.rows_for(case, artifacts[name]) is None
+
+
+def rows_of(case: Any) -> Any:
+    """What the property works out, of a case that is not made from a model on the disk."""
+    return Case.rows.func(case)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def a_case(preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The case of a run, whose rows are made up; in `asked`, what was read for it."""
+    config = preparing.config(put("own.jsonl", lines([SHORT])), train_on="completion")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": 11, "output_dir": "runs"})})
+    config = config.model_copy(update={"prepare": config.prepare.model_copy(update={"dir": None})})
+    manifest = SimpleNamespace(splits={"train": SimpleNamespace(dropped_too_long=0)})
+    dataset = SimpleNamespace(kind=lambda: "pairs", manifest=manifest)
+    asked: list[Any] = []
+
+    def of_file(own: Any, *, root: Any) -> Any:
+        asked.append(("file", own.classification.labels, root))
+        return range(50), dataset
+
+    def of_run(run: Any, own: Any, split: Any) -> Any:
+        asked.append(("run", run.path, own is case.config, split))
+        return "test", range(50), dataset, "trained on"
+
+    monkeypatch.setattr(subjects, "of_file", of_file)
+    monkeypatch.setattr(subjects, "of_run", of_run)
+    monkeypatch.setattr(subjects, "saved_config", lambda run: config)
+    monkeypatch.setattr(subjects, "splits_of", lambda run, own: (SimpleNamespace(train=(run.path, own is config)), 0))
+    monkeypatch.setattr(subjects, "stream_of", lambda name, data: f"{name} of {data is config.data}")
+    case: Any = SimpleNamespace(
+        request=EvaluationRequest(),
+        run=SimpleNamespace(path=tmp_path / "runs" / "one"),
+        config=config.model_copy(),
+        resolved=None,
+        spec=task_spec("causal_lm"),
+        notes=[],
+        dataset=dataset,
+        asked=asked,
+    )
+    return case
+
+
+def test_rows_of_a_run_are_those_that_it_held_out(a_case: Any) -> None:
+    a_case.request = EvaluationRequest(split="test")
+    rows = rows_of(a_case)
+    assert a_case.asked == [("run", a_case.run.path, True, "test")]
+    assert rows == Rows("test", range(50), tuple(range(50)), a_case.dataset, True, "trained on", "test of True")  # type: ignore[arg-type]
+    assert a_case.notes == []
+    # With fewer, the rows are drawn by the run's own seed.
+    for seed in (11, 12):
+        changes = {"evaluation": {"max_rows": 7}, "run": {"seed": seed}}
+        a_case.config = a_case.config.model_copy(
+            update={name: getattr(a_case.config, name).model_copy(update=one) for name, one in changes.items()}
+        )
+        assert rows_of(a_case).numbers == tuple(sample(50, 7, seed=seed).tolist())
+    a_case.run = None
+    assert rows_of(a_case) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"), [("data", "eval_ratio", 0.3), ("data", "test_ratio", 0.3), ("run", "seed", 12)]
+)
+def test_other_ratios_than_those_of_the_training_are_said_to_change_nothing(
+    a_case: Any, section: str, name: str, value: float
+) -> None:
+    changed = getattr(a_case.config, section).model_copy(update={name: value})
+    a_case.config = a_case.config.model_copy(update={section: changed})
+    rows_of(a_case)
+    assert a_case.notes == ["rows are held out as in the training; other ratios or seeds do not change that"]
+
+
+@pytest.mark.parametrize("labels", [(), ("yes", "no")])
+def test_rows_of_a_file_are_read_beside_a_run_with_its_classes(a_case: Any, tmp_path: Path, labels: Any) -> None:
+    a_case.request = EvaluationRequest(file="some/rows.jsonl")
+    a_case.resolved = SimpleNamespace(labels=labels)
+    rows = rows_of(a_case)
+    prepared = tmp_path / "runs" / subjects.PREPARED
+    assert a_case.asked == [("file", list(labels) or None, prepared)]
+    train = (a_case.run.path, True)
+    assert rows == Rows("rows.jsonl", range(50), tuple(range(50)), a_case.dataset, True, train, "train")  # type: ignore[arg-type]
+    own = a_case.config
+    for section, name, place in (("prepare", "dir", "elsewhere"), ("run", "output_dir", "s3://bucket/runs")):
+        changed = getattr(own, section).model_copy(update={name: place})
+        a_case.config = own.model_copy(update={section: changed})
+        rows_of(a_case)
+        assert a_case.asked[-1][2] is None
+    a_case.config, a_case.run = own, None
+    assert rows_of(a_case).train is None
+    assert a_case.asked[-1][2] is None
+    assert a_case.notes == []
+
+
+def test_rows_of_a_file_are_scored_also_where_those_of_the_training_are_gone(
+    a_case: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> Any:
+        raise FinrayError("the file does not exist", where="own.jsonl")
+
+    monkeypatch.setattr(subjects, "splits_of", gone)
+    a_case.request = EvaluationRequest(file="rows.jsonl")
+    assert rows_of(a_case).train is None
+    assert a_case.notes == ["overlap with the training data was not checked: the file does not exist"]
+    a_case.request = EvaluationRequest(file="rows.jsonl", split="test")
+    with pytest.raises(FinrayError, match="--file and --split exclude each other"):
+        rows_of(a_case)
+
+
+@pytest.mark.parametrize(
+    ("kind", "train_on", "asks"),
+    [("pairs", "completion", True), ("pairs", "all", False), ("text", "completion", False), ("text", "all", False)],
+)
+def test_prompts_are_answered_where_rows_have_any(a_case: Any, kind: str, train_on: str, asks: bool) -> None:
+    a_case.dataset.kind = lambda: kind
+    data = a_case.config.data.model_copy(update={"train_on": train_on})
+    a_case.config = a_case.config.model_copy(update={"data": data})
+    assert rows_of(a_case).asks == asks
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "said"),
+    [
+        ("labelled", "causal_lm", "rows with labels are for a classifier"),
+        ("pairs", "sequence_classification", "rows with prompts and answers are not for a classifier"),
+    ],
+)
+def test_rows_of_another_kind_than_the_model_reads_are_refused(a_case: Any, kind: str, task: str, said: str) -> None:
+    a_case.dataset.kind, a_case.spec = lambda: kind, task_spec(task)
+    with pytest.raises(FinrayError, match=said):
+        rows_of(a_case)
+    a_case.dataset.kind = lambda: "labelled" if task == "sequence_classification" else "pairs"
+    assert rows_of(a_case).name == "test"
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "resolved", "expected"),
+    [
+        # What the run resolved holds for the precision of its config, and no other.
+        ("auto", "auto", "fp16", torch.float16),
+        ("bf16", "auto", "fp16", torch.bfloat16),
+        ("fp32", "fp32", None, torch.float32),
+        # Weights in bf16 are no other dtype in their arithmetic.
+        ("bf16-true", "bf16-true", "bf16-true", torch.bfloat16),
+    ],
+)
+def test_a_gpu_computes_in_the_dtype_of_the_training(
+    monkeypatch: pytest.MonkeyPatch, asked: str, saved: str, resolved: str | None, expected: torch.dtype
+) -> None:
+    """Also one that has no bf16, where a model of which nothing is known is read in fp32."""
+    monkeypatch.setattr(subjects, "inference_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: False)
+    config, own = (SimpleNamespace(train=SimpleNamespace(precision=one)) for one in (asked, saved))
+    monkeypatch.setattr(subjects, "saved_config", lambda run: own)
+    known = None if resolved is None else SimpleNamespace(precision=resolved)
+    case = SimpleNamespace(config=config, run="a run", resolved=known)
+    assert Case.dtype.func(case) == expected  # type: ignore[attr-defined]
+    case.run = None
+    alone = torch.float32 if asked in ("auto", "fp32") else torch.bfloat16
+    assert Case.dtype.func(case) == alone  # type: ignore[attr-defined]
 
 
 # --- the config -----------------------------------------------------------------------------------------------------
