@@ -147,6 +147,9 @@ def test_a_table_has_a_column_for_each_model_and_each_p(found: Comparison) -> No
     assert lines[at + 1 : at + 4] == ["loss 2 1 < 0.001", "perplexity 7.389 2.718", "bleu 1234.6"]
     both = [" ".join(line.replace("┃", " ").split()) for line in shown(replace(found, models=(BASE, OTHER, TUNED)))]
     assert "base other tuned p against base p against other" in both
+    against = replace(LOSS, baseline="other", found=replace(LOSS.found, p=0.25))
+    three = replace(found, models=(BASE, OTHER, TUNED), compared=(MATCH, LOSS, against))
+    assert "loss 2 3 1 < 0.001 0.25" in [" ".join(line.replace("│", " ").split()) for line in shown(three)]
     assert not any("intervals" in line for line in shown(replace(found, models=(Evaluated("m", {}),))))
 
 
