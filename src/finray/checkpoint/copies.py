@@ -5,15 +5,18 @@ A command calls :func:`local_copy` once for a path, and then reads files as for 
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from finray.checkpoint import manifest
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
 from finray.checkpoint.store import ATTEMPT_FILE, directory_name
-from finray.config.paths import copy_path, is_url
+from finray.config.paths import copy_path, is_url, read_path
 from finray.errors import CheckpointError
 from finray.files import FileKind, replace_bytes
 
@@ -24,23 +27,25 @@ RESOLVED_FILE = "resolved.json"
 RUN_ID = "run_id"
 SUMMARY_FILE = "summary.json"
 FINAL = "final"
-# Created in a finished run's directory by evaluations and reports.
+# Created in a finished run's directory by evaluations.
 EVALUATION = "evaluation"
-MADE = (EVALUATION, "report.html")
+# Stays on the machine of the driver.
+FAILURES = "failures.jsonl"
 # Names the rows that a checkpoint was trained on.
 _COUNTERS = "training_state/state.json"
 _FILES = FileKind(CheckpointError)
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
+# With the first digits of its attempt, as it is called behind the URL, or without.
+_CHECKPOINT = re.compile(r"checkpoint-(\d{6,})(-[0-9a-f]{8})?")
 
 
-def local_copy(run: str | Path, *, weights: bool = True, local_dir: str | None = None) -> str | Path:
+def local_copy(run: str | Path, *, weights: bool = True) -> str | Path:
     """A local path for a run, its ``final/`` or a checkpoint behind a URL; any other path is returned unchanged.
 
     Args:
         run: URL of a run, of ``final`` in it, or of one of its checkpoints (``checkpoint-000100``).
         weights: download the model: ``final/``, else the newest valid checkpoint. Without, only what a report shows:
             config, metrics, summary, evaluations.
-        local_dir: as ``run.local_dir`` of the config.
 
     Raises:
         CheckpointError: there is no such run, or it is damaged.
@@ -50,35 +55,32 @@ def local_copy(run: str | Path, *, weights: bool = True, local_dir: str | None =
         return run
     url = str(run).rstrip("/")
     parent, _, name = url.rpartition("/")
-    inner = name if name == FINAL or name.startswith("checkpoint-") else ""
+    is_checkpoint = _CHECKPOINT.fullmatch(name)
+    inner = name if name == FINAL or is_checkpoint else ""
     objects = Objects(parent if inner else url)
     if objects.read(CONFIG_FILE) is None:
         raise CheckpointError(
             "the run does not exist", where=objects.url, repair="name the URL of a run: <run.output_dir>/<run.name>"
         )
-    path = copy_path(objects.url, local_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    before = _id_of(path)
-    pull(path, objects, SMALL)
-    if before is not None and before != _id_of(path):
-        # Another run is there now: checkpoints of the one before are not its own.
-        for folder in path.glob("checkpoint-*"):
-            shutil.rmtree(folder, ignore_errors=True)
+    path = read_path(objects.url)
+    pull_records(path, objects)
     if not weights:
         pull(path, objects, objects.files(EVALUATION))
         return path
     store = RemoteStore(path, objects)
-    if inner.startswith("checkpoint-"):
-        step = next((one for one in store.steps() if inner.startswith(directory_name(one))), None)
-        if step is None:
+    if is_checkpoint:
+        step = int(is_checkpoint.group(1))
+        if step not in store.steps():
             raise CheckpointError("the checkpoint does not exist", where=url, repair="name the run only")
         store.verify(step)
         return path / directory_name(step)
-    has_final = pull_folder(path, objects, FINAL)
+    has_final = pull_folder(path, objects, FINAL, beside=copy_path(objects.url) / FINAL)
     if inner and not has_final:
         raise CheckpointError("the run has no final/ yet", where=url, repair="name the run only")
     if not has_final:
         store.latest()
+        # Nobody shall use one that is no longer at the URL.
+        store.delete([])
     else:
         for step in reversed(store.steps()):
             try:
@@ -89,9 +91,24 @@ def local_copy(run: str | Path, *, weights: bool = True, local_dir: str | None =
     return path / inner
 
 
-def _id_of(run_dir: Path) -> bytes | None:
-    file = run_dir / RUN_ID
-    return file.read_bytes() if file.is_file() else None
+def pull_records(path: Path, objects: Objects) -> None:
+    """Sync what a report shows, but for evaluations, to where commands read a run.
+
+    The machine of the workers has newer records than the URL, and failures, which stay there.
+    """
+    known, own = path / RUN_ID, copy_path(objects.url)
+    if known.is_file() and known.read_bytes() != objects.read(RUN_ID):
+        # Another run is there now: nothing of the one before is its own.
+        shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True, exist_ok=True)
+    pull(path, objects, SMALL)
+    (path / FAILURES).unlink(missing_ok=True)
+    with suppress(OSError):
+        if known.is_file() and known.read_bytes() == (own / RUN_ID).read_bytes():
+            for name in (one for one in (*FOLLOWING, FAILURES) if (own / one).is_file()):
+                newer = (own / name).read_bytes()
+                if not (path / name).is_file() or newer.startswith((path / name).read_bytes()):
+                    replace_bytes(path / name, newer)
 
 
 def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
@@ -114,8 +131,14 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
         replace_bytes(path, content)
 
 
-def pull_folder(run_dir: Path, objects: Objects, name: str) -> bool:
+def pull_folder(run_dir: Path, objects: Objects, name: str, *, beside: Path | None = None) -> bool:
     """Sync a folder with a manifest from the URL; returns whether there is one.
+
+    Args:
+        run_dir: of the folder.
+        objects: the run behind its URL.
+        name: of the folder.
+        beside: another copy of it on this machine, from which whole files are taken.
 
     Raises:
         CheckpointError: the remote folder is damaged.
@@ -128,8 +151,17 @@ def pull_folder(run_dir: Path, objects: Objects, name: str) -> bool:
     for one in content["files"]:
         try:
             manifest.verify_files(folder, [one])
+            continue
         except CheckpointError:
-            objects.download(f"{name}/{one['path']}", folder / one["path"], size=one["bytes"], sha256=one["sha256"])
+            pass
+        with suppress(CheckpointError, OSError):
+            if beside is not None:
+                manifest.verify_files(beside, [one])
+                (folder / one["path"]).parent.mkdir(parents=True, exist_ok=True)
+                (folder / one["path"]).unlink(missing_ok=True)
+                os.link(beside / one["path"], folder / one["path"])
+                continue
+        objects.download(f"{name}/{one['path']}", folder / one["path"], size=one["bytes"], sha256=one["sha256"])
     keep_only(folder, content)
     return True
 
@@ -144,26 +176,32 @@ def push(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
 
 
 def push_folder(run_dir: Path, objects: Objects, name: str) -> None:
-    """Upload a folder with a manifest; the manifest goes last and marks it as complete."""
-    content = manifest.read(run_dir / name)
+    """Upload a folder with a manifest; the manifest goes last and marks it as complete.
+
+    Raises:
+        CheckpointError: one of its files is missing.
+    """
+    content = manifest.verify(run_dir / name, digests=False)
     listing, files = f"{name}/{manifest.NAME}", {f"{name}/{one['path']}" for one in content["files"]}
     objects.remove(listing, *(one for one in objects.files(name) if one not in files))
     push(run_dir, objects, sorted(files))
     push(run_dir, objects, [listing])
 
 
-def bring_back(run: str | Path, path: str | Path) -> None:
-    """Upload what a command created in the local copy of a run (an evaluation, a report).
+def bring_back(run: str | Path, path: str | Path, made: Path) -> None:
+    """Upload what a command created in the local copy of a run.
 
     Args:
         run: as given by the user.
         path: result of :func:`local_copy` for it.
+        made: the folder that was created; what others have created beside it may be newer at the URL.
     """
     if is_url(str(run)):
         folder = Path(path)
         folder = folder if (folder / CONFIG_FILE).exists() else folder.parent
         url = str(run).rstrip("/")
-        push(folder, Objects(url if Path(path) == folder else url.rpartition("/")[0]), MADE)
+        objects = Objects(url if Path(path) == folder else url.rpartition("/")[0])
+        push(folder, objects, [file.relative_to(folder).as_posix() for file in made.iterdir() if file.is_file()])
 
 
 def move_aside(objects: Objects, target: str) -> None:

@@ -24,7 +24,7 @@ from finray.checkpoint.remote import RemoteStore
 from finray.checkpoint.store import CheckpointStore
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
-from finray.config.paths import run_path, run_url
+from finray.config.paths import read_path, run_path, run_url
 from finray.config.redact import redact_saved
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -241,6 +241,14 @@ class RunDir:
         replace_text(self.summary_file, json.dumps(outcome, indent=2) + "\n")
         self.push(SUMMARY_FILE)
 
+    def forget(self) -> None:
+        """Remove a run that has nothing but its config; does nothing if it has more."""
+        alone = {one.name for one in self.path.iterdir()} <= {CONFIG_FILE, RAY_SNAPSHOT}
+        if alone and (self.url is None or Objects(self.url).files() in ([], [CONFIG_FILE])):
+            if self.url is not None:
+                Objects(self.url).remove(CONFIG_FILE)
+            shutil.rmtree(self.path)
+
     @classmethod
     def of(cls, config: Config) -> RunDir:
         """The directory of a config's run."""
@@ -294,33 +302,39 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
             os.replace(run.path, aside)
             if run.url is None:
                 notify(f"the earlier run was moved to {aside}")
-        _follow_url(run)
+        _require_at_url(run)
+        run.pull()
         before = _require_same_run(config, run)
         (was, old), (now, new) = _lengths(before, config, run.resolved())
         is_extended = (was, old) != (now, new)
         steps = run.store().steps()
         found = {path: _SUMMARY.text(path) for path in (run.config_file, run.summary_file) if path.exists()}
-        with _writing(run):
-            run.path.mkdir(exist_ok=True)
-            run.keep_config(config)
-        if is_extended:
-            notify(
-                f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run continues to "
-                "that step"
-            )
-            # Without it the run does not count as finished.
-            run.summary_file.unlink(missing_ok=True)
-            if run.url is not None:
-                Objects(run.url).remove(SUMMARY_FILE)
-        (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
-        for rest in run.path.glob(".tmp-*"):
-            shutil.rmtree(rest, ignore_errors=True)
         try:
+            if is_extended:
+                notify(
+                    f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run continues to "
+                    "that step"
+                )
+                # Without it the run does not count as finished. Before the config: after a kill in between, the same
+                # command finds an extension again.
+                if run.url is not None:
+                    Objects(run.url).remove(SUMMARY_FILE)
+                run.summary_file.unlink(missing_ok=True)
+            with _writing(run):
+                run.path.mkdir(exist_ok=True)
+                run.keep_config(config)
+            (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
+            for rest in run.path.glob(".tmp-*"):
+                shutil.rmtree(rest, ignore_errors=True)
             yield run
         except BaseException as error:
             # A refused start restores what it found, and an extension that added nothing leaves the run finished.
             is_due = isinstance(error, ConfigError) or (is_extended and run.summary_file in found)
-            if is_due and not (is_extended and _has_grown(run, steps)):
+            if before is None:
+                # If nothing was begun, a corrected config is no other configuration of this run.
+                with suppress(OSError, FinrayError):
+                    run.forget()
+            elif is_due and not (is_extended and _has_grown(run, steps)):
                 for path, text in found.items():
                     replace_text(path, text)
                 with suppress(FinrayError):
@@ -340,8 +354,8 @@ def _has_grown(run: RunDir, steps: Sequence[int]) -> bool:
         return True
 
 
-def _follow_url(run: RunDir) -> None:
-    """Sync the local copy of a run from its URL.
+def _require_at_url(run: RunDir) -> None:
+    """Check that a run whose copy has checkpoints is still behind its URL.
 
     Raises:
         CheckpointError: the URL is empty, but the local copy has checkpoints, which must not be lost silently.
@@ -361,7 +375,6 @@ def _follow_url(run: RunDir) -> None:
                 where=run.url,
                 repair="restore the run to that URL, or start over with --fresh, which keeps the copy",
             )
-    run.pull()
 
 
 @contextmanager
@@ -418,7 +431,11 @@ def earlier_of(config: Config) -> Earlier | None:
         ConfigError: the directory holds another run, as for :func:`open_run`.
     """
     run = RunDir.of(config)
-    _follow_url(run)
+    _require_at_url(run)
+    if (url := run.url) is not None:
+        # Workers may be writing the run's own copy.
+        run = RunDir(read_path(url), url)
+        copies.pull_records(run.path, Objects(url))
     before = _require_same_run(config, run)
     if before is None:
         return None

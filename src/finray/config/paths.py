@@ -54,8 +54,19 @@ def run_path(config: Config) -> Path:
 
 def copy_path(url: str, local_dir: str | None = None) -> Path:
     """Where a machine keeps its copy of the run behind a URL: in ``local_dir``, or in the user's cache."""
+    return _copy_in(cache_dir("runs") if local_dir is None else _local(local_dir), url)
+
+
+def read_path(url: str) -> Path:
+    """Where commands that read the run behind a URL keep what they download.
+
+    It is not the copy that the workers write: nothing may be replaced or removed in that while they do.
+    """
+    return _copy_in(cache_dir("read"), url)
+
+
+def _copy_in(root: Path, url: str) -> Path:
     parent, _, name = url.rstrip("/").rpartition("/")
-    root = cache_dir("runs") if local_dir is None else _local(local_dir)
     # Runs of one name in two buckets are two runs.
     return (root / hashlib.sha256(parent.encode()).hexdigest()[:12] / name).resolve()
 

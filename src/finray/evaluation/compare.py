@@ -95,7 +95,7 @@ def evaluate(
     )
     write(found)
     if request.output is None:
-        bring_back(named, model)
+        bring_back(named, model, found.folder)
     return found
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import CONFIG_FILE
-from finray.config.paths import is_url
+from finray.config.paths import copy_path, is_url
 from finray.records import Record, RunHeader, TrainRecord
 from finray.reporting.recorded import RecordedRun, eval_of, is_held, note_of, read_run, runs_in, train_of
 from finray.reporting.report import config_differences, labels
@@ -259,6 +259,8 @@ def watch(
         DataError: there is no run.
     """
     run_dir = read_run(place, with_answers=False).path
+    if is_url(str(place)) and held(own := copy_path(str(place))):
+        run_dir = own
     follower = Follower(run_dir)
     while True:
         # Checked before the records are read, so that everything written until then is shown.

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from finray.checkpoint import manifest
-from finray.checkpoint.copies import EVALUATION, RUN_ID, SUMMARY_FILE, local_copy
+from finray.checkpoint.copies import EVALUATION, FAILURES, RUN_ID, SUMMARY_FILE, local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, RESOLVED_FILE, RunDir
 from finray.checkpoint.store import CheckpointStore
 from finray.config.load import read_yaml
-from finray.config.paths import is_url
+from finray.config.paths import copy_path, is_url
 from finray.config.redact import redact
 from finray.config.tasks import less_is_better
 from finray.errors import DataError, FinrayError, did_you_mean_path
@@ -209,7 +209,9 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     steps = tried(store.steps, nothing)
     starts = tuple(tried(lambda: read_starts(path), nothing))
     is_begun = bool(raw or starts or steps or finished)
-    state = state_of(is_held=is_held(path), is_finished=finished is not None, is_begun=is_begun)
+    # Its workers write another copy.
+    held = copy_path(str(place)) if is_url(str(place)) else path
+    state = state_of(is_held=is_held(held), is_finished=finished is not None, is_begun=is_begun)
     root, resolved, run_id = path / EVALUATION, path / RESOLVED_FILE, path / RUN_ID
     marks = (path, root, *(path / name for name in _MARKS))
     folders = [run.final, *(store.path_of(step) for step in reversed(steps))]
@@ -228,7 +230,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         system=tuple(filter(None, map(system_of, raw))),
         summary=finished.summary if finished else None,
         chosen_step=finished.chosen_step if finished else None,
-        failure=None if state in ("finished", "running") else tried(lambda: _failure(path / "failures.jsonl"), None),
+        failure=None if state in ("finished", "running") else tried(lambda: _failure(path / FAILURES), None),
         checkpoints=tuple(steps),
         content=None if folder is None else tried(lambda: (folder.name, manifest.read(folder)), None),
         data=tried(lambda: _data(store, steps), None),

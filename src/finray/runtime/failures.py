@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finray.checkpoint.copies import FAILURES
 from finray.config.redact import redact_text
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -26,7 +27,6 @@ from finray.runtime.logs import tail
 if TYPE_CHECKING:
     from finray.planning.placement import Placement
 
-FILE = "failures.jsonl"
 TRIES = 2
 # Directory of the workers' logs, in the run directory.
 LOGS = "logs"
@@ -154,13 +154,13 @@ def last_line(text: str) -> str:
 
 def record(run_dir: Path, failure: Failure) -> None:
     """Record a failure of any rank."""
-    with (run_dir / FILE).open("a", encoding="utf-8") as stream:
+    with (run_dir / FAILURES).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(asdict(failure)) + "\n")
 
 
 def forget(run_dir: Path) -> None:
     """Reset the count: the user has started the run again."""
-    (run_dir / FILE).unlink(missing_ok=True)
+    (run_dir / FAILURES).unlink(missing_ok=True)
 
 
 # What the other ranks report when one is gone: not a cause.
@@ -197,7 +197,7 @@ def known(run_dir: Path, start: str) -> list[Failure]:
     content = b""
     # Ignore a broken file: it saves attempts, and must not cost any.
     with contextlib.suppress(OSError):
-        content = (run_dir / FILE).read_bytes()
+        content = (run_dir / FAILURES).read_bytes()
     failures = []
     for line in content.splitlines():
         # A killed worker may have left half a line.

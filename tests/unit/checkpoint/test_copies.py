@@ -13,6 +13,7 @@ from finray.checkpoint import copies, manifest
 from finray.checkpoint.copies import bring_back, local_copy, move_aside, pull, pull_folder, push, push_folder
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
+from finray.config.paths import copy_path
 from finray.errors import CheckpointError
 
 
@@ -134,23 +135,27 @@ def test_a_run_is_moved_so_that_a_kill_loses_nothing(objects: Objects, monkeypat
 def test_what_a_command_made_goes_back_to_the_run_that_was_named(url: str, objects: Objects, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"c")
     (tmp_path / "final").mkdir()
+    made = tmp_path / "evaluation" / "train"
+    made.mkdir(parents=True)
+    # Made earlier, and by now perhaps again on another machine.
+    (made.parent / "metrics.json").write_bytes(b"old")
     for number, (named, path) in enumerate(
         [(url, tmp_path), (f"{url}/final", tmp_path / "final"), (f"{url}/", tmp_path)]
     ):
-        (tmp_path / "report.html").write_bytes(f"{number}".encode())
-        bring_back(named, path)
-        assert objects.read("report.html") == f"{number}".encode()
-        assert objects.files() == ["report.html"]
-    (tmp_path / "report.html").write_bytes(b"local")
-    bring_back(tmp_path, tmp_path)
-    assert objects.read("report.html") == b"2", "a run that is no URL is where it is"
+        (made / "metrics.json").write_bytes(f"{number}".encode())
+        bring_back(named, path, made)
+        assert objects.read("evaluation/train/metrics.json") == f"{number}".encode()
+        assert objects.files() == ["evaluation/train/metrics.json"]
+    (made / "metrics.json").write_bytes(b"local")
+    bring_back(tmp_path, tmp_path, made)
+    assert objects.read("evaluation/train/metrics.json") == b"2", "a run that is no URL is where it is"
 
 
 def test_a_local_copy_of_what_is_there(
     url: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "place"
-    monkeypatch.setattr(copies, "copy_path", lambda name, local_dir: place / (local_dir or "none"))
+    monkeypatch.setattr(copies, "read_path", lambda name: place)
     assert local_copy(tmp_path) == tmp_path
     assert local_copy("runs/run") == "runs/run"
     with pytest.raises(CheckpointError, match="the run does not exist") as caught:
@@ -158,8 +163,8 @@ def test_a_local_copy_of_what_is_there(
     assert caught.value.where == url
     objects.write("config.yaml", b"c")
     objects.write("summary.json", b"s")
-    assert local_copy(f"{url}/", weights=False, local_dir="own") == place / "own"
-    assert sorted(one.name for one in (place / "own").iterdir()) == ["config.yaml", "summary.json"]
+    assert local_copy(f"{url}/", weights=False) == place
+    assert sorted(one.name for one in place.iterdir()) == ["config.yaml", "summary.json"]
     with pytest.raises(CheckpointError, match="has no final/ yet"):
         local_copy(f"{url}/final")
     with pytest.raises(CheckpointError, match="the checkpoint does not exist"):
@@ -167,14 +172,58 @@ def test_a_local_copy_of_what_is_there(
     listed(tmp_path / "made" / "final", {"weights": b"w"})
     push_folder(tmp_path / "made", objects, "final")
     objects.write("evaluation/deep/scores.json", b"e")
-    assert local_copy(url, weights=False, local_dir="light") == place / "light"
-    assert {one.relative_to(place / "light").as_posix() for one in (place / "light").rglob("*") if one.is_file()} == {
+    assert local_copy(url, weights=False) == place
+    assert {one.relative_to(place).as_posix() for one in place.rglob("*") if one.is_file()} == {
         *("config.yaml", "summary.json", "evaluation/deep/scores.json")
     }
-    named: dict[str, Any] = {url: place / "none", f"{url}/final": place / "none" / "final"}
+    named: dict[str, Any] = {url: place, f"{url}/final": place / "final"}
     for name, expected in named.items():
         assert local_copy(name) == expected
-        assert (place / "none" / "final" / "weights").read_bytes() == b"w"
+        assert (place / "final" / "weights").read_bytes() == b"w"
+
+
+def test_a_folder_of_which_a_file_is_missing_does_not_go_behind_the_url(objects: Objects, tmp_path: Path) -> None:
+    (listed(tmp_path / "final", {"a": b"1", "b": b"2"}) / "b").unlink()
+    with pytest.raises(CheckpointError, match="final/b: is missing"):
+        push_folder(tmp_path, objects, "final")
+    assert objects.files() == []
+
+
+def test_reading_a_run_leaves_the_copy_that_its_workers_write_alone(
+    url: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own = copy_path(url)
+    theirs = {"config.yaml": b"c", "run_id": b"one", "metrics.jsonl": b"1\n", "starts.jsonl": b"other\n"}
+    for name, content in theirs.items():
+        objects.write(name, content)
+    # The workers go on, and their final model is not behind the URL yet.
+    listed(own / "final", {"weights": b"w" * 20})
+    newer = {"run_id": b"one", "metrics.jsonl": b"1\n2\n", "starts.jsonl": b"mine\n", "failures.jsonl": b"f\n"}
+    for name, content in newer.items():
+        (own / name).write_bytes(content)
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in own.rglob("*") if path.is_file()}
+
+    def read() -> dict[str, bytes]:
+        path = Path(local_copy(url, weights=False))
+        assert path != own
+        return {one.name: one.read_bytes() for one in path.iterdir()}
+
+    # Records that only continue those at the URL are shown already, and failures, which stay on this machine.
+    assert read() == {**theirs, "metrics.jsonl": b"1\n2\n", "failures.jsonl": b"f\n"}
+    with pytest.raises(CheckpointError, match="has no final/ yet"):
+        local_copy(f"{url}/final")
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in own.rglob("*") if path.is_file()} == before
+    # Whole files of it need not be fetched again; others are.
+    push_folder(own, objects, "final")
+    final = Path(local_copy(f"{url}/final"))
+    assert (final / "weights").stat().st_ino == (own / "final" / "weights").stat().st_ino
+    shutil.rmtree(final)
+    (own / "final" / "weights").write_bytes(b"damaged, and of 20 b")
+    assert (Path(local_copy(f"{url}/final")) / "weights").read_bytes() == b"w" * 20
+    # Those of another run are none of this one.
+    objects.write("run_id", b"two")
+    assert read() == {**theirs, "run_id": b"two"}
 
 
 # --- checkpoints of a run behind a URL ------------------------------------------------------------------------------
@@ -196,7 +245,7 @@ def place(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for step in (2, 4, 6):
         scratch = store.begin(step)
         store.commit(scratch, step, store.fill(scratch, step, fill), metrics={})
-    monkeypatch.setattr(copies, "copy_path", lambda name, local_dir: tmp_path / "copy")
+    monkeypatch.setattr(copies, "read_path", lambda name: tmp_path / "copy")
     return tmp_path / "copy"
 
 
@@ -239,14 +288,38 @@ def test_a_final_model_comes_with_the_counters_of_the_newest_checkpoint_that_has
     assert brought(place) == ([] if step is None else whole(step)[1:])
 
 
-def test_checkpoints_of_another_run_at_the_url_do_not_stay_in_the_copy(url: str, objects: Objects, place: Path) -> None:
+def test_a_checkpoint_is_named_by_its_number_and_not_by_its_first_digits(
+    url: str, objects: Objects, tmp_path: Path, place: Path
+) -> None:
+    store = RemoteStore(tmp_path / "made", objects, attempt="0123abcdef99")
+    for step in (100_000, 1_000_000):
+        scratch = store.begin(step)
+        store.commit(scratch, step, store.fill(scratch, step, lambda _: None), metrics={})
+    assert local_copy(f"{url}/checkpoint-1000000") == place / "checkpoint-1000000"
+    with pytest.raises(CheckpointError, match="the checkpoint does not exist"):
+        local_copy(f"{url}/checkpoint-10000000")
+    with pytest.raises(CheckpointError, match="the run does not exist"):
+        local_copy(f"{url}/checkpoint-000002junk")
+
+
+def test_a_checkpoint_that_is_not_behind_the_url_does_not_stay_in_the_copy(
+    url: str, objects: Objects, tmp_path: Path, place: Path
+) -> None:
+    local_copy(f"{url}/checkpoint-000006")
+    RemoteStore(tmp_path / "made", objects).delete([6])
+    local_copy(url)
+    assert brought(place) == whole(4)
+
+
+def test_nothing_of_another_run_at_the_url_stays_in_the_copy(url: str, objects: Objects, place: Path) -> None:
     local_copy(f"{url}/checkpoint-000002")
+    (place / "evaluation").mkdir()
+    (place / "evaluation" / "metrics.json").write_bytes(b"scores")
     local_copy(url, weights=False)
     assert brought(place) == whole(2), "of the same run they stay"
     objects.write("run_id", b"two")
     local_copy(url, weights=False)
-    assert not list(place.glob("checkpoint-*"))
-    assert (place / "config.yaml").exists()
+    assert sorted(one.name for one in place.iterdir()) == ["attempt", "config.yaml", "run_id"]
     # A copy that does not say whose it is keeps what it has.
     local_copy(f"{url}/checkpoint-000004")
     (place / "run_id").unlink()

@@ -19,7 +19,7 @@ from finray.checkpoint.rundir import Finished, RunDir, open_run, saved_config
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.errors import CheckpointError, ClusterError, ConfigError
+from finray.errors import CheckpointError, ClusterError, ConfigError, DataError
 from finray.records import RunSummary
 
 
@@ -47,6 +47,19 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path)
     ):
         pass
     assert run.config_file.read_bytes() == before
+
+
+def test_a_first_start_that_was_refused_leaves_nothing_and_one_that_began_something_does(tmp_path: Path) -> None:
+    for error in (DataError("no such column"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), open_run(config(tmp_path), fresh=False, notify=nobody):
+            raise error
+        assert not (tmp_path / "run").exists()
+    # So it may be corrected.
+    with open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody) as run:
+        (run.path / "logs").mkdir()
+    with pytest.raises(DataError), open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody):
+        raise DataError("no such column")
+    assert saved_config(run) == config(tmp_path, learning_rate=1.0)
 
 
 def test_fresh_moves_the_earlier_run_aside_whole(tmp_path: Path) -> None:

@@ -133,6 +133,46 @@ def test_a_longer_run_is_finished_no_more_behind_the_url_unless_nothing_was_adde
     assert kept.read("config.yaml") != saved
 
 
+@pytest.mark.parametrize("at", ["said", "removed"])
+def test_a_run_is_longer_also_where_the_start_before_ended_as_it_became_so(
+    at: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_run(config(url, tmp_path, max_steps=10), fresh=False, notify=nobody) as run:
+        run.keep_resolved(RESOLVED)
+        trained(run, 10)
+        finish(run, 10)
+    said: list[str] = []
+
+    def killed(message: str) -> None:
+        if at == "said":
+            raise KeyboardInterrupt
+
+    def remove(self: Objects, *names: str) -> None:
+        if "summary.json" in names:
+            raise StorageError("the storage failed")
+
+    longer = config(url, tmp_path, max_steps=20)
+    with monkeypatch.context() as patch:
+        if at == "removed":
+            patch.setattr(Objects, "remove", remove)
+        with (
+            pytest.raises(KeyboardInterrupt if at == "said" else StorageError),
+            open_run(longer, fresh=False, notify=killed),
+        ):
+            pass
+    with open_run(longer, fresh=False, notify=said.append) as run:
+        assert run.finished() is None
+    assert said == ["train.max_steps was 10, is now 20: the run continues to that step"]
+
+
+def test_a_first_start_that_was_refused_leaves_nothing_behind_the_url(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="refused"), open_run(config(url, tmp_path), fresh=False, notify=nobody):
+        raise ConfigError("refused")
+    assert Objects(url).files() == []
+    with open_run(config(url, tmp_path, learning_rate=1.0), fresh=False, notify=nobody) as run:
+        assert Objects(str(run.url)).files() == ["config.yaml"]
+
+
 def test_an_output_url_is_written_to_and_left_as_it_was(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,6 @@ def test_what_is_asked_for_is_handed_on_and_brought_back_where_no_other_place_is
     told: Any = lambda what, done, *, total, rate="": None  # noqa: E731
     spread: Any = lambda: None  # noqa: E731
     evaluate("s3://b/run", ["a=b"], request, progress=told, spread=spread)
-    assert back == [("s3://b/run", "copy of s3://b/run")] * brought
+    assert back == [("s3://b/run", "copy of s3://b/run", case.folder)] * brought
     wanted = {"model": "copy of s3://b/run", "overrides": ["a=b"], "request": request, "tasks": compare.JUDGES}
     assert case.asked | wanted | {"progress": told, "spread": spread} == case.asked
