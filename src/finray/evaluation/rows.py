@@ -55,7 +55,7 @@ class Rows:
         numbers: indices of the rows in it, in order.
         dataset: dataset of the split.
         asks: whether rows have prompts to answer; otherwise only the loss is computed.
-        fingerprint: digest of all rows of the dataset.
+        fingerprint: equal if the rows of the split are.
         train: the rows that the model was trained on, if known.
         stream: the split of the dataset that the rows are a part of; a ratio takes them from ``train``.
     """
@@ -73,8 +73,8 @@ class Rows:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the rows of the dataset, and the name of the split."""
-        return f"{self.dataset.content}/{self.name}"
+        """A digest of the rows of the dataset, the name of the split, and how the split was chosen from them, if so."""
+        return "/".join(filter(None, (self.dataset.content, self.name, self.split.chosen)))
 
     def prompt(self, index: int) -> list[int]:
         """Token ids up to the start of the last answer."""

@@ -1,4 +1,4 @@
-"""Rows of one tokenizer found again with another, for a baseline with a tokenizer of its own."""
+"""Rows of one tokenizer found again with another, for a baseline with a tokenizer of its own; their fingerprints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.errors import DataError
 from finray.evaluation.rows import Rows
-from tests.support.preparing import Preparing, Write, lines
+from tests.support.preparing import Preparing, Write, ids, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
 
@@ -55,3 +55,24 @@ def test_rows_that_a_tokenizer_leaves_out_are_counted(preparing: Preparing, mix:
     assert every is not None
     with pytest.raises(DataError, match="1 of the 2 rows are left out with the baseline's tokenizer"):
         rows_of(dataset, every).like([(0, 0), (0, 1)])
+
+
+def test_rows_that_were_chosen_by_another_seed_have_a_fingerprint_of_their_own(
+    preparing: Preparing, put: Write, mix: Any
+) -> None:
+    """Scores are kept by numbers, which count the chosen rows. All rows have the fingerprint of earlier versions."""
+    file = put("rows.jsonl", lines([{"text": f"number {number}"} for number in range(20)]))
+    for data, names in (({"source": file, "eval_ratio": 0.3}, ("train", "eval")), ({"mix": mix}, ("train",))):
+        dataset, config = preparing.dataset(**data), preparing.config(**data)
+        for name in names:
+            splits = [getattr(dataset.splits(config.data, seed=seed), name) for seed in (0, 1, 0)]
+            first, other, again = (replace(rows_of(dataset, split), name=name).fingerprint for split in splits)
+            assert first == again
+            assert first != other
+            assert ids(splits[0]) != ids(splits[1]), "or they may be one"
+    whole = preparing.dataset(file)
+    every = whole.splits(preparing.config(file).data, seed=3).train
+    assert rows_of(whole, every).fingerprint == f"{whole.content}/train"
+    # One row in the place of another changes it too, and so does their order.
+    last, first = (np.array([*range(19), 18]), np.arange(20)[::-1])
+    assert len({rows_of(whole, every.take(rows)).fingerprint for rows in (np.arange(20), last, first)}) == 3

@@ -33,6 +33,8 @@ WARM = Sampling(9, temperature=0.5, seed=4, stop=(".",))
 
 
 class Split:
+    chosen = ""
+
     def row(self, number: int) -> tuple[Any, Any]:
         text, mask = SPLIT[number]
         return np.array([ord(letter) for letter in text], dtype=np.int32), np.array(mask, dtype=np.uint8)

@@ -5,6 +5,7 @@ A directory without a manifest is incomplete. docs/formats.md is the specificati
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -92,6 +93,13 @@ class PreparedSplit:
     def within(self) -> IntArray:
         """int64; the place of each row among the rows of its source row, from 0, whichever of them were taken."""
         return self._rows - np.searchsorted(self._every_source_row, self.source_rows)
+
+    @property
+    def chosen(self) -> str:
+        """A digest of which rows were taken, and in which order; empty if all are there, as they were prepared."""
+        if np.array_equal(self._rows, np.arange(self._starts[-1])):
+            return ""
+        return hashlib.sha256(self._rows.astype("<i8").tobytes()).hexdigest()[:16]
 
     def take(self, rows: IntArray) -> PreparedSplit:
         """Select rows, in this order; a row may occur more than once."""
