@@ -16,7 +16,16 @@ from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import CONFIG_FILE
 from finray.config.paths import copy_path, is_url
 from finray.records import Record, RunHeader, TrainRecord
-from finray.reporting.recorded import RecordedRun, eval_of, is_held, note_of, read_run, runs_in, train_of
+from finray.reporting.recorded import (
+    EARLIER_WEIGHTS,
+    RecordedRun,
+    eval_of,
+    is_held,
+    note_of,
+    read_run,
+    runs_in,
+    train_of,
+)
 from finray.reporting.report import config_differences, labels
 from finray.results import Result, Table
 from finray.tracking.console import RunView, duration
@@ -81,14 +90,25 @@ class RunsCompared(Result):
                 found.setdefault(name, [None, None])[at] = value
         return {name: (values[0], values[1]) for name, values in found.items()}
 
+    @property
+    def notes(self) -> list[str]:
+        """Which scores are of earlier weights."""
+        return [
+            f"{name}: {one.name or 'held-out rows'}: {EARLIER_WEIGHTS}"
+            for name, run in zip(labels(self.runs), self.runs, strict=True)
+            for one in run.evaluations
+            if EARLIER_WEIGHTS in one.notes
+        ]
+
     def plain(self) -> dict[str, Any]:
         """As JSON types."""
         fields = {path: [text for text, _ in cells] for path, cells in config_differences(self.runs)}
         results = {name: list(values) for name, values in self.results.items()}
-        return {"runs": [run.plain() for run in self.runs], "config": fields, "results": results}
+        plain = [run.plain() for run in self.runs]
+        return {"runs": plain, "config": fields, "results": results, "notes": self.notes}
 
     def print(self, console: Console) -> None:
-        """Two tables."""
+        """Two tables, and notes."""
         names = labels(self.runs)
         differ = config_differences(self.runs)
         table = Table(title="config" if differ else "the configs are the same", title_justify="left")
@@ -109,6 +129,8 @@ class RunsCompared(Result):
             )
             table.add_row(name, *shown, apart)
         console.print(table)
+        for note in self.notes:
+            console.print(note, highlight=False, soft_wrap=True, markup=False)
 
 
 def list_runs(folder: str | Path, *, now: float) -> Listed:

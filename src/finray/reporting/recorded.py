@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +34,8 @@ from finray.tracking.starts import Start, read_starts
 
 T = TypeVar("T")
 State = Literal["running", "finished", "stopped", "not started"]
+# Added to the notes of an evaluation.
+EARLIER_WEIGHTS = "final/ has changed since these scores were made: run `finray evaluate` again"
 # Files that identify a run directory; an interrupted run may lack any of them.
 _MARKS = (CONFIG_FILE, RECORDS, STARTS, SUMMARY_FILE, RESOLVED_FILE)
 _FILES = FileKind(DataError)
@@ -237,7 +239,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         evaluations=tuple(
             one
             for one in (
-                tried(lambda: read_evaluation(file, root, with_answers=with_answers), None)  # noqa: B023
+                tried(lambda: _evaluation(file, root, run.final, with_answers=with_answers), None)  # noqa: B023
                 # Those of the run's own held-out rows first.
                 for file in sorted(
                     found for depth in ("", "*/", "*/*/") for found in root.glob(f"{depth}{METRICS_FILE}")
@@ -308,6 +310,18 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
         raise DataError("is missing", where=str(path))
     plain = redact(read_yaml(path))
     return {str(name): fields for name, fields in plain.items() if isinstance(fields, dict)}
+
+
+def _evaluation(file: Path, root: Path, final: Path, *, with_answers: bool) -> Evaluation:
+    """An evaluation, with a note if it is of earlier weights than those in ``final/``."""
+    found = read_evaluation(file, root, with_answers=with_answers)
+    match found.made_by:
+        case {"model": {"weights": {"files": list(known)}}} if not found.name.startswith("checkpoint-"):
+            # The local copy of a run behind a URL may have no weights.
+            weights = [(one.name, one.stat()) for one in final.glob("*.safetensors")]
+            if any([name, stat.st_size, stat.st_mtime_ns] not in known for name, stat in weights):
+                return replace(found, notes=(*found.notes, EARLIER_WEIGHTS))
+    return found
 
 
 def _failure(path: Path) -> str | None:

@@ -29,7 +29,7 @@ from finray.records import TrainRecord
 from finray.reporting.answers import explorer
 from finray.reporting.page import render, write
 from finray.reporting.plots import Mark, Plot, Series, curves, thinned
-from finray.reporting.recorded import RecordedRun, read_run
+from finray.reporting.recorded import EARLIER_WEIGHTS, RecordedRun, read_run
 from finray.reporting.scored import Evaluation, Scored
 from finray.results import Result
 from finray.tracking.console import duration, several
@@ -336,7 +336,14 @@ def tables(runs: Sequence[RecordedRun]) -> list[ScoreTable]:
                 [score.replace("_", " ") for score in scores],
                 lines,
                 [prefix.format(name) + text for name, one in own for text in one.says],
-                list(dict.fromkeys(text for _, one in own for text in one.notes)),
+                # Most are the same for all runs.
+                list(
+                    dict.fromkeys(
+                        prefix.format(name) + text if text == EARLIER_WEIGHTS else text
+                        for name, one in own
+                        for text in one.notes
+                    )
+                ),
                 [line for name, one in own for line in _difference_lines(name if len(runs) > 1 else "", one)],
             )
         )

@@ -16,6 +16,8 @@ import pytest
 from finray.records import RunHeader, TrainRecord
 from finray.reporting import listing
 from finray.reporting.listing import Follower, age, latest, size, watch
+from finray.reporting.recorded import EARLIER_WEIGHTS, read_run
+from finray.reporting.report import tables
 from finray.results import PlainConsole
 from finray.tracking.console import RunView
 from tests.support.recorded import at_work, header, prediction, train, write_evaluation, write_run
@@ -80,6 +82,28 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
     assert "+0.25" in shown
     assert "train.learning_rate" in shown
     assert finray("runs", "compare", one, tmp_path / "none")[0] == 2
+
+
+def test_scores_of_earlier_weights_are_named_with_their_run_in_a_comparison_and_a_report(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in "ab"]
+    for run in runs:
+        folder = write_evaluation(run, [prediction(0, base=0, tuned=1)])
+        (run / "final").mkdir()
+        file = run / "final" / "model.safetensors"
+        file.write_text("x")
+        os.utime(file, ns=(5, 5))
+        plain = json.loads((folder / "metrics.json").read_text())
+        plain["made_by"]["model"] = {"weights": {"name": "final", "files": [[file.name, 1, 5]]}}
+        (folder / "metrics.json").write_text(json.dumps(plain))
+    assert json.loads(finray("runs", "compare", *runs, "--json")[1])["notes"] == []
+    os.utime(file, ns=(6, 6))
+    said = f"b: held-out rows: {EARLIER_WEIGHTS}"
+    assert json.loads(finray("runs", "compare", *runs, "--json")[1])["notes"] == [said]
+    assert said in finray("runs", "compare", *runs)[1].splitlines()
+    (table,) = tables([read_run(run) for run in runs])
+    assert table.notes == ["a note of the evaluation", f"b: {EARLIER_WEIGHTS}"]
+    (table,) = tables([read_run(runs[1])])
+    assert table.notes == ["a note of the evaluation", EARLIER_WEIGHTS]
 
 
 def test_listing_runs_loads_no_torch(tmp_path: Path) -> None:

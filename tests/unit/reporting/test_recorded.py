@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from finray.errors import DataError
+from finray.evaluation.subjects import files_of
 from finray.records import Note
-from finray.reporting.recorded import is_held, read_run, runs_in, size_of, state_of
+from finray.reporting.recorded import EARLIER_WEIGHTS, is_held, read_run, runs_in, size_of, state_of
 from finray.tracking.base import RunInfo
 from finray.tracking.starts import StartsTracker, read_starts
 from tests.support.recorded import at_work, header, prediction, write_evaluation, write_run
@@ -103,6 +104,45 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(tmp_path: Path) -> N
     assert len(run.evaluations[0].answered) == 1
     named = sorted(problem.partition(":")[0] for problem in run.problems)
     assert named == ["config.yaml", "metrics.json", "summary.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "earlier"),
+    [
+        ("", "final", True),
+        ("test", "final", True),
+        ("", "checkpoint-000040", True),
+        # Scores of a checkpoint stay its own.
+        ("checkpoint-000040", "checkpoint-000040", False),
+        ("checkpoint-000040/test", "checkpoint-000040", False),
+    ],
+)
+def test_scores_of_weights_that_were_trained_further_are_said_to_be_of_earlier_ones(
+    tmp_path: Path, name: str, weights: str, earlier: bool
+) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "final").mkdir()
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        (path / "final" / file).write_text(file)
+    folder = write_evaluation(path, [prediction(0, base=0, tuned=1)], name=name)
+    plain = json.loads((folder / "metrics.json").read_text())
+    # Also of a run that lay elsewhere then.
+    known = {**files_of(str(path / "final")), "name": f"/elsewhere/{weights}"}
+    plain["made_by"]["model"] = {"weights": known, "base": None}
+    (folder / "metrics.json").write_text(json.dumps(plain))
+    assert read_run(path).evaluations[0].notes == ("a note of the evaluation",)
+    file = path / "final" / "adapter_model.safetensors"
+    file.unlink()
+    # A copy behind a URL is read without its weights.
+    assert read_run(path).evaluations[0].notes == ("a note of the evaluation",)
+    file.write_text("adapter_model.safetensors")
+    os.utime(file, ns=(7, 7))
+    assert (read_run(path).evaluations[0].notes[1:] == (EARLIER_WEIGHTS,)) == earlier
+    # What is damaged says nothing of weights.
+    for damaged in (None, 5, {"weights": [1]}, {"weights": {"files": 3}}):
+        plain["made_by"]["model"] = damaged
+        (folder / "metrics.json").write_text(json.dumps(plain))
+        assert read_run(path).evaluations[0].notes == ("a note of the evaluation",)
 
 
 @pytest.mark.parametrize("marks", ["config.yaml", "metrics.jsonl", "starts.jsonl", "summary.json"])
