@@ -15,6 +15,8 @@ _NAME = re.compile(
 _TEMPLATE_TOKEN = re.compile(r"(bos|eos|eot|eom|pad|unk|sep|cls|mask|image|audio|video)_token", re.I)
 # Maps of names from the data: of fields, labels and a template's arguments (config/schema.py refuses secrets in those).
 NAMED_BY_DATA = ("field_mapping", "class_weights", "chat_template_arguments")
+# Maps of names of models, and of scores with the names of classes, in the document of `finray evaluate`.
+_NAMED_BY_MODELS = ("models", "without_training_rows", "confusion", "baselines", "answers", "scores")
 # A value that can be nothing else than a secret, where a variable that holds one has it.
 _RANDOM = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9+=_]{20,}")
 _VALUE = re.compile(
@@ -55,14 +57,14 @@ def redact(value: Any, *, environ: Mapping[str, str] = os.environ, named: bool =
     """Mask secrets in nested dictionaries and lists, by key and by value.
 
     A local path is kept as it is, because what is read again must be found; it is no secret where a password happens
-    to be a word of it. So are the keys of :data:`NAMED_BY_DATA`, which name fields and labels, and not what they hold
-    (``named``).
+    to be a word of it. So is what the maps of :data:`NAMED_BY_DATA` and :data:`_NAMED_BY_MODELS` hold, whose keys name
+    fields, labels, models and scores (``named``): there, no value is masked because of its key.
     """
     if isinstance(value, Mapping):
         return {
             key: MASK
             if named and is_secret_name(str(key)) and item
-            else redact(item, environ=environ, named=named and key not in NAMED_BY_DATA)
+            else redact(item, environ=environ, named=named and key not in (*NAMED_BY_DATA, *_NAMED_BY_MODELS))
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):

@@ -459,6 +459,27 @@ def test_a_column_called_token_is_no_secret() -> None:
     assert redact({"data": plain})["data"]["field_mapping"] == {"token": "a", "password": "b"}
 
 
+def test_scores_of_a_class_or_a_model_whose_name_is_that_of_a_secret_are_shown_and_secrets_are_not() -> None:
+    """The document of ``finray evaluate --json``."""
+    score = {"value": 0.5, "low": 0.25, "high": None, "interval": "Wilson", "share": True}
+    models = {"reset-password": {"precision_reset_password": score, "token_f1": score, "perplexity": 2.0}}
+    shown = {
+        "models": models,
+        "without_training_rows": models,
+        "confusion": {"reset-password": [[1, 2], [3, 4]]},
+        "made_by": {"baselines": {"reset-password": {"weights": {"files": [["model.safetensors", 5, 7]]}}}},
+        "predictions": [{"answers": {"reset-password": "a cat"}, "scores": {"reset-password": {"f1_token": 1.0}}}],
+    }
+    assert redact(shown) == shown
+    token = "hf_" + "a" * 30
+    for name in ("models", "answers", "scores", "baselines"):
+        assert redact({name: {"reset-password": [f"use {token}"]}}) == {name: {"reset-password": ["use ***"]}}
+        assert redact({name: {"m": "s3cr3t-value"}}, environ={"MY_TOKEN": "s3cr3t-value"}) == {name: {"m": "***"}}
+    # Everywhere else a name masks all that it holds, whatever that is.
+    for secret in ("x", 12345678, 0.5, ["x"], {"value": 0.5}, {"models": {"value": "x"}}):
+        assert redact({"models": {}, "made_by": {"api_key": secret}}) == {"models": {}, "made_by": {"api_key": "***"}}
+
+
 def test_a_variable_does_not_mask_the_path_that_it_is_a_word_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "training-data")
     assert redact({"source": "/home/me/training-data/rows.jsonl"}) == {"source": "/home/me/training-data/rows.jsonl"}
