@@ -19,7 +19,7 @@ from rich.console import Console
 
 from finray.config import load
 from finray.config.load import ConfigLike, Overrides
-from finray.config.paths import PREPARED, run_path
+from finray.config.paths import PREPARED, run_path, run_url
 from finray.config.schema import Config
 from finray.data.sources.memory import ROWS, write_rows
 from finray.errors import ConfigError
@@ -494,7 +494,10 @@ def report(
 
 
 def _directory(run: str | Path | TrainResult) -> str | Path:
-    return run if isinstance(run, str | Path) else run.run_dir
+    """The run of a result: its URL if it has one, since the directory is a copy then."""
+    from finray.checkpoint.rundir import RunDir, saved_config
+
+    return run if isinstance(run, str | Path) else run_url(saved_config(RunDir(run.run_dir))) or run.run_dir
 
 
 def _console() -> Console:

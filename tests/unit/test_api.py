@@ -21,14 +21,18 @@ import yaml
 
 import finray
 from finray import api
-from finray.checkpoint.rundir import open_run
+from finray.checkpoint.copies import push
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.rundir import RunDir, open_run
 from finray.cli.main import app
 from finray.config.paths import PREPARED, with_absolute_paths
 from finray.data.sources.memory import write_rows
 from finray.errors import ConfigError, DataError
 from finray.records import EvalRecord, Note, Record, TrainRecord
+from finray.reporting.run import TrainResult
 from finray.tracking.jsonl import FILE, metrics_table
 from tests.support import runs
+from tests.support.recorded import write_run
 from tests.support.tiny import chat_rows
 
 Plain = dict[str, Any]
@@ -159,6 +163,29 @@ def test_plan_and_inspect_give_what_their_json_gives_and_show_themselves(
         assert bundle["text/html"].startswith("<pre")
     assert planned.starts
     assert inspected.splits[0].rows == 30
+
+
+@pytest.mark.parametrize("is_behind_a_url", [True, False])
+def test_the_result_of_a_run_behind_a_url_stands_for_its_url_and_of_another_for_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_behind_a_url: bool
+) -> None:
+    """What a command makes in a copy alone would stay on this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = f"memory://{tmp_path.name}" if is_behind_a_url else str(tmp_path)
+    plain = {"model": {"name": "m"}, "data": {"source": "d"}, "run": {"name": "one", "output_dir": folder}}
+    config = finray.load_config(plain)
+    run = RunDir.of(config)
+    write_run(run.path)
+    run.keep_config(config)
+    objects = Objects(f"{folder}/one") if is_behind_a_url else None
+    if objects is not None:
+        push(run.path, objects, ["config.yaml", "metrics.jsonl"])
+    summary: Any = "as it is"
+    reported = finray.report([TrainResult(run.path, run.final, 40, summary)])
+    assert reported.output == f"{folder}/one/report.html"
+    page = (run.path / "report.html").read_bytes()
+    assert b"<html" in page
+    assert objects is None or objects.read("report.html") == page
 
 
 def test_a_run_that_was_stopped_before_it_chose_takes_a_value_in_the_place_of_auto(
