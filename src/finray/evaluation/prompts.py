@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,8 @@ def read_prompts(
         prompts += [_prompt(row, system) for row in read_file(file)]
     else:
         if file is not None:
-            lines = _FILES.text(file).splitlines()
+            # As of standard input: `splitlines` would also split at U+2028, form feeds and others.
+            lines = io.StringIO(_FILES.text(file), newline=None)
         if file is not None or not arguments:
             prompts += [Prompt.of(line.rstrip("\n"), system) for line in lines if line.strip()]
     if not prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def test_other_lines_count_only_where_there_is_neither(text_file: Path) -> None:
     assert read_prompts([], None, system=None, lines=["a\n", "\n", "b"]) == [Prompt("a"), Prompt("b")]
     assert read_prompts(["x"], None, system=None, lines=["a\n"]) == [Prompt("x")]
     assert read_prompts([], text_file, system=None, lines=["a\n"])[0] == Prompt("one")
+
+
+def test_a_line_of_a_file_ends_where_one_of_standard_input_does(tmp_path: Path) -> None:
+    """Not at what `str.splitlines` takes for an end as well."""
+    content = "a\u2028b\u2029c\r\nd\x85e\rf\x0cg\x0bh\n\ni\x1cj\x1dk\x1el".encode()
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    found = read_prompts([], file, system=None)
+    assert [one.text for one in found] == ["a\u2028b\u2029c", "d\x85e", "f\x0cg\x0bh", "i\x1cj\x1dk\x1el"]
+    with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8") as standard_input:
+        assert read_prompts([], None, system=None, lines=standard_input) == found
 
 
 def test_a_system_message_makes_every_text_a_conversation(text_file: Path, tmp_path: Path) -> None:
