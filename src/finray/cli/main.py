@@ -269,8 +269,6 @@ def evaluate(
     base: show.BaseModel = None,
 ) -> None:
     """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
-    if split not in (None, "train", "eval", "test"):
-        raise ConfigError(f"there is no split `{split}`", where="--split", repair="use train, eval or test")
     from finray.evaluation.subjects import EvaluationRequest
     from finray.runtime.spread import evaluate as run_evaluation
 

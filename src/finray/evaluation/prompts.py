@@ -62,7 +62,7 @@ def read_prompts(
     ``tools`` are for prompts without tools of their own, ``system`` for those without a system message.
 
     Raises:
-        DataError: the file cannot be read, or there is no prompt.
+        DataError: the file cannot be read, there is no prompt, or one holds what is not a valid character.
     """
     prompts = [Prompt.of(text, system) for text in arguments]
     if file is not None and not file.is_file():
@@ -77,13 +77,7 @@ def read_prompts(
             prompts += [Prompt.of(line.rstrip("\n"), system) for line in lines if line.strip()]
     if not prompts:
         raise DataError("there is no prompt", repair='`finray generate RUN "your prompt"`, or --file')
-    for number, prompt in enumerate(prompts, start=1):
-        for text in (prompt.text, *(str(message["content"]) for message in prompt.messages)):
-            if (odd := NO_TEXT.search(text)) is not None:
-                raise DataError(
-                    f"prompt {number} holds U+{ord(odd[0]):04X}, which is not a valid character",
-                    repair="remove that character",
-                )
+    _require_text(prompts)
     return [replace(prompt, tools=prompt.tools or tools) for prompt in prompts]
 
 
@@ -91,7 +85,7 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
     """Prompts of a program: one or several, each a text, a conversation, or a row with `prompt` or `messages`.
 
     Raises:
-        DataError: one of them is something else.
+        DataError: one of them is something else, or holds what is not a valid character.
     """
     several = [given] if isinstance(given, str | Mapping) else list(given)
     if several and all(isinstance(one, Mapping) and "role" in one for one in several):
@@ -103,7 +97,23 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
             continue
         rows = dict(one) if isinstance(one, Mapping) else {"messages": list(one)} if isinstance(one, Iterable) else {}
         found.append(_prompt(Row("prompts", number, rows), system))
+    _require_text(found)
     return found
+
+
+def _require_text(prompts: Iterable[Prompt]) -> None:
+    """Refuse what no tokenizer takes.
+
+    Raises:
+        DataError: a prompt holds such a character.
+    """
+    for number, prompt in enumerate(prompts, start=1):
+        for text in (prompt.text, *(str(message["content"]) for message in prompt.messages)):
+            if (odd := NO_TEXT.search(text)) is not None:
+                raise DataError(
+                    f"prompt {number} holds U+{ord(odd[0]):04X}, which is not a valid character",
+                    repair="remove that character",
+                )
 
 
 def _prompt(row: Row, system: str | None) -> Prompt:

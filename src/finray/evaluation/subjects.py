@@ -37,7 +37,11 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRequest:
-    """An evaluation request: the arguments of :func:`finray.evaluate`, which documents them."""
+    """An evaluation request: the arguments of :func:`finray.evaluate`, which documents them.
+
+    Raises:
+        ConfigError: no run has such a split. Values of the section ``evaluation`` are checked with the config.
+    """
 
     split: str | None = None
     file: str | Path | None = None
@@ -57,6 +61,10 @@ class EvaluationRequest:
     harness: Sequence[str] = ()
     output: str | Path | None = None
     base: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.split not in (None, "train", "eval", "test"):
+            raise ConfigError(f"there is no split `{self.split}`", where="--split", repair="use train, eval or test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +298,8 @@ def _config_of(
         config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     config = with_absolute_paths(load_config(config, overrides))
     given = {name: getattr(request, name) for name in ("metrics", "max_rows", "max_new_tokens", "batch_size")}
-    changed = config.evaluation.model_copy(update={name: one for name, one in given.items() if one is not None})
-    return config.model_copy(update={"evaluation": changed})
+    # A program may give what no option of a command takes.
+    return load_config(config, evaluation={name: one for name, one in given.items() if one is not None})
 
 
 def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None) -> list[Subject]:

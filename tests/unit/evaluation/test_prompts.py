@@ -230,9 +230,17 @@ def test_numbers_that_nothing_can_be_sampled_with_are_refused(options: dict[str,
         Sampling(**options)
 
 
-def test_half_a_surrogate_pair_is_no_prompt() -> None:
-    with pytest.raises(DataError, match=r"prompt 2 holds U\+D800"):
-        read_prompts(["a", "b\ud800"], None, system=None)
+@pytest.mark.parametrize("read", [given_prompts, lambda given, system: read_prompts(given, None, system=system)])
+@pytest.mark.parametrize(("second", "system", "number"), [("b\ud800", None, 2), ("b", "c\ud800", 1)])
+def test_half_a_surrogate_pair_is_no_prompt(read: Any, second: str, system: str | None, number: int) -> None:
+    with pytest.raises(DataError, match=rf"prompt {number} holds U\+D800") as caught:
+        read(["a", second], system)
+    assert caught.value.repair
+
+
+def test_half_a_surrogate_pair_in_a_conversation_of_a_program_is_no_prompt() -> None:
+    with pytest.raises(DataError, match=r"prompt 1 holds U\+D83D"):
+        given_prompts([asked("a\ud83d b")], None)
 
 
 def test_an_empty_prompt_without_a_template_is_refused(tokenizer: Any) -> None:

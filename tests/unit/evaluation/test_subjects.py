@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+import finray
 from finray.checkpoint.rundir import RunDir
 from finray.config.schema import ModelConfig
 from finray.config.tasks import task_spec
 from finray.data.sampling.splits import sample
-from finray.errors import FinrayError
+from finray.errors import ConfigError, FinrayError
 from finray.evaluation import subjects
 from finray.evaluation.rows import Rows
 from finray.evaluation.subjects import Case, EvaluationRequest, Subject, _baselines, _folder, files_of
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
+from tests.support.runs import finray as finray_command
 
 
 def talk(answer: str) -> dict[str, Any]:
@@ -461,6 +463,33 @@ def test_a_file_is_read_as_the_run_reads_its_own_but_for_what_names_other_rows(
     kept = subjects._config_of("m", run, artifact, EvaluationRequest(), ())
     assert kept.data.model_dump() == part.data.model_dump()
     assert kept.evaluation.model_dump() == own.evaluation.model_dump()
+
+
+@pytest.mark.parametrize(
+    "request_", [{"max_rows": 0}, {"max_rows": -5}, {"max_rows": 2.5}, {"max_new_tokens": 0}, {"batch_size": 0}]
+)
+def test_numbers_of_a_request_are_checked_as_those_of_a_config(
+    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any]
+) -> None:
+    own = preparing.config(put("own.jsonl", lines([SHORT])))
+    monkeypatch.setattr(subjects, "saved_config", lambda run: own)
+    given: Any = "a run", None
+    with pytest.raises(ConfigError) as caught:
+        subjects._config_of("m", *given, EvaluationRequest(**request_), ["evaluation.max_rows=9"])
+    (name,) = request_
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [f"evaluation.{name}"]
+
+
+def test_a_split_that_no_run_has_is_said_before_a_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model in ("m", "s3://bucket/runs/m"):
+        with pytest.raises(ConfigError, match="there is no split `validation`") as caught:
+            finray.evaluate(model, split="validation", quiet=True)
+        assert (caught.value.where, caught.value.repair) == ("--split", "use train, eval or test")
+    assert finray_command("evaluate", "m", "--split", "validation")[2].count("there is no split `validation`") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_is_not_there_is_said_before_a_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

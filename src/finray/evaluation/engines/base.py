@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from finray.config.schema import ModelConfig
-from finray.errors import DataError, ModelError
+from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.artifacts import inference_device, inference_dtype
 from finray.evaluation.engines.sampling import Sampling
 from finray.models.artifacts import Artifact
@@ -126,6 +126,9 @@ class Loading:
         merge: merge an adapter into the weights: faster, but not the arithmetic of training, and the base model cannot
             answer.
         notify: called with messages for the user, one line each.
+
+    Raises:
+        ConfigError: no row could be processed.
     """
 
     artifact: Artifact
@@ -135,6 +138,10 @@ class Loading:
     batch_size: int = 32
     merge: bool = False
     notify: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"{self.batch_size} cannot be used", where="--batch-size", repair="use a value from 1 on")
 
     @classmethod
     def of(

@@ -53,6 +53,13 @@ def test_auto_is_vllm_where_it_is_installed(
     assert [joins_gpus(one) for one in ("auto", "vllm", "transformers")] == [has_vllm, True, False]
 
 
+@pytest.mark.parametrize("size", [0, -5])
+def test_an_engine_that_answers_no_rows_at_a_time_is_refused(made: list[tuple[str, Loading]], size: int) -> None:
+    with pytest.raises(ConfigError, match=f"{size} cannot be used") as caught:
+        make_engine("transformers", ARTIFACT, batch_size=size)
+    assert (caught.value.where, bool(caught.value.repair), made) == ("--batch-size", True, [])
+
+
 def test_a_model_that_vllm_does_not_take_is_answered_by_finrays_own(
     made: list[tuple[str, Loading]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
