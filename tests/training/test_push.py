@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import struct
 import threading
 import time
@@ -635,6 +636,40 @@ def test_a_run_that_is_lost_is_pulled_and_goes_on_to_the_same_bits(
     last = "checkpoint-000004"
     assert runs.values(run.path, "loss") == runs.values(whole, "loss")[2:]
     assert (run.path / last / WEIGHTS).read_bytes() == (whole / last / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize(("status", "path"), [(401, ""), (404, ""), (503, ""), (503, "/tree/"), (None, "")])
+def test_a_hub_that_fails_pulls_no_older_checkpoint_from_the_cache(
+    trained: Path, hub: hubs.Hub, slept: list[float], tmp_path: Path, status: int | None, path: str
+) -> None:
+    """The machine pulled step 1, and step 2 was pushed since."""
+
+    def again(name: str, **options: Any) -> int:
+        def wait(seconds: float) -> bool:
+            slept.append(seconds)
+            return False
+
+        return pull("ada/poems", output=tmp_path / name, login=lambda: Hub.login(wait=wait, **options)).step
+
+    for step in (1, 2):
+        one = pusher(hub, Told())
+        one.offer(trained / f"checkpoint-00000{step}")
+        until(lambda wanted=f"Checkpoint of step {step}": wanted in hub.repos.get("ada/poems", hubs.Repo(True)).commits)
+        one.close(wait_s=120)
+        if step == 1:
+            assert again("first") == 1
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        closed = {"endpoint": f"http://127.0.0.1:{nobody.getsockname()[1]}"} if status is None else {}
+        faults = [hub.fail(method, path, times=10**6, status=status or 503) for method in ("GET", "HEAD")]
+        with pytest.raises(HubError) as found:
+            again("second", **closed)
+    assert str(status or "does not answer") in found.value.message
+    assert len(slept) == (0 if status in (401, 404) else TRIES - 1)
+    assert not (tmp_path / "second").exists()
+    for fault in faults:
+        fault.times = 0
+    assert again("second") == 2
 
 
 def test_what_is_no_whole_checkpoint_of_a_run_is_not_pulled(

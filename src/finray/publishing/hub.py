@@ -214,14 +214,16 @@ class Hub:
         return self._tried(url, commit)
 
     def download(self, name: str, folder: str) -> Path:
-        """A folder of a repository, in the cache of the Hub.
+        """A folder of a repository's newest commit, in the cache of the Hub.
 
         Raises:
             HubError: it cannot be downloaded.
         """
 
         def fetch() -> str:
-            return str(self._api.snapshot_download(name, allow_patterns=[f"{folder}/**"]))
+            # Of a branch, the client takes the commit in its cache if the Hub fails: an earlier one, and says nothing.
+            commit = self._api.model_info(name, timeout=SILENCE).sha
+            return str(self._api.snapshot_download(name, revision=commit, allow_patterns=[f"{folder}/**"]))
 
         return Path(self._tried(f"{self.endpoint}/{name}", fetch)) / folder
 
