@@ -111,9 +111,11 @@ class Hub:
 class Refused(Exception):
     """An answer that is an error."""
 
-    def __init__(self, status: int, said: str, code: str = "", **more: str) -> None:
+    def __init__(self, status: int, said: str, code: str = "", commit: str = "", **more: str) -> None:
         super().__init__(said)
-        self.status, self.said, self.code, self.more = status, said, code, more
+        self.status, self.said, self.more = status, said, more
+        headers = {"X-Error-Message": said, "X-Error-Code": code, "X-Repo-Commit": commit}
+        self.headers = {name: one for name, one in headers.items() if one}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -152,10 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             with self.hub.lock:
                 content, headers = self._do(method, path, parse_qs(parts.query), body)
         except Refused as error:
-            code = {"X-Error-Code": error.code} if error.code else {}
-            return self._answer(
-                error.status, {"error": error.said, **error.more}, {**code, "X-Error-Message": error.said}
-            )
+            return self._answer(error.status, {"error": error.said, **error.more}, error.headers)
         if fault is not None and fault.done:
             return self._hang_up()
         return self._answer(200, content, headers)
@@ -338,7 +337,7 @@ def _tree(hub: Hub, name: str, _: str, body: bytes) -> Any:
 def _resolve(hub: Hub, name: str, _: str, path: str, body: bytes) -> Any:
     repo = _repo(hub, name)
     if path not in repo.files:
-        raise Refused(404, "Entry not found", "EntryNotFound")
+        raise Refused(404, "Entry not found", "EntryNotFound", repo.sha)
     content = repo.files[path]
     return content, {"ETag": f'"{_oid(path, content)}"', "X-Repo-Commit": repo.sha}
 

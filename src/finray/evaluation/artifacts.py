@@ -8,18 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.copies import local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir
 from finray.checkpoint.store import ATTEMPT_FILE
+from finray.config.adapter_files import NOTES, Notes
+from finray.config.redact import redact_text
 from finray.config.schema import ModelConfig
 from finray.errors import CheckpointError, ModelError, did_you_mean_path
+from finray.files import first_line
 from finray.hardware import cpu_has_bf16
-from finray.models.artifacts import Artifact, load_artifact, read_artifact
+from finray.limits import cut
+from finray.models.artifacts import Artifact, checked_notes, load_artifact, read_artifact
 from finray.models.export import TOLERANCE, Exported, export
 from finray.models.loading import DTYPES
-from finray.pretrained.tokenizers import TOKENIZER_FILES, check_exists, load_tokenizer
+from finray.pretrained import hub
+from finray.pretrained.tokenizers import TOKENIZER_FILES, check_exists, load_tokenizer, silence_transformers
 
 _READ_BY_NAME = (*TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "*.bin", "*_config.json", "*.py")
 # Where runs are unless `run.output_dir` says otherwise; it is not there before the first run.
@@ -85,7 +92,35 @@ def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
     except ModelError as error:
         repair = "give a run, checkpoint or model directory, or a Hub id"
         raise ModelError(error.message, where=str(model), repair=repair) from None
-    return Artifact(Path(model), None, {})
+    return Artifact(Path(model), None, {} if path.exists() else _notes_on_hub(str(model)))
+
+
+def _notes_on_hub(name: str) -> Notes:
+    """finray's notes beside a model on the Hub, or in its cache where the Hub is not asked; empty where there are none.
+
+    Raises:
+        ModelError: the Hub does not give them, or they are damaged.
+    """
+    silence_transformers()
+    # Else the client would try for minutes.
+    hub.refusal()
+    try:
+        folder = Path(hf_hub_download(name, NOTES)).parent
+    except (RemoteEntryNotFoundError, RepositoryNotFoundError, HFValidationError):
+        # There are none, or no such model, which loading it says.
+        return {}
+    except Exception as error:
+        # Whatever the client raises. It remembers which files a model does not have.
+        if is_offline_mode() or try_to_load_from_cache(name, NOTES) is not None:
+            return {}
+        reason = redact_text(cut(first_line(error.__cause__ or error)))
+        raise ModelError(
+            f"{NOTES}, which says how the model was trained, cannot be fetched from the Hub: {reason}",
+            where=name,
+            repair="run the command again when the Hub answers; a token that it rejects is replaced by `hf auth login` "
+            "or HF_TOKEN",
+        ) from None
+    return checked_notes(folder, name)
 
 
 def _is_beside_runs(path: Path) -> bool:

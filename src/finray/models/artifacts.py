@@ -64,6 +64,24 @@ def task_of(notes: Notes) -> str:
     return next((spec.name for spec in SPECS.values() if spec.auto_class == auto_class), notes.get("task", ""))
 
 
+def checked_notes(folder: Path, name: str) -> Notes:
+    """finray's notes in a directory, of a model that is loaded by this name; empty where there are none.
+
+    Raises:
+        ModelError: they are damaged, or of a task that is not there.
+    """
+    notes = read_notes(folder)
+    try:
+        ModelConfig(name=name, task=task_of(notes), new_tokens=notes.get("new_tokens", []))
+    except ValidationError as error:
+        raise ModelError(
+            f"the task or the new tokens are none of finray's: {error.errors()[0]['msg']}",
+            where=str(folder / NOTES),
+            repair="take the file from where the adapter or model was made, or install the package of its task",
+        ) from None
+    return notes
+
+
 def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     """Identify the weights in a directory.
 
@@ -74,15 +92,7 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     Raises:
         ModelError: there are no weights, or what lies beside them is damaged.
     """
-    notes = read_notes(folder)
-    try:
-        ModelConfig(name=str(folder), task=task_of(notes), new_tokens=notes.get("new_tokens", []))
-    except ValidationError as error:
-        raise ModelError(
-            f"the task or the new tokens are none of finray's: {error.errors()[0]['msg']}",
-            where=str(folder / NOTES),
-            repair="take the file from where the adapter or model was made, or install the package of its task",
-        ) from None
+    notes = checked_notes(folder, str(folder))
     if (folder / SETTINGS).exists():
         settings = read_settings(folder)
         name, revision = settings.base_model_name_or_path, settings.revision

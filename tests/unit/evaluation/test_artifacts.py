@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants, snapshot_download
 
 from finray.checkpoint import copies
 from finray.checkpoint.copies import push, push_folder
@@ -17,11 +19,15 @@ from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
 from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import Precision
+from finray.config.schema import ModelConfig
 from finray.errors import FinrayError, ModelError
 from finray.evaluation import artifacts
 from finray.evaluation.artifacts import artifact_of, export_model, find_artifact, inference_device, inference_dtype
+from finray.evaluation.generate import Asking
 from finray.pretrained import hub
+from finray.pretrained.tokenizers import load_tokenizer
 from tests.support import damaged, runs
+from tests.support import hub as hubs
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -220,16 +226,97 @@ def test_a_misspelt_run_is_not_looked_for_on_the_hub(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`runs/rum` has the form of a Hub id."""
-    monkeypatch.setattr(hub, "refusal", lambda: pytest.fail("the Hub was asked"))
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "refusal", lambda: asked.append("the Hub"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="the directory does not exist"):
         artifact_of("runs/rum")
     shutil.copytree(run_dir, tmp_path / "mine/run")
     with pytest.raises(ModelError, match=r"the directory does not exist \(did you mean `mine/run`\?\)"):
         artifact_of("mine/rum")
+    assert not asked
     # Nothing beside it is a run.
     (tmp_path / "org").mkdir()
     assert artifact_of("org/model").folder == Path("org/model")
+    assert asked
+
+
+NOTES = {"rows": "chat", "system": "the dog runs", "chat_template_arguments": {"word": "a bird"}, "tool_format": "x"}
+
+
+@pytest.fixture
+def on_hub(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hubs.Hub]:
+    """A Hub with a model that finray pushed, and one of somebody else."""
+    with hubs.serve() as found:
+        hubs.use(found, tmp_path / "home", monkeypatch)
+        files = {path.name: path.read_bytes() for path in tiny_model_dir.iterdir()}
+        found.repos["ada/chat"] = hubs.Repo(True, {**files, "finray.json": json.dumps(NOTES).encode()})
+        found.repos["acme/plain"] = hubs.Repo(True, files)
+        yield found
+
+
+def test_a_model_on_the_hub_has_the_notes_that_were_pushed_with_it(on_hub: hubs.Hub, tmp_path: Path) -> None:
+    found = artifact_of("ada/chat")
+    assert (found.folder, found.base, found.notes) == (Path("ada/chat"), None, NOTES)
+    tokenizer = load_tokenizer(ModelConfig(name="ada/chat"))
+    by_path = find_artifact(snapshot_download("ada/chat"))
+    assert Asking.of(found, tokenizer) == Asking.of(by_path, tokenizer)
+    assert Asking.of(found, tokenizer).system == "the dog runs"
+    assert artifact_of("acme/plain").notes == {}
+    # A later push with other notes.
+    repo = on_hub.repos["ada/chat"]
+    repo.files["finray.json"] = b'{"rows": "completion"}'
+    repo.commits.append("later")
+    assert artifact_of("ada/chat").notes == {"rows": "completion"}
+
+
+def test_a_whole_classifier_on_the_hub_is_one(on_hub: hubs.Hub) -> None:
+    notes = {"auto_class": "AutoModelForSequenceClassification", "problem": "single_label", "labels": ["a", "b"]}
+    on_hub.repos["ada/kinds"] = hubs.Repo(True, {"finray.json": json.dumps(notes).encode()})
+    assert artifact_of("ada/kinds").model == ModelConfig(name="ada/kinds", task="sequence_classification")
+
+
+def test_offline_a_model_on_the_hub_has_the_notes_in_the_cache(
+    on_hub: hubs.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact_of("ada/chat")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    on_hub.asked.clear()
+    assert artifact_of("ada/chat").notes == NOTES
+    # None are known of it.
+    assert artifact_of("acme/plain").notes == {}
+    assert not on_hub.asked
+
+
+@pytest.mark.parametrize("status", [401, 503])
+def test_notes_that_the_hub_fails_to_give_are_an_error_unless_it_said_before_that_there_are_none(
+    on_hub: hubs.Hub, status: int
+) -> None:
+    """Else the model would be prompted in another way, and nobody told."""
+    fault = on_hub.fail("HEAD", "finray.json", times=10**6, status=status)
+    with pytest.raises(ModelError, match=rf"finray\.json.*cannot be fetched from the Hub: .*{status}") as found:
+        artifact_of("ada/chat")
+    assert found.value.where == "ada/chat"
+    assert found.value.repair
+    fault.times = 0
+    assert (artifact_of("ada/chat").notes, artifact_of("acme/plain").notes) == (NOTES, {})
+    fault.times = 10**6
+    assert (artifact_of("ada/chat").notes, artifact_of("acme/plain").notes) == (NOTES, {})
+
+
+def test_a_model_that_is_not_on_the_hub_is_left_to_what_loads_it(on_hub: hubs.Hub) -> None:
+    for name in ("ada/gone", "two words"):
+        assert artifact_of(name).notes == {}
+
+
+def test_damaged_notes_on_the_hub_are_refused(on_hub: hubs.Hub) -> None:
+    on_hub.repos["ada/chat"].files["finray.json"] = b'{"rows": 3}'
+    with pytest.raises(ModelError, match="has invalid content: rows"):
+        artifact_of("ada/chat")
+    on_hub.repos["ada/chat"].files["finray.json"] = b'{"auto_class": "None", "task": "poems"}'
+    on_hub.repos["ada/chat"].commits.append("later")
+    with pytest.raises(ModelError, match="none of finray's"):
+        artifact_of("ada/chat")
 
 
 def test_another_base_is_taken_where_one_is_named(run_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
