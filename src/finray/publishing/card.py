@@ -161,9 +161,10 @@ def _scores(facts: Facts) -> str:
         for name in sorted(names, key=len, reverse=True):
             one = one.replace(name, short[name])
         lines.append(f"\n{one}")
-    seen = found.get("in_training_data") or {}
-    if seen.get("rows"):
-        lines.append(f"\n{len(seen['rows'])} of these rows are in the training data, whole or in part.")
+    seen = found.get("in_training_data")
+    # Its `rows` are examples.
+    if seen is not None and (count := seen["equal"] + seen["shares_13_words"]):
+        lines.append(f"\n{count:,} of these rows are in the training data, whole or in part.")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from finray.config.load import build_config
+from finray.evaluation.overlap import Overlap
 from finray.publishing import card
 
 
@@ -21,6 +22,18 @@ def test_other_models_have_the_names_of_their_directories() -> None:
     assert "|  | first-try | org/model | tuned |" in text
     assert "tuned is better than first-try on exact match" in text
     assert "tuned is better than org/model on exact match" in text
+
+
+@pytest.mark.parametrize(("equal", "shared", "says"), [(30, 1170, "1,200 of these rows"), (0, 2, "2 of these rows")])
+def test_all_rows_that_are_in_the_training_data_are_counted_not_only_those_that_are_named(
+    equal: int, shared: int, says: str
+) -> None:
+    found = Overlap(tuple(range(equal)), tuple(range(equal, equal + shared)), (("a.jsonl:1", "b.jsonl:1", 1.0),) * 2)
+    scores = {"rows": 2000, "models": {"tuned": {}}, "in_training_data": found.plain()}
+    assert f"\n{says} are in the training data" in card._scores(SimpleNamespace(scores=scores))  # type: ignore[arg-type]
+    for none in (None, Overlap((), (), ()).plain()):
+        text = card._scores(SimpleNamespace(scores={**scores, "in_training_data": none}))  # type: ignore[arg-type]
+        assert "training data" not in text
 
 
 @pytest.mark.parametrize("field", ["tracking.mlflow_uri", "run.output_dir", "prepare.dir", "cluster.address"])
