@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from finray.config.paths import is_url
-from finray.config.redact import redact
+from finray.config.paths import is_template, is_url
+from finray.config.redact import NAMED_BY_DATA, redact
 from finray.config.schema import Config
 from finray.errors import FinrayError
 from finray.evaluation.outcome import METRICS_FILE
@@ -30,6 +30,9 @@ _PRIVATE = (
     *("run.output_dir", "prepare.dir", "prepare.local_dir", "cluster.address", "cluster.env", "tracking.mlflow_uri"),
     "export",
 )
+# Fields that hold texts, and those that hold paths; in other fields a path is known by its form.
+_TEXTS = (*NAMED_BY_DATA, "system", "input_template", "output_template", "new_tokens", "labels", "choices")
+_PATHS = ("name", "chat_template", "start_from", "source", "eval_source", "deepspeed_config", "encoder", "local_dir")
 _TAGS = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
 
 
@@ -282,14 +285,17 @@ def _again(facts: Facts) -> str:
     )
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: Any, field: str = "") -> Any:
+    """A value of a config whose paths and URLs are shortened; texts that contain one or look like one are not."""
     if isinstance(value, Mapping):
-        return {key: _shortened(one) for key, one in value.items()}
+        return {key: _shortened(one, field if field in _TEXTS else key) for key, one in value.items()}
     if isinstance(value, list):
-        return [_shortened(one) for one in value]
-    if isinstance(value, str) and (is_url(value) or value.startswith(("/", "~", "file://"))):
-        return _short(value)
-    return value
+        return [_shortened(one, field) for one in value]
+    if not isinstance(value, str) or field in _TEXTS or (field == "chat_template" and is_template(value)):
+        return value
+    # Only a path may hold white space.
+    may_be = field in _PATHS or not any(one.isspace() for one in value)
+    return _short(value) if may_be and (is_url(value) or value.startswith(("/", "~", "file://"))) else value
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from finray.config.load import build_config
 from finray.evaluation.overlap import Overlap
@@ -44,3 +45,42 @@ def test_no_address_is_in_the_config(field: str) -> None:
     assert "finray train" in text
     assert "10.0.0.5" not in text
     assert name not in text
+
+
+def test_the_config_keeps_its_texts_and_shortens_its_paths() -> None:
+    system = "Answer briefly. See https://example.com/docs for style rules"
+    raw: dict[str, Any] = {
+        "model": {
+            "name": "/home/me/secret/My Models/base",
+            "chat_template": "{%if a%}https://example.com/{{a}}{%endif%}",
+            "chat_template_arguments": {"style": "/think/hard"},
+            "new_tokens": ["/think", "~/x"],
+        },
+        "adapter": {"start_from": "~/secret/adapter"},
+        "data": {
+            "source": "/home/me/secret/My Data/a.jsonl",
+            "mix": [{"source": "s3://secret/data/b.jsonl", "weight": 1, "system": "/no_think/now"}],
+            "eval_source": "file:///home/me/secret/c.jsonl",
+            "system": system,
+            "input_template": "/ask/ {question}",
+            "output_template": "https://example.com/{answer}",
+            "field_mapping": {"prompt": "/a/b"},
+        },
+        "evaluation": {"scoring": {"encoder": "/home/me/secret/encoder", "choices": ["/yes/no"]}},
+        "parallel": {"deepspeed_config": {"zero_optimization": {"offload_param": {"nvme_path": "/secret/nvme"}}}},
+        "run": {"local_dir": "/home/me/secret copies/runs"},
+    }
+    facts = SimpleNamespace(config=SimpleNamespace(model_dump=lambda **_: raw), version="1")
+    text = card._again(facts)  # type: ignore[arg-type]
+    assert "secret" not in text
+    found = yaml.safe_load(text.split("```yaml\n")[1].removesuffix("```"))
+    data = raw["data"]
+    assert found["data"] == {
+        **data,
+        **{"source": "a.jsonl", "mix": [{**data["mix"][0], "source": "b.jsonl"}], "eval_source": "c.jsonl"},
+    }
+    assert found["model"] == {**raw["model"], "name": "base"}
+    assert found["adapter"] == {"start_from": "adapter"}
+    assert found["evaluation"] == {"scoring": {"encoder": "encoder", "choices": ["/yes/no"]}}
+    assert found["parallel"]["deepspeed_config"]["zero_optimization"]["offload_param"] == {"nvme_path": "nvme"}
+    assert found["run"] == {"local_dir": "runs"}
