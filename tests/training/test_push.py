@@ -146,6 +146,21 @@ def test_a_merged_model_loads_in_plain_transformers(trained: Path, hub: hubs.Hub
     assert not list(trained.glob(".push-*"))
 
 
+def test_files_of_an_earlier_model_that_would_be_loaded_with_the_new_one_are_removed(hub: hubs.Hub) -> None:
+    user = Hub(hub.token, endpoint=hub.url, wait=lambda seconds: False)
+    loaded = ["chat_template.jinja", "added_tokens.json", "additional_chat_templates/tools.jinja", "tokenizer.model"]
+    loaded += ["vocab.json", "merges.txt", "special_tokens_map.json", "tokenizer_config.json", "generation_config.json"]
+    loaded += ["adapter_config.json", WEIGHTS, "model-q8_0.gguf", "Modelfile", "preprocessor_config.json"]
+    kept = ["README.md", "LICENSE", "LICENSE.txt", "NOTICE", "training.log", "mine/tokenizer.json"]
+    kept += ["last-checkpoint/tokenizer.json", "last-checkpoint/chat_template.jinja"]
+    same, text = ["finray.json", "tokenizer.json"], b"---\nlicense: mit\n---\n"
+    user.push(user.check("ada/poems"), dict.fromkeys((*loaded, *kept, *same), text), message="One")
+    new = dict.fromkeys((*same, "model.safetensors", "config.json"), b"new")
+    user.push(user.check("ada/poems"), new, message="Two")
+    expected = {".gitattributes": b"", **dict.fromkeys(kept, text), **new}
+    assert hub.repos["ada/poems"].files == expected
+
+
 def test_the_card_says_what_was_trained_on_what_and_how_well(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
     pushed_as(trained, to="ada/poems")
     text = hub.repos["ada/poems"].files["README.md"].decode()

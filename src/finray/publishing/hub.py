@@ -12,13 +12,14 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from finray.config.adapter_files import NOTES, SETTINGS
 from finray.config.export import hub_id
 from finray.config.redact import MASK, redact_text
 from finray.errors import FinrayError, HubError, ModelError
@@ -30,10 +31,18 @@ TRIES = 5
 FIRST_WAIT, LONGEST_WAIT, SILENCE = 2.0, 120.0, 60.0
 # A conflict is another commit at the same time.
 _AGAIN = {408, 409, 412, 425, 429}
-# finray's file next to weights; a repository that has it was pushed by finray.
-MARK = "finray.json"
-# Files that are loaded by name: those of an earlier push would be loaded together with the new model.
-LOADED = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json")
+# A repository that has finray's notes was pushed by finray.
+MARK = NOTES
+# The files of a model directory that are pushed. Those of an earlier push would be loaded together with the new model.
+MODEL = (
+    *("*.safetensors", "*.safetensors.index.json", "*.gguf", "config.json", "generation_config.json", SETTINGS, MARK),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja"),
+    *("additional_chat_templates/*.jinja", "Modelfile", "preprocessor_config.json"),
+)
+# Pushed as well; there they stay until they are replaced.
+DOCUMENTS = ("README.md", "LICENSE*", "NOTICE*")
+# A repository that has one of these, in whatever folder, holds a model.
+_HOLDS_MODEL = ("*.safetensors", "*.safetensors.index.json", "*.bin", SETTINGS, "config.json", "generation_config.json")
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})\b")
 _TOKEN = "log in with `hf auth login`, or set HF_TOKEN to a token with write access, from the Hub's settings"
 _LATER = "the same command continues: files that arrived are not sent again"
@@ -136,7 +145,8 @@ class Hub:
         if info is None:
             return Target(repo, not public)
         files = tuple(one.rfilename for one in info.siblings or ())
-        if MARK not in files and f"last-checkpoint/{MARK}" not in files and _matching(files, (*LOADED, "*.bin")):
+        is_model = any(fnmatch.fnmatchcase(name, one) for name in files for one in _HOLDS_MODEL)
+        if MARK not in files and f"last-checkpoint/{MARK}" not in files and is_model:
             raise HubError(
                 "the name is taken by a model that was not pushed by finray",
                 where=url,
@@ -200,7 +210,9 @@ class Hub:
             info = self._api.model_info(target.repo, timeout=SILENCE)
             there = [one.rfilename for one in info.siblings or () if one.rfilename.startswith(prefix)]
             names = [one.removeprefix(prefix) for one in there]
-            gone = names if only else _matching([one for one in names if "/" not in one], LOADED)
+            # A `*` stands for no `/`, as it does where they are pushed from.
+            like = {name for one in MODEL for name in fnmatch.filter(names, one) if name.count("/") == one.count("/")}
+            gone = names if only else sorted(like)
             made: Any = self._api.create_commit(
                 target.repo,
                 [
@@ -358,7 +370,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _matching(names: Collection[str], patterns: Collection[str]) -> list[str]:
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import RunDir, saved_config
-from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, with_base
+from finray.config.adapter_files import WEIGHTS, with_base
 from finray.config.export import hub_id
 from finray.config.schema import Config
 from finray.errors import HubError
@@ -24,16 +24,10 @@ from finray.evaluation.subjects import files_of
 from finray.files import digest_of, require_writable
 from finray.models.artifacts import Artifact
 from finray.publishing.card import Facts, card, scores_of
-from finray.publishing.hub import MARK, Hub, Target, public_name
+from finray.publishing.hub import DOCUMENTS, MARK, MODEL, Hub, Target, public_name
 from finray.results import Result
 
 Notify = Callable[[str], None]
-# The files of a model directory. All other files in it are not pushed.
-PUSHED = (
-    *("*.safetensors", "*.safetensors.index.json", "*.gguf", "config.json", "generation_config.json", SETTINGS, NOTES),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja"),
-    *("additional_chat_templates/*.jinja", "Modelfile", "README.md", "LICENSE*", "NOTICE*", "preprocessor_config.json"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +157,7 @@ def model_files(folder: Path) -> dict[str, Path | bytes]:
     Raises:
         HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this machine.
     """
-    found = {one for pattern in PUSHED for one in folder.glob(pattern) if one.is_file()}
+    found = {one for pattern in (*MODEL, *DOCUMENTS) for one in folder.glob(pattern) if one.is_file()}
     roots = [own := folder.resolve()]
     if own.parent.name == "snapshots" and (cache := own.parent.parent).name.startswith("models--"):
         # As the cache of the Hub keeps files.
