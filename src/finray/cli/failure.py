@@ -30,7 +30,7 @@ def report(error: Exception, errors: Console) -> int:
         places = [f"{frame.filename}:{frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
         reference = hashlib.sha256(" ".join([type(error).__name__, *places]).encode()).hexdigest()[:8]
         known = FinrayError(
-            f"this is a bug in finray (reference {reference}): {type(error).__name__}: {str(error)[:300]}",
+            f"this is a bug in finray (reference {reference}): {type(error).__name__}: {redact_text(str(error))[:300]}",
             repair=f"please report it with {_kept(reference, text)}; FINRAY_VERBOSE=1 prints its content here",
         )
         known.exit_code = 1

@@ -59,3 +59,11 @@ def accept(secrets: Mapping[str, str]) -> None:
     """In a worker: set what was handed over, where the node has no own."""
     for name, value in secrets.items():
         os.environ.setdefault(name, value)
+    trim_secrets()
+
+
+def trim_secrets(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Take white space off the ends of secrets: a mounted one often ends in a newline, which MLflow and W&B refuse."""
+    for name in SECRETS:
+        if name in environ and environ[name] != environ[name].strip():
+            environ[name] = environ[name].strip()

@@ -48,8 +48,9 @@ def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
     if "://" in text:
         text = _URL_QUERY.sub(MASK, text)
     for name, value in environ.items():
-        if len(value) >= 8 and is_secret_name(name):
-            text = text.replace(value, MASK)
+        # A mounted secret often ends in a newline, which others leave out, or quote.
+        if len(secret := value.strip()) >= 8 and is_secret_name(name):
+            text = text.replace(secret, MASK).replace(repr(secret)[1:-1], MASK)
     return text
 
 
@@ -80,4 +81,4 @@ def redact_saved(value: Any, *, environ: Mapping[str, str] = os.environ) -> Any:
 
     A run called ``postgres-sql`` must be found again where a password is ``postgres``.
     """
-    return redact(value, environ={name: text for name, text in environ.items() if _RANDOM.fullmatch(text)})
+    return redact(value, environ={name: text for name, text in environ.items() if _RANDOM.fullmatch(text.strip())})

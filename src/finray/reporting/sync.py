@@ -115,9 +115,11 @@ def _sync(sending: Sending, complete: bool) -> Synced:
             where="--to",
             repair=f"pip install 'finray[{sending.name}]'",
         )
-    why = f"{type(failed[0]).__name__}: {str(failed[0])[:300]}" if failed else f"no answer for {PATIENCE_S:.0f} s"
+    why = f"no answer for {PATIENCE_S:.0f} s"
+    if failed:
+        why = f"{type(failed[0]).__name__}: {redact_text(str(failed[0]))[:300]}"
     raise TrainingError(
-        f"{sending.name} did not accept the records: {redact_text(why)}",
+        f"{sending.name} did not accept the records: {why}",
         where=str(sending.run.run_dir),
         repair="try again; records that it has are not sent twice",
     )

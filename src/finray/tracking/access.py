@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from finray.config.environment import trim_secrets
 from finray.config.redact import redact_text
 from finray.config.schema import TrackingConfig
 from finray.errors import ConfigError, FinrayError
@@ -26,9 +27,12 @@ TIMEOUT_S = 10.0
 def require_access(tracking: TrackingConfig) -> list[str]:
     """Ask each service of a config once; returns warnings, because a service may be down for a while.
 
+    White space around keys is taken off in the environment, where the clients of the services read them.
+
     Raises:
         ConfigError: a key or an address is missing or wrong.
     """
+    trim_secrets()
     warnings = []
     for name in tracking.trackers:
         if name in _CHECKS:
@@ -102,8 +106,11 @@ def _post(url: str, content: bytes, headers: dict[str, str]) -> object:
         if error.code in (401, 403):
             return None
         raise
-    except (ValueError, http.client.HTTPException) as error:
+    except http.client.HTTPException as error:
         raise OSError(f"the server does not answer as expected: {error}") from None
+    except ValueError as error:
+        # Its text may quote the key: no header can hold every text.
+        raise OSError(f"the key cannot be sent, or the answer is not JSON: {type(error).__name__}") from None
 
 
 def _basic(user: str, password: str) -> dict[str, str]:

@@ -327,4 +327,4 @@ class Follower:
 
 
 def _described(error: Exception) -> str:
-    return redact_text(f"{type(error).__name__}: {str(error)[:300]}")
+    return f"{type(error).__name__}: {redact_text(str(error))[:300]}"

@@ -182,6 +182,17 @@ def test_secrets_are_masked_by_key_by_shape_and_by_environment() -> None:
     assert redact_text("it is s3cr3t-value", environ={"MY_TOKEN": "s3cr3t-value"}) == "it is ***"
 
 
+@pytest.mark.parametrize("quoted", ["s3cr3t-value-0123456789", "b'Bearer s3cr3t-value-0123456789\\\\n'"])
+def test_a_secret_whose_variable_ends_in_a_newline_is_masked_however_it_is_quoted(quoted: str) -> None:
+    environ = {"MY_TOKEN": "s3cr3t-value-0123456789\n"}
+    assert "s3cr3t" not in redact_text(f"it is {quoted}", environ=environ)
+    # A key of several lines, such as a private one.
+    several = {"MY_TOKEN": "first-half\nsecond-half\n"}
+    assert redact_text(f"invalid: {several['MY_TOKEN']!r}", environ=several) == "invalid: '***\\n'"
+    random = "aB3" * 8
+    assert redact_saved({"note": random}, environ={"MY_TOKEN": f"{random}\n"}) == {"note": MASK}
+
+
 def test_reading_an_override_twice_changes_nothing() -> None:
     once = load_config(None, ["model.name=m", "data.source=d", "train.epochs=2"])
     assert load_config(None, ["model.name=m", "data.source=d", "train.epochs=3", "train.epochs=2"]) == once

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from finray.config import environment
-from finray.config.environment import accept, secrets_of, set_default, unset_default, with_defaults
+from finray.config.environment import accept, secrets_of, set_default, trim_secrets, unset_default, with_defaults
 from finray.runtime.worker import WorkerSpec
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -67,3 +69,13 @@ def test_secrets_go_to_workers_as_arguments_that_nobody_prints(monkeypatch: pyte
     monkeypatch.delenv("HF_TOKEN")
     accept(secrets)
     assert environment.os.environ["HF_TOKEN"] == "hf_mine"
+
+
+def test_white_space_around_secrets_is_taken_off_and_other_variables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"MLFLOW_TRACKING_TOKEN": " key\n", "WANDB_API_KEY": "key", "HOME": "/root "}
+    trim_secrets(environ)
+    assert environ == {"MLFLOW_TRACKING_TOKEN": "key", "WANDB_API_KEY": "key", "HOME": "/root "}
+    # A worker's node may have its own, from a mounted file, and that of the driver does not replace it.
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "own\n")
+    accept({"MLFLOW_TRACKING_PASSWORD": "another"})
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == "own"

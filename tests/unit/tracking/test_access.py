@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ class Answers(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers["Content-Length"]))
         server.asked.append((self.path, self.headers.get("Authorization")))
         right = "Basic " + base64.b64encode(f"{server.user}:{KEY}".encode()).decode()
-        status = server.status or (200 if self.headers.get("Authorization") == right else 401)
+        is_right = self.headers.get("Authorization") in (right, f"Bearer {KEY}")
+        status = server.status or (200 if is_right else 401)
         content = json.dumps(server.says).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
@@ -113,6 +115,30 @@ def test_mlflows_password_is_asked_for_and_tried(server: Any, monkeypatch: pytes
         f"[mlflow]\nmlflow_tracking_username = me\nmlflow_tracking_password = {KEY}\n"
     )
     assert require_access(tracking) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "user"), [("MLFLOW_TRACKING_TOKEN", None), ("MLFLOW_TRACKING_PASSWORD", "me"), ("WANDB_API_KEY", "api")]
+)
+def test_a_key_that_ends_in_a_newline_is_accepted(
+    server: Any, monkeypatch: pytest.MonkeyPatch, name: str, user: str | None
+) -> None:
+    """A mounted secret often does."""
+    server.user = user
+    if user == "me":
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me\n")
+    monkeypatch.setenv(name, f"{KEY}\n")
+    tracking = TrackingConfig(trackers=["mlflow"], mlflow_uri=server.url)
+    assert require_access(WANDB if name == "WANDB_API_KEY" else tracking) == []
+    # The service's own client reads it from there, and would refuse it.
+    assert os.environ[name] == KEY
+
+
+def test_a_key_that_no_header_can_hold_is_not_in_the_warning(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "first-half\nsecond-half")
+    (said,) = require_access(TrackingConfig(trackers=["mlflow"], mlflow_uri=server.url))
+    assert "cannot be reached" in said
+    assert "half" not in said
 
 
 def test_mlflow_needs_an_address(server: Any) -> None:

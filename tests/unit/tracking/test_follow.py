@@ -123,6 +123,20 @@ def test_without_its_cursor_the_service_gets_everything_twice(tmp_path: Path) ->
     assert service.got == train(1, 2, 1, 2)
 
 
+def test_a_key_is_masked_where_the_error_that_quotes_it_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", key := "eyJ" * 200)
+    service = Recording(lambda call: ValueError(f"Invalid header: {key}") if call == 0 else None)
+    write(tmp_path, *train(1))
+    with following(service, tmp_path) as follower:
+        service.wait_for(lambda: len(service.got) == 1)
+        said = follower.warning()
+    assert said is not None
+    assert "ValueError: Invalid header: ***" in said
+    assert "eyJ" not in said
+
+
 def test_a_service_that_was_down_gets_what_it_missed_and_is_named_once(tmp_path: Path) -> None:
     service = Recording(lambda call: ConnectionError("nobody listens") if call < 4 else None)
     write(tmp_path, *train(1))
