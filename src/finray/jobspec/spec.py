@@ -152,7 +152,7 @@ class JobSpec:
         plain.setdefault("run", {})["output_dir"] = self.output_dir
         # The scheduler sets the address of the cluster: RAY_ADDRESS.
         plain.get("cluster", {}).pop("address", None)
-        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        return to_yaml(plain)
 
 
 def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, list[str]]:
@@ -291,11 +291,12 @@ def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, s
         try:
             if path.stat().st_size > _MOST_BYTES:
                 return False
-            text = path.read_text(encoding="utf-8")
+            # Not `read_text`, which would replace the ends of lines.
+            text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
             return False
         total = sum(len(one.encode()) for one in (text, *files.values()))
-        if "\0" in text or "\r" in text or holds_token(text) or total > _MOST_BYTES or name in files:
+        if "\0" in text or holds_token(text) or total > _MOST_BYTES or name in files:
             return False
         files[name] = text
         return True
@@ -398,16 +399,20 @@ def _clock(seconds: float) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without aliases, and with multi-line text as literal blocks."""
+    """Without aliases, and with multi-line text as literal blocks where every reader finds the same text in them."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
 
 
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
-)
+def _represented(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML writes these as they are, and a reader takes them for the end of a line. In double quotes they are escaped.
+    is_quoted = any(mark in text for mark in "\x85\u2028\u2029")
+    style = '"' if is_quoted else "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represented)
 
 
 def to_yaml(*documents: Any) -> str:

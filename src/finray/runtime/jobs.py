@@ -207,7 +207,8 @@ class Server:
         with tempfile.TemporaryDirectory(prefix="finray-job-") as folder:
             # Ray caches what it has unpacked by its digest, and the secrets in it are deleted: so each upload is made
             # unique.
-            text = f"# {identity}\n{yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)}"
+            # All but ASCII is escaped: PyYAML's reader takes U+0085 for the end of a line.
+            text = f"# {identity}\n{yaml.safe_dump(plain, sort_keys=False)}"
             (Path(folder) / CONFIG).write_text(text, encoding="utf-8")
             (Path(folder) / SECRETS).touch(0o600)
             (Path(folder) / SECRETS).write_text(json.dumps(values), encoding="utf-8")

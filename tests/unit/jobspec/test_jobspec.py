@@ -439,6 +439,33 @@ def test_small_files_of_a_config_come_with_a_job_of_containers(tmp_path: Path, m
     assert make_spec(build_config(fields, source="x"), Machines()).files == {}
 
 
+@pytest.mark.parametrize("written", ["{mark}", "{mark}\n", "a\n  b{mark}c\n\n", "\n {mark}{mark}x"])
+@pytest.mark.parametrize("mark", ["\r\n", "\r", "\x85", "\u2028", "\u2029", "\ufeff", "\x0b", "\U0001f600", "\t"])
+def test_files_and_texts_of_a_job_are_those_of_this_machine_byte_for_byte(
+    mark: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers of YAML take several characters for the end of a line, and each reader others."""
+    monkeypatch.chdir(tmp_path)
+    text = written.replace("{mark}", mark)
+    Path("rows.txt").write_bytes(text.encode())
+    fields = {
+        "model": {"name": "org/m", "chat_template": f"{{{{ messages }}}}{text}"},
+        "data": {"source": "rows.txt", "input_template": text, "output_template": "x"},
+    }
+    spec = make_spec(build_config(fields, source="x"), Machines(), takes_files=True)
+    manifest, _ = yaml.safe_load_all(rayjob(spec))
+    assert manifest["data"]["0-rows.txt"].encode() == Path("rows.txt").read_bytes()
+    plain = yaml.safe_load(compose(spec))
+    contents = [one["content"].replace("$$", "$") for one in plain["configs"].values()]
+    assert text in contents
+    for written in (manifest["data"]["config.yaml"], contents[0], replicas(spec)):
+        config = yaml.safe_load(written)
+        assert config["model"]["chat_template"] == fields["model"]["chat_template"]
+        assert config["data"]["input_template"] == text
+    # YAML 1.1 ends a line there, and 1.2 does not.
+    assert not set("\r\x85\u2028\u2029") & set(rayjob(spec) + compose(spec) + spec.config_text)
+
+
 @pytest.mark.parametrize("to", ["rayjob", "compose", "slurm", "replicas"])
 def test_a_chat_template_and_deepspeeds_json_are_in_the_config_of_every_job(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

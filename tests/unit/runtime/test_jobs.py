@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from finray.config.load import load_config
 from finray.errors import ClusterError, ConfigError
@@ -136,7 +137,9 @@ def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").touch()
     client: Any = server._client
-    config = load_config("smollm2-lora", {"data.source": "rows.jsonl", "cluster.address": "10.0.0.1:6379"})
+    template = "{text}\n\u00e9\x85\u2028\n"
+    changes = {"data.source": "rows.jsonl", "cluster.address": "10.0.0.1:6379", "data.input_template": template}
+    config = load_config("smollm2-lora", {**changes, "data.output_template": "x"})
     job = server.submit(config, ("MY_TOKEN",), {"MY_TOKEN": "very-secret", "OTHER": "x"})
     (sent,), (files,) = client.sent, client.files
     assert json.loads(files[SECRETS]) == {"MY_TOKEN": "very-secret"}
@@ -145,6 +148,7 @@ def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment
     # Paths of this machine, and no address: Ray gives it to a job.
     assert f"source: {Path.cwd()}/rows.jsonl" in files[CONFIG]
     assert "10.0.0.1" not in files[CONFIG]
+    assert yaml.safe_load(files[CONFIG])["data"]["input_template"] == template
     assert job.run == f"{Path.cwd()}/runs/run"
     # A job of the same run that is at work is found; one that has ended is continued by another.
     assert server.submit(config).id == job.id
