@@ -6,15 +6,15 @@ import math
 import posixpath
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
 from finray.config.load import build_config, preset_names
 from finray.config.own_code import own_code
-from finray.config.paths import is_template
+from finray.config.paths import is_template, is_url
 from finray.config.redact import holds_token, is_secret_name, redact_text
 from finray.config.replicas import legal_name
 from finray.config.schema import CheckpointConfig, Config
@@ -133,11 +133,12 @@ class JobSpec:
 
     @property
     def output_dir(self) -> str:
-        """``run.output_dir``: a URL, or a directory on the shared volume."""
-        own = self.config.run.output_dir
-        if self.machines.storage is not None:
-            return self.machines.storage
-        return own if "://" in own else posixpath.join(self.machines.shared, own)
+        """``run.output_dir`` of the job: a URL, or a directory; a relative one is on the shared volume."""
+        own = (self.machines.storage or self.config.run.output_dir).removeprefix("file://")
+        # What `~` is depends on the machine.
+        if is_url(own) or own.startswith("~"):
+            return own
+        return posixpath.normpath(posixpath.join(self.machines.shared, own))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -188,7 +189,8 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
         takes_files: the job can take along small text files, in :data:`MOUNT`.
 
     Raises:
-        ConfigError: impossible request: GPUs that no worker would use, or too few; a secret given by value.
+        ConfigError: impossible request: GPUs that no worker would use, or too few; a secret given by value; runs that
+            would stay in a container.
     """
     fewest, workers = config.cluster.min_workers, config.cluster.max_workers
     nodes, each = _machines_of(config, machines)
@@ -231,8 +233,20 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
     # KubeRay makes a Service of it, whose name begins with a letter.
     name = (name if name[0].isalpha() else f"run-{name}")[:40].strip("-")
     config, files = _with_files(config, machines) if takes_files else (config, {})
-    notes = tuple(_notes(config, machines, files))
-    return JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, files, notes)
+    notes = _notes(config, machines, files)
+    spec = JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, files)
+    if not is_url(spec.output_dir) and not _is_in(spec.output_dir, machines.shared):
+        # The forms that take files along are those of containers, which have nothing else of their host.
+        if takes_files:
+            raise ConfigError(
+                f"checkpoints would stay in the container: only {machines.shared} is mounted there",
+                where="--storage" if machines.storage else f"run.output_dir={config.run.output_dir}",
+                repair=f"name a relative directory, or one in {machines.shared} (--shared), or a URL",
+            )
+        notes.append(
+            f"run.output_dir {spec.output_dir} is not in {machines.shared}: all machines must share it at this path"
+        )
+    return replace(spec, notes=tuple(notes))
 
 
 def _machines_of(config: Config, machines: Machines) -> tuple[int, int | None]:
@@ -305,7 +319,7 @@ def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, s
     places = [(data, "source"), (data, "eval_source"), *((one, "source") for one in data.get("mix", []))]
     for place, key in places:
         value = place.get(key)
-        if value and not value.startswith(machines.shared):
+        if value and not _is_in(value, machines.shared):
             name = f"{len(files)}-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(value).name)}"
             if taken(Path(value).expanduser(), name):
                 place[key] = f"{MOUNT}/{name}"
@@ -321,9 +335,9 @@ def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list
     there = (machines.shared, MOUNT)
     sources = [config.data.source, config.data.eval_source, *(one.source for one in config.data.mix)]
     for source in sources:
-        if source and "://" not in source and not source.startswith(there) and _is_file(source):
+        if source and not is_url(source) and not _is_in(source, *there) and _is_file(source):
             found.append(f"data.source {source} is a file: it must be at this path on every machine")
-    if config.model.name.startswith((".", "/")) and not config.model.name.startswith(machines.shared):
+    if config.model.name.startswith((".", "/")) and not _is_in(config.model.name, machines.shared):
         found.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
     scoring, given, template = config.evaluation.scoring, config.parallel.deepspeed_config, config.model.chat_template
     files = {
@@ -333,7 +347,7 @@ def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list
         "evaluation.scoring.encoder": scoring.encoder if scoring and _is_file(scoring.encoder or "") else None,
     }
     for name, path in files.items():
-        if path and "://" not in path and not path.startswith(there):
+        if path and not is_url(path) and not _is_in(path, *there):
             found.append(f"{name} {path} is not part of the job: it must be at this path on every machine")
     found += [
         f"{name} {own} is your own code: its module must be installed on every machine, or be in PYTHONPATH there"
@@ -350,9 +364,15 @@ def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list
     return found
 
 
+def _is_in(path: str, *folders: str) -> bool:
+    """Whether a path is one of these directories, or inside."""
+    plain = PurePosixPath(posixpath.normpath(path.removeprefix("file://")))
+    return any(plain.is_relative_to(one) for one in folders)
+
+
 def _is_file(source: str) -> bool:
     """Whether a source can only be a path, not a dataset on the Hub."""
-    return source.startswith((".", "/", "~")) or bool(
+    return source.startswith((".", "/", "~", "file://")) or bool(
         re.search(r"\.(jsonl?|parquet|csv|tsv|txt|arrow)(\.gz)?$", source)
     )
 

@@ -359,6 +359,60 @@ def test_files_of_this_machine_are_named() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("runs", "/mnt/team/runs"),
+        ("./runs/", "/mnt/team/runs"),
+        ("/mnt/team/mine", "/mnt/team/mine"),
+        ("file:///mnt/team/mine", "/mnt/team/mine"),
+        ("s3://bucket/runs", "s3://bucket/runs"),
+    ],
+)
+def test_runs_of_a_job_are_on_the_shared_directory_or_behind_a_url(given: str, expected: str) -> None:
+    for takes_files in (True, False):
+        spec = make_spec(small(run__output_dir=given), Machines(shared="/mnt/team/"), takes_files=takes_files)
+        assert yaml.safe_load(spec.config_text)["run"]["output_dir"] == expected
+        assert not [note for note in spec.notes if "output_dir" in note]
+
+
+@pytest.mark.parametrize("given", ["/home/me/runs", "~/runs", "file:///home/me/runs", "/sharedstuff", "../runs"])
+def test_runs_that_would_stay_in_a_container_are_refused_and_named_where_hosts_have_the_directory(given: str) -> None:
+    config = small(run__output_dir=given)
+    with pytest.raises(ConfigError, match="stay in the container") as caught:
+        make_spec(config, Machines(), takes_files=True)
+    assert caught.value.where == f"run.output_dir={given}"
+    assert "/shared" in str(caught.value.repair)
+    # Storage takes their place.
+    storage = Machines(storage="s3://bucket/runs", claim=None)
+    assert make_spec(config, storage, takes_files=True).output_dir == "s3://bucket/runs"
+    # On Slurm, the hosts may share it by themselves.
+    spec = make_spec(config, Machines())
+    assert spec.output_dir == {"file:///home/me/runs": "/home/me/runs", "../runs": "/runs"}.get(given, given)
+    assert [note for note in spec.notes if note.startswith(f"run.output_dir {spec.output_dir} is not in /shared")]
+
+
+def test_what_lies_beside_the_shared_directory_is_not_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, beside = tmp_path / "shared", tmp_path / "sharedstuff"
+    for folder in (shared, beside):
+        folder.mkdir()
+        for name in ("a.csv", "large.csv"):
+            (folder / name).write_text("text\nx\n" * (1 if name == "a.csv" else 2**16))
+    machines = Machines(shared=str(shared))
+
+    def of(folder: Path, name: str) -> Config:
+        return small(data__source=str(folder / name), model__name=str(folder / "model"), cluster__use_gpu=False)
+
+    assert make_spec(of(shared, "a.csv"), machines, takes_files=True).files == {}
+    assert make_spec(of(shared, "a.csv"), machines, takes_files=True).notes == ()
+    assert make_spec(of(beside, "a.csv"), machines, takes_files=True).files == {"0-a.csv": "text\nx\n"}
+    notes = make_spec(of(beside, "large.csv"), machines, takes_files=True).notes
+    assert [note.partition(" is a")[0] for note in notes] == [
+        f"data.source {beside}/large.csv",
+        f"model.name {beside}/model",
+    ]
+
+
+@pytest.mark.parametrize(
     ("use_gpu", "per_node", "said"),
     [("auto", None, True), ("auto", 1, False), ("auto", 0, False), (False, None, False)],
 )
