@@ -15,7 +15,7 @@ from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError, ConfigError, FinrayError, explained, from_dict
 from finray.evaluation.engines import joins_gpus
 from finray.runtime import cluster, signals
-from finray.serving.models import Found, Settings, find
+from finray.serving.models import Found, Settings, api_key, find
 
 _APP = "finray"
 _POLL_S = 2.0
@@ -49,12 +49,8 @@ def serve(
         Interrupted: by a signal.
     """
     require_packages()
-    if settings.key_env is not None and not os.environ.get(settings.key_env):
-        raise ConfigError(
-            f"the environment has no variable {settings.key_env}",
-            where="--api-key-env",
-            repair=f"export {settings.key_env}=... with the key that clients must send",
-        )
+    if settings.key_env is not None:
+        api_key(settings.key_env)
     require_port(host, port)
     found = find(settings)
     if os.environ.pop("RAY_ADDRESS", None) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -69,6 +70,26 @@ class Settings:
     engine: str = "auto"
     key_env: str | None = None
     may_change: bool = True
+
+
+def api_key(name: str) -> bytes:
+    """The key that clients must send, from an environment variable, without white space around it.
+
+    Raises:
+        ConfigError: there is none, or no header can hold it.
+    """
+    found = os.environ.get(name)
+    # A mounted secret often ends in a newline.
+    key = (found or "").strip()
+    if found is None:
+        problem = f"the environment has no variable {name}"
+    elif not key:
+        problem = f"the variable {name} holds no key"
+    elif not (key.isascii() and key.isprintable()):
+        problem = f"the key in {name} has not only ASCII letters, digits and signs, and clients cannot send it"
+    else:
+        return key.encode()
+    raise ConfigError(problem, where="--api-key-env", repair=f"export {name}=... with the key that clients must send")
 
 
 @dataclass(frozen=True, slots=True)

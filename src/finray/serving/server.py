@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -24,7 +23,7 @@ from finray.serving import protocol
 from finray.serving.answering import Exchange
 from finray.serving.classifier import Classifier
 from finray.serving.errors import ApiError, no_model, of_request, of_server
-from finray.serving.models import Models, Settings, find
+from finray.serving.models import Models, Settings, api_key, find
 from finray.serving.protocol import (
     AdapterRequest,
     ChatRequest,
@@ -51,7 +50,7 @@ class Server:
     def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
         set_default("TOKENIZERS_PARALLELISM", "false")
         self._settings, self._requests, self._is_stopping = settings, 0, False
-        self._key = os.environ[settings.key_env].encode() if settings.key_env else None
+        self._key = api_key(settings.key_env) if settings.key_env is not None else None
         found = find(settings)
         self._classifier = Classifier(settings, found) if found.is_classifier else None
         self._models = None if found.is_classifier else Models(settings, found, notify)

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from finray.errors import ConfigError
 from finray.evaluation.artifacts import find_artifact
 from finray.evaluation.classify import classify
 from finray.models.artifacts import load_artifact
+from finray.runtime.serve import serve
 from finray.serving.classifier import Classifier
 from finray.serving.errors import ApiError
 from finray.serving.models import Settings, find
@@ -114,6 +116,46 @@ def test_only_who_has_the_key_is_answered(folder: Path, monkeypatch: pytest.Monk
         assert client.get("/ready").status_code == client.get("/health").status_code == 200
         answer = client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
         assert [one["id"] for one in answer.json()["data"]] == ["mine"]
+
+
+@pytest.mark.parametrize("around", ["{}\n", " {}\r\n", "{} "])
+def test_a_key_with_white_space_around_it_opens_the_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, around: str
+) -> None:
+    """A mounted secret often ends in a newline, which no header can hold."""
+    monkeypatch.setenv("FINRAY_TEST_KEY", around.format(KEY))
+    for client in serving(Settings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY")):
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}x"}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (None, "the environment has no variable FINRAY_TEST_KEY"),
+        ("", "the variable FINRAY_TEST_KEY holds no key"),
+        (" \n", "the variable FINRAY_TEST_KEY holds no key"),
+        ("schl\u00fcssel-0123", "not only ASCII letters, digits and signs"),
+        ("first-half\nsecond-half", "not only ASCII letters, digits and signs"),
+    ],
+)
+def test_a_key_that_no_client_can_send_is_refused_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, key: str | None, message: str
+) -> None:
+    monkeypatch.delenv("FINRAY_TEST_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("FINRAY_TEST_KEY", key)
+    settings = Settings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY")
+    nobody: Any = {"notify": lambda line: None, "ready": lambda names: None}
+    # By the server, and by the command before it starts a Ray.
+    for start in (
+        lambda: Server(settings, lambda line: None),
+        lambda: serve(settings, host="127.0.0.1", port=0, grace=1, **nobody),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            start()
+        assert caught.value.where == "--api-key-env"
+        assert not key or key.strip() not in str(caught.value) or not key.strip()
 
 
 def test_a_server_that_stops_is_not_ready_and_refuses_what_is_new(folder: Path) -> None:
