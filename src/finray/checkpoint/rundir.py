@@ -86,9 +86,11 @@ class RunDir:
     path: Path
     url: str | None = None
 
-    def store(self) -> CheckpointStore:
-        """Its checkpoints."""
-        return CheckpointStore(self.path) if self.url is None else RemoteStore(self.path, Objects(self.url))
+    def store(self, *, patient: bool = False) -> CheckpointStore:
+        """Its checkpoints; ``patient`` as in :class:`~finray.checkpoint.objects.Objects`."""
+        if self.url is None:
+            return CheckpointStore(self.path)
+        return RemoteStore(self.path, Objects(self.url, patient=patient))
 
     def pull(self, *, final: bool = False) -> None:
         """Download the run's records, and its finished model if requested."""

@@ -9,7 +9,9 @@ The worker owns its tasks: when it exits, Ray cancels them, and the next start s
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -22,7 +24,7 @@ from finray.checkpoint.rundir import RunDir
 from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.resolved import Settled
-from finray.errors import FinrayError
+from finray.errors import DataUnavailable, FinrayError, StorageError
 from finray.files import first_line
 from finray.records import Note, Record
 from finray.runtime import failures
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
     from finray.training.evaluator import Evaluated
 
 # How often a task is started whose process died, or that failed in a way that may pass: no file handle was left, or the
-# memory of a GPU was in use.
+# memory of a GPU was in use, or storage did not answer. Such storage is given time first.
 TRIES = 3
+PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class _Job:
     step: int
     checkpoint: Path | None
     tries: int = 1
+    # Not to be started before.
+    after: float = -math.inf
 
 
 class RayEvaluator:
@@ -55,6 +60,7 @@ class RayEvaluator:
         fetch: the result, or the error of its task.
         cancel: cancels a task.
         notify: called with a note when an evaluation is repeated.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -65,8 +71,10 @@ class RayEvaluator:
         fetch: Callable[[Any], Any],
         cancel: Callable[[Any], None],
         notify: Callable[[Record], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._begin, self._ended, self._fetch, self._cancel, self._notify = begin, ended, fetch, cancel, notify
+        self._clock = clock
         self._queue: deque[_Job] = deque()
         self._running: tuple[_Job, Any] | None = None
 
@@ -102,6 +110,7 @@ class RayEvaluator:
     def results(self) -> Sequence[Evaluated]:
         """Results since the last call, in the order of submission."""
         come = []
+        self._go_on()
         while self._running is not None and self._ended(self._running[1]):
             (job, running), self._running = self._running, None
             if (found := self._result(job, running)) is not None:
@@ -117,7 +126,7 @@ class RayEvaluator:
         self._running = None
 
     def _go_on(self) -> None:
-        if self._running is None and self._queue:
+        if self._running is None and self._queue and self._queue[0].after <= self._clock():
             job = self._queue.popleft()
             self._running = job, self._begin(job.step, job.checkpoint)
 
@@ -127,10 +136,13 @@ class RayEvaluator:
 
         from finray.training.evaluator import Evaluated
 
+        after = -math.inf
         try:
             found: Evaluated = self._fetch(running)
             return found
         except RayTaskError as error:
+            if isinstance(error.cause, StorageError | DataUnavailable):
+                after = self._clock() + PAUSE_S
             why = failures.describe(error.cause) if isinstance(error.cause, Exception) else first_line(error)
         except Exception as error:
             # Ray has several errors for a killed process and a lost machine.
@@ -139,7 +151,7 @@ class RayEvaluator:
         if job.tries == TRIES:
             return Evaluated(job.step, failure=f"{why}; it was tried {TRIES} times")
         self._notify(Note(f"restarting the evaluation of step {job.step}: {why}", job.step))
-        self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1))
+        self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1, after))
         return None
 
 
@@ -178,8 +190,9 @@ def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | No
     try:
         if checkpoint is not None and (run := RunDir.of(config)).url is not None:
             # This task may run on another machine than the one that wrote the checkpoint.
-            run.store().verify(step)
-            checkpoint = str(run.store().path_of(step))
+            store = run.store(patient=True)
+            store.verify(step)
+            checkpoint = str(store.path_of(step))
         return evaluate_checkpoint(
             config,
             known,
@@ -189,5 +202,7 @@ def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | No
             answering=Answers(config, known.resolved.precision),
             told=pulse.evaluates,
         )
+    except (StorageError, DataUnavailable):
+        raise
     except FinrayError as error:
         return Evaluated(step, failure=str(error))

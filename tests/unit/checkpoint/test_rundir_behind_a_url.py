@@ -238,3 +238,15 @@ def test_what_is_auto_may_be_set_until_it_was_chosen_or_a_checkpoint_is_there(
     else:
         with pytest.raises(ConfigError, match=r"train\.global_batch_size"), open_run(other, fresh=False, notify=nobody):
             pass
+
+
+def test_the_checkpoints_of_a_run_are_found_by_who_waits_for_storage_that_is_away_for_a_moment(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "copy", f"{url}/r")
+    trained(run, 4)
+    monkeypatch.setattr(objects.remote, "silence", lambda fs, scheme: ("somewhere", "no answer within 6 s"))
+    with pytest.raises(StorageError, match="no answer within 6 s"):
+        run.store()
+    # As a training does, that asks again itself.
+    assert run.store(patient=True).steps() == [4]

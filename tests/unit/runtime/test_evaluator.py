@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from finray.errors import CheckpointError, DataUnavailable, FinrayError, ModelError, StorageError
 from finray.records import Note
-from finray.runtime.evaluator import TRIES, RayEvaluator, step_back
+from finray.runtime.evaluator import PAUSE_S, TRIES, RayEvaluator, _evaluated, step_back
+from finray.training import assemble
 from finray.training.evaluator import Evaluated
+from finray.training.pulse import Pulse
 
 
 class Tasks:
@@ -23,6 +27,7 @@ class Tasks:
         self.said: list[str] = []
         self.cancelled: list[int] = []
         self.is_ended = True
+        self.now = 0.0
 
     def evaluator(self) -> RayEvaluator:
         return RayEvaluator(
@@ -31,6 +36,7 @@ class Tasks:
             fetch=self.fetch,
             cancel=self.cancelled.append,
             notify=lambda note: self.said.append(note.message if isinstance(note, Note) else ""),
+            clock=lambda: self.now,
         )
 
     def begin(self, step: int, checkpoint: Path | None) -> int:
@@ -101,6 +107,50 @@ def test_what_does_not_pass_is_given_up_with_its_reason() -> None:
     first, second = evaluator.results()
     assert first == Evaluated(3, failure=f"ValueError: a shape is wrong; it was tried {TRIES} times")
     assert second.metrics == {"eval_loss": 2.0}
+
+
+OUTAGES = [StorageError("the storage gave no answer", where="s3://b/r"), DataUnavailable("no answer", where="s3://b/d")]
+
+
+@pytest.mark.parametrize("outage", OUTAGES)
+@pytest.mark.parametrize("passes", [True, False])
+def test_storage_that_is_away_is_tried_again_after_a_pause(outage: FinrayError, passes: bool) -> None:
+    tasks = Tasks({3: [failed(outage)] * (TRIES - 1) + [1.0 if passes else failed(outage)], 6: [2.0]})
+    evaluator = tasks.evaluator()
+    evaluator.submit(3, Path("checkpoint-3"))
+    evaluator.submit(6, Path("checkpoint-6"))
+    found = evaluator.results()
+    for begun in range(1, TRIES):
+        assert found == evaluator.results() == []
+        assert [step for step, _ in tasks.begun] == [3] * begun
+        tasks.now += PAUSE_S - 1
+        assert evaluator.results() == []
+        assert [step for step, _ in tasks.begun] == [3] * begun
+        tasks.now += 1
+        found = evaluator.results()
+    assert [one.step for one in found] == [3, 6]
+    assert found[0].metrics == ({"eval_loss": 1.0} if passes else {})
+    reason = "" if passes else f"{type(outage).__name__}: {outage.where}: {outage.message}; it was tried {TRIES} times"
+    assert found[0].failure == reason
+    assert found[1].metrics == {"eval_loss": 2.0}
+
+
+@pytest.mark.parametrize("error", [*OUTAGES, CheckpointError("is damaged"), ModelError("cannot be loaded")])
+def test_a_task_hands_over_only_storage_that_is_away_as_an_error(
+    error: FinrayError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def evaluated(*given: Any, **named: Any) -> Evaluated:
+        raise error
+
+    monkeypatch.setattr(assemble, "evaluate_checkpoint", evaluated)
+    run = {"name": "r", "output_dir": str(tmp_path)}
+    spec: Any = SimpleNamespace(config={"model": {"name": "m"}, "data": {"source": "d"}, "run": run}, threads=1)
+    known: Any = SimpleNamespace(resolved=SimpleNamespace(use_gpu=False, precision="fp32"))
+    if error in OUTAGES:
+        with pytest.raises(type(error)):
+            _evaluated(spec, known, 3, None, Pulse())
+    else:
+        assert _evaluated(spec, known, 3, None, Pulse()) == Evaluated(3, failure=str(error))
 
 
 def test_a_process_that_evaluates_stands_back_once() -> None:
