@@ -63,8 +63,8 @@ def filesystem(name: str) -> tuple[Any, str]:
         extra = _EXTRAS.get(scheme)
         line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec package for `{scheme}://`"
         raise DataError(f"no installed package can read `{scheme}://`", where=name, repair=line) from None
-    except (ValueError, OSError) as error:
-        # HDFS needs Java.
+    except (ValueError, TypeError, OSError) as error:
+        # HDFS needs Java; of a URL that lacks something, fsspec may miss an argument.
         raise DataError(
             f"the URL cannot be used: {first_line(error)}", where=name, repair="name another source"
         ) from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
 import gzip
 import hashlib
+import lzma
 import os
 import socket
 import threading
@@ -13,6 +15,7 @@ import uuid
 from itertools import pairwise
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +26,12 @@ from finray.data.dataset.manifest import DataFile
 from finray.data.storage import Digests, Folder, opened, size
 from finray.errors import DataError, DataUnavailable
 from tests.support import damaged
+
+TEXT = b"".join(hashlib.sha256(bytes([at])).hexdigest().encode() + b"\n" for at in range(200))
+PACKED = {
+    **{"gz": gzip.compress(TEXT), "bz2": bz2.compress(TEXT), "xz": lzma.compress(TEXT)},
+    "zst": pa.compress(TEXT, codec="zstd", asbytes=True),
+}
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -55,6 +64,33 @@ def test_a_file_is_read_from_any_place_and_unpacked_by_its_suffix(folder: Folder
             assert (stream.readline(2), stream.seek(4), stream.readline()) == (b"on", 4, b"two\n")
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".feather"])
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+def test_a_table_is_read_from_its_end_however_it_is_packed(tmp_path: Path, suffix: str, packing: str) -> None:
+    path = tmp_path / f"rows{suffix}{packing}"
+    path.write_bytes(TEXT if not packing else PACKED[packing[1:]])
+    with opened(str(path)) as stream:
+        assert stream.seek(-65, os.SEEK_END) == len(TEXT) - 65
+        assert stream.read() == TEXT[-65:]
+
+
+def test_there_is_nothing_below_a_file(folder: Folder) -> None:
+    folder.write("a.bin", b"one")
+    assert folder.read("a.bin/b.bin") is None
+    assert Folder(f"{folder.root}/").at("a.bin") == folder.at("a.bin")
+
+
+def test_a_file_whose_storage_does_not_know_its_size_counts_as_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A web server need not tell it."""
+
+    class Storage:
+        def info(self, path: str) -> dict[str, object]:
+            return {"size": None}
+
+    monkeypatch.setattr(storage, "filesystem", lambda name: (Storage(), name))
+    assert size("https://h/rows.jsonl") == 0
+
+
 def test_a_digest_follows_the_content(folder: Folder) -> None:
     found = set()
     for content in (b"one", b"two", b"longer"):
@@ -69,6 +105,46 @@ def test_a_file_that_is_missing_or_damaged_is_named(folder: Folder) -> None:
         with pytest.raises(DataError, match=message) as caught, opened(folder.at(name)) as stream:
             stream.read()
         assert caught.value.where == folder.at(name)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_packed_file_that_is_not_what_was_packed_says_so(tmp_path: Path, suffix: str) -> None:
+    packed, path = PACKED[suffix], tmp_path / f"rows.jsonl.{suffix}"
+    path.write_bytes(packed)
+    with opened(str(path)) as stream:
+        assert stream.read() == TEXT
+    # Cut off; not packed at all; damaged within, and so that the checksum differs (Zstandard's is not there).
+    bad = [packed[:-30], TEXT, packed[:15] + b"\xff" * 8 + packed[23:], packed[:-6] + b"\xff" + packed[-5:]]
+    for content in bad[: 3 if suffix == "zst" else 4]:
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="the file cannot be decompressed: ") as caught, opened(str(path)) as stream:
+            stream.read()
+        assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_damaged_table_is_not_said_to_be_badly_packed(tmp_path: Path, packed: bool) -> None:
+    path = tmp_path / ("rows.parquet.gz" if packed else "rows.parquet")
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="the file is damaged or cut off: no table"), storage.storage_errors(str(path)):
+        raise pa.ArrowInvalid("no table")
+
+
+@pytest.mark.parametrize(("name", "what"), [("s3://b/rows.jsonl", "bucket"), ("/b/rows.jsonl", "file")])
+def test_a_bucket_that_is_not_there_is_told_from_a_file(name: str, what: str) -> None:
+    with pytest.raises(DataError, match=f"the {what} does not exist\n") as caught, storage.storage_errors(name):
+        raise FileNotFoundError("The specified bucket does not exist")
+    assert (caught.value.where, type(caught.value)) == (name, DataError)
+
+
+@pytest.mark.parametrize(
+    "url", ["nowhere://a/rows.jsonl", "github://a/rows.jsonl", "zip://rows.jsonl::/none/at/all.zip"]
+)
+def test_a_url_that_its_library_does_not_accept_is_named(url: str) -> None:
+    """An unknown scheme, one whose URL lacks something, and an archive that is not there."""
+    with pytest.raises(DataError, match="the URL cannot be used: ") as caught:
+        storage.filesystem(url)
+    assert caught.value.where == url
 
 
 def test_a_fault_of_the_reader_is_not_called_one_of_a_local_file(tmp_path: Path) -> None:
@@ -145,7 +221,10 @@ def test_a_written_file_leaves_no_scratch_file_even_where_it_fails(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    folder.write("a.bin", b"one")
+    held = len(list(Path("/dev/fd").iterdir()))
+    for _ in range(20):
+        folder.write("a.bin", b"one")
+    assert len(list(Path("/dev/fd").iterdir())) < held + 10
 
     def fails(*_: object) -> None:
         raise OSError("full")
@@ -237,6 +316,7 @@ def test_files_behind_a_url_by_name_pattern_and_directory(monkeypatch: pytest.Mo
     folder = Folder(f"memory:///{uuid.uuid4()}/a")
     for name in ("b.jsonl", "a.jsonl", "deep/c.csv", "d[1].jsonl"):
         folder.write(name, b"{}")
+    assert storage.find(folder.at("d*")) == [folder.at("d[1].jsonl")], "a folder is no file"
     assert storage.find(folder.at("a.jsonl")) == [folder.at("a.jsonl")]
     assert storage.find(folder.at("?.jsonl")) == [folder.at("a.jsonl"), folder.at("b.jsonl")]
     assert storage.find(folder.at("[b-c].jsonl")) == [folder.at("b.jsonl")]
@@ -283,7 +363,10 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finray.data.storage.time.time", lambda: now() + 60)
 
 
-def test_remembering_a_file_writes_one_line_however_many_are_known(tmp_path: Path, later: None) -> None:
+def test_remembering_a_file_writes_one_line_however_many_are_known(
+    tmp_path: Path, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_STALE", 3)
     kept = tmp_path / "kept" / "digests"
     digests = Digests(kept)
     sizes = []
@@ -339,6 +422,13 @@ def test_a_file_that_changed_a_moment_ago_is_read_again(tmp_path: Path, monkeypa
     found = digests.of(file)
     file.write_text("other")
     assert (found, digests.of(file)) == tuple(hashlib.sha256(text).hexdigest() for text in (b"first", b"other"))
+
+
+def test_a_file_that_was_given_an_older_time_a_moment_ago_is_not_remembered(tmp_path: Path) -> None:
+    (file,) = settled(tmp_path, 1)
+    os.utime(file, (0, 0))
+    Digests(tmp_path / "digests").of(file)
+    assert not (tmp_path / "digests").exists()
 
 
 @given(data=st.data())
