@@ -413,6 +413,77 @@ def test_labels_that_are_hardly_meant_so_are_a_warning(
 
 
 @pytest.mark.parametrize(
+    ("labels", "classification"),
+    [
+        # Few rows may well have a class each; and among some that do, two have one.
+        ([f"row {at}" for at in range(19)], {}),
+        ([f"row {at % 20}" for at in range(21)], {}),
+        # More different numbers than classes have, some that are not whole, and numbers that were asked for.
+        ([float(at) for at in range(11)], {}),
+        ([1.0, 2.0, 2.5], {}),
+        ([1.0, 2.0, 1.0], {"problem": "regression"}),
+        ([1, 2, 2], {}),
+        (["1.5", "two", "2"], {}),
+    ],
+)
+def test_labels_that_are_well_meant_are_no_warning(
+    classifying: Preparing, put: Write, labels: list[Any], classification: dict[str, Any]
+) -> None:
+    texts = [text for text, _ in look(classifying, put, labels, **classification).warnings]
+    assert not [text for text in texts if "no training row" not in text and "others names" not in text]
+
+
+def test_ten_different_whole_numbers_are_few(classifying: Preparing, put: Write) -> None:
+    found = look(classifying, put, [float(at) for at in range(10)])
+    assert [field for _, field in found.warnings] == ["classification.problem"]
+
+
+def test_each_class_that_no_training_row_has_is_counted(classifying: Preparing, put: Write) -> None:
+    (problem,) = look(classifying, put, ["a", "b"], ["e", "c", "d", "d"]).problems
+    assert "the label `e`" in str(problem)
+    assert "(and 2 other labels)" in str(problem)
+    (problem,) = look(classifying, put, ["a", "b"], ["b", "e"]).problems
+    assert "the label `e` of the evaluation rows is not in the training rows, which have a, b" in str(problem)
+
+
+def test_held_out_numbers_need_not_be_those_of_the_training_rows(classifying: Preparing, put: Write) -> None:
+    assert look(classifying, put, [0.5, 1.5], [2.5]) == FoundLabels(LabelSet("regression", ()))
+
+
+def metric_problem(classifying: Preparing, put: Write, labels: list[Any], metric: str) -> str:
+    """What is said of a metric to choose by."""
+    source = put("rows.jsonl", lines([{"text": f"cat {at}", "label": one} for at, one in enumerate(labels)]))
+    dataset, plain = classifying.dataset(source, model=CLASSIFIES), classifying.config(source, model=CLASSIFIES)
+    config = plain.model_copy(update={"evaluation": plain.evaluation.model_copy(update={"metric": metric})})
+    problems = find_labels(dataset, dataset.splits(config.data, seed=1), config).problems
+    assert all(one.where == f"evaluation.metric={metric}" for one in problems)
+    return " ".join(str(one) for one in problems)
+
+
+def test_a_metric_of_another_kind_of_labels_is_refused(classifying: Preparing, put: Write) -> None:
+    names, several, numbers = ["a", "b", "b"], [["a"], ["a", "b"]], [0.5, 1.5]
+    for labels, metric in (
+        *(
+            (names, "eval_loss"),
+            (names, "accuracy"),
+            (names, "recall_b"),
+            (several, "precision_a"),
+            (names, "matthews_corrcoef"),
+        ),
+        *((numbers, "spearman"), (numbers, "eval_loss")),
+    ):
+        assert not metric_problem(classifying, put, labels, metric), metric
+    for labels, metric, kind in (
+        *((names, "spearman", "single_label"), (names, "recall_c", "single_label")),
+        *((several, "matthews_corrcoef", "multi_label"), (numbers, "accuracy", "regression")),
+    ):
+        said = metric_problem(classifying, put, labels, metric)
+        assert f"there is no metric `{metric}` for {kind} labels" in said
+        assert ("the classes are a, b" in said) == (kind != "regression")
+        assert "use one of: eval_loss, " in said
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"format": "alpaca"}, "`alpaca` makes rows without"),

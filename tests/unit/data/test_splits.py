@@ -170,6 +170,33 @@ def test_slices_that_overlap_do_not_evaluate_on_training_rows(
     preparing.refused(source, train_split=train, eval_split=held)
 
 
+def test_slices_of_the_same_files_that_only_touch_are_two_splits(preparing: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines(by_user(20)))
+    splits = preparing.splits(source, train_split="train[:12]", eval_split="train[12:15]", test_split="train[15:]")
+    assert [len(preparing.said(one)) for one in (splits.train, splits.eval, splits.test)] == [12, 3, 5]
+    error = preparing.refused(source, train_split="train[:12]", eval_split="train[12:16]", test_split="train[15:]")
+    assert "the test would use rows of evaluation" in error.message
+    assert error.where == "data.test_split"
+    error = preparing.refused(source, train_split="train[12:]", eval_split="train[:13]")
+    assert "evaluation would use rows of training" in error.message
+    assert error.where == "data.eval_split"
+
+
+def test_slices_of_sources_that_share_some_files_are_taken_for_the_whole(preparing: Preparing, put: Write) -> None:
+    """Where the rows of one lie in the other is not looked up."""
+    one, other = (put(f"set/{name}.jsonl", lines(by_user(10))) for name in "ab")
+    error = preparing.refused(
+        one.parent, train_split="train[:5]", eval_source=str(other), eval_split="train[5:]", max_length=32
+    )
+    assert error.where == "data.eval_source"
+    # A slice of one file against the whole of it.
+    preparing.refused(one, train_split="train[:5]", eval_source=str(one))
+    preparing.refused(one, eval_source=str(one), eval_split="train[5:]")
+    assert len(preparing.splits(one, train_split="train[:5]", eval_source=str(other)).train) == 5
+    # What is trained on may be named twice.
+    assert len(preparing.splits(mix=[{"source": str(one)}, {"source": str(one)}]).train) == 20
+
+
 # --- mixes ----------------------------------------------------------------------------------------------------------
 
 _sizes = st.lists(st.integers(1, 500), min_size=1, max_size=6)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ from transformers import AutoConfig
 
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
-from finray.models import packing_check
+from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
+from finray.models import packing_cache, packing_check
 from finray.models.packing_cache import cached_packing, packing_of, packing_of_config, store_packing
 
 SAFE = Packing(True, "llama")
@@ -87,13 +91,77 @@ def test_a_loaded_models_configuration_is_checked_once(tmp_path: Path, monkeypat
     assert len(checked) == 1
     # Where it was loaded from says nothing; what it is does.
     moved = llama()
-    moved._name_or_path = "elsewhere"
+    moved._name_or_path, moved.dtype = "elsewhere", "bfloat16"
     assert packing_of_config(moved, folder=tmp_path) == SAFE
     assert len(checked) == 1
     assert not packing_of_config(AutoConfig.for_model("mamba"), folder=tmp_path).safe
     assert packing_of_config(llama(rope_theta=5e5), folder=tmp_path).safe
     assert packing_of_config(llama(), auto_class="AutoModelForSequenceClassification", folder=tmp_path).safe
     assert len(checked) == 4
+
+
+def test_a_gguf_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
+    """It is too large to be read for this."""
+    file = tmp_path / "model.gguf"
+    model = ModelConfig(name=str(file))
+    assert cached_packing(model, tmp_path) is None
+    store_packing(model, tmp_path, UNSAFE)
+    assert list(tmp_path.iterdir()) == []
+    file.write_bytes(b"one")
+    os.utime(file, (100, 100))
+    store_packing(model, tmp_path, UNSAFE)
+    assert cached_packing(model, tmp_path) == UNSAFE
+    os.utime(file, (100, 101))
+    assert cached_packing(model, tmp_path) is None
+    file.write_bytes(b"longer")
+    os.utime(file, (100, 100))
+    assert cached_packing(model, tmp_path) is None
+
+
+def test_another_task_or_another_version_of_a_library_is_another_check(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ModelConfig(name=str(tiny_model_dir))
+    store_packing(model, tmp_path, UNSAFE)
+    assert cached_packing(model.model_copy(update={"task": SEQUENCE_CLASSIFICATION.name}), tmp_path) is None
+    # A task of the user's own: the class of its models counts.
+    named = model.model_copy(update={"task": "own.py:task"})
+    classes = ["AutoModelForCausalLM"]
+    monkeypatch.setattr(packing_cache, "task_spec", lambda name: replace(CAUSAL_LM, auto_class=classes[-1]))
+    store_packing(named, tmp_path, UNSAFE)
+    assert cached_packing(named, tmp_path) == UNSAFE
+    classes.append("AutoModelForMaskedLM")
+    assert cached_packing(named, tmp_path) is None
+    for library in ("torch", "transformers"):
+        with monkeypatch.context() as patch:
+            patch.setattr(packing_cache, "version", lambda name, new=library: "99" if name == new else version(name))
+            assert cached_packing(model, tmp_path) is None
+    assert cached_packing(model, tmp_path) == UNSAFE
+
+
+def test_a_model_of_the_hub_is_known_by_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, file: str, *, revision: str | None) -> str:
+        path = tmp_path / f"{name.replace('/', '-')}-{revision}"
+        path.write_text(f"{name} {file} {revision}")
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    models = [ModelConfig(name="some/model", revision=one) for one in ("first", "second")]
+    store_packing(models[0], tmp_path / "cache", UNSAFE)
+    assert [cached_packing(one, tmp_path / "cache") for one in models] == [UNSAFE, None]
+
+
+def test_the_users_cache_is_used_unless_told_otherwise(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, folder = ModelConfig(name=str(tiny_model_dir)), tmp_path / "finray" / "packing"
+    assert packing_of(model) == SAFE
+    assert cached_packing(model, folder) == SAFE
+    store_packing(model, folder, UNSAFE)
+    assert cached_packing(model) == packing_of(model) == UNSAFE
+    assert packing_of_config(AutoConfig.for_model("llama")) == SAFE
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_what_failed_for_another_reason_is_tried_again(tiny_model_dir: Path, tmp_path: Path) -> None:

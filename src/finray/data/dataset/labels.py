@@ -143,8 +143,6 @@ def class_weights(
 
 def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayError]:
     """What held-out rows have of labels that the training rows lack: the first such row."""
-    if labels.problem == "regression":
-        return []
     own, known = split.labels, set(labels.names)
     unknown = count_classes(own).keys() - known
     if not unknown:
