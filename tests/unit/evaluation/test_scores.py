@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import combinations
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from finray.config.evaluation import ScoringConfig
-from finray.errors import ConfigError, DataError
+from finray.errors import ConfigError, DataError, FinrayError
 from finray.evaluation.scores.base import Answered, OwnScore, Score, blaming, score_named
+from finray.evaluation.scores.bertscore import _LAYERS, BERTScore
 from finray.evaluation.scores.code import pass_at_k, passes
 from finray.evaluation.scores.match import _last_boxed, normalized, number_in
 from tests.support.pairs import json_pairs, pairs
@@ -317,6 +319,73 @@ def test_bertscore_takes_the_last_layer_of_an_unknown_encoder(encoder: Path) -> 
     assert score("bertscore", encoder=str(encoder)).value(some) == last != second
     with pytest.raises(ConfigError, match="has 3 layers"):
         score("bertscore", encoder=str(encoder), encoder_layer=4).value(some)
+
+
+def test_bertscore_takes_the_layers_of_bert_score(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bert_score.utils import model2layers
+
+    assert {name: model2layers[name] for name in _LAYERS} == _LAYERS
+    # A folder of the name of a known encoder, which would have more layers than this one, under its two names.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "google-bert").mkdir()
+    for name in ("bert-base-uncased", "google-bert/bert-base-uncased"):
+        (tmp_path / name).symlink_to(encoder)
+        with pytest.raises(ConfigError, match="has 3 layers"):
+            score("bertscore", encoder=name).value(rows()[:2])
+        assert score("bertscore", encoder=name, encoder_layer=3).value(rows()[:2]) > 0
+
+
+def test_an_encoder_is_checked_before_anything_is_answered(tmp_path: Path) -> None:
+    for name in ("bertscore", "bertscore_recall"):
+        with pytest.raises(FinrayError, match="none"):
+            score(name, encoder=str(tmp_path / "none"))
+
+
+def test_another_encoder_has_its_own_bertscore_and_computes_with_four_bytes(encoder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    some = rows()[:20]
+    for name, dtype in (("half", torch.bfloat16), ("whole", torch.float32)):
+        shutil.copytree(encoder, tmp_path / name)
+        model = AutoModel.from_pretrained(encoder, dtype=torch.bfloat16).to(dtype)
+        model.save_pretrained(str(tmp_path / name))
+    names = [str(encoder), str(tmp_path / "half"), str(tmp_path / "whole")]
+    first, half, whole = (score("bertscore", encoder=name).statistics(some) for name in names)
+    np.testing.assert_array_equal(half, whole)
+    assert first is not None
+    assert half is not None
+    assert 0 < np.abs(first - half).max() < 0.2
+
+
+def test_bertscore_of_a_text_that_is_too_long_is_that_of_its_beginning(encoder: Path) -> None:
+    """Of what the tokenizer says that the encoder reads, less its two special tokens."""
+    bertscore: Any = score("bertscore", encoder=str(encoder))
+    long, kept = " ".join(["the cat mat"] * 40), " ".join((["the", "cat", "mat"] * 40)[:62])
+    found = bertscore.precision_recall_f1([(long, "the cat"), (kept, "the cat"), ("the mat", long), ("the mat", kept)])
+    np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+    np.testing.assert_allclose(found[2], found[3], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"), [("RobertaTokenizer", " "), ("GPT2TokenizerFast", " "), ("BertTokenizer", "")]
+)
+def test_a_byte_level_tokenizer_gets_a_text_as_inside_of_another(name: str, begin: str) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Letters:
+        model_max_length = int(1e30)
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            asked.append(options)
+            return {"input_ids": [0, *map(ord, text), 2]}
+
+    tokenizer = type(name, (Letters,), {})()
+    for text, expected in ((" a b\n", f"{begin}a b"), ("", ""), (" ", "")):
+        assert BERTScore._ids(tokenizer, text) == [0, *map(ord, expected), 2]
+    # Rust's tokenizers refuse a larger limit.
+    assert asked == [{"truncation": True, "max_length": 65536}] * 3
 
 
 @pytest.mark.parametrize(("tries", "k"), [(1, 1), (5, 1), (5, 3), (8, 8), (10, 2)])
