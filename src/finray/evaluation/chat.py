@@ -76,8 +76,8 @@ class Conversation:
             ids = self._fitting()
             if self.forgotten > before:
                 turns = sum(one["role"] == "user" for one in self.messages[before : self.forgotten])
-                what = "turn" if turns == 1 else f"{turns} turns"
-                notes.append(f"the conversation is too long for the model: its oldest {what} were dropped")
+                what = "turn was" if turns == 1 else f"{turns} turns were"
+                notes.append(f"the conversation is too long for the model: its oldest {what} dropped")
             for answer in self.engine.generate([ids], self.sampling, adapter=self.adapter, on_token=stream.token):
                 stream.end(answer.text)
                 if answer.finish == "length":

@@ -107,6 +107,29 @@ def test_whole_turns_are_dropped_until_there_is_room_for_the_answer_or_for_a_qua
     assert talk.forgotten == 2 * dropped
 
 
+def test_only_the_turns_that_this_message_dropped_are_counted_and_a_message_without_answer_drops_none() -> None:
+    """Every message has ten tokens, and there are five tokens more."""
+    sizes: Any = SimpleNamespace(ids=lambda prompt: [1] * (5 + 10 * len(prompt.messages)))
+    engine = Echo(max_length=44)
+    talk = Conversation(engine, sizes, Sampling(6))
+    talk.messages = [{"role": role, "content": "x"} for role in ("user", "assistant") * 3]
+    told = "the conversation is too long for the model: its oldest "
+    engine.fails = 0
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("a", lambda _: None)
+    assert (talk.forgotten, len(talk.messages)) == (0, 6)
+    engine.fails = None
+    assert talk.say("a", lambda _: None) == [f"{told}2 turns were dropped"]
+    assert (talk.forgotten, len(talk.messages)) == (4, 8)
+    assert talk.say("b", lambda _: None) == [f"{told}turn was dropped"]
+    assert talk.forgotten == 6
+    engine.max_length = None
+    assert talk.say("b", lambda _: None) == []
+    talk.reset()
+    assert talk.say("c", lambda _: None) == []
+    assert (talk.forgotten, [one["content"] for one in talk.messages]) == (0, ["c", "the dog runs"])
+
+
 def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came_and_one_that_never_began_is_forgotten() -> None:
     talk = conversation(Echo(fails=2))
     with pytest.raises(KeyboardInterrupt):
