@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,8 @@ def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: An
     )
     assert second[1:] == (Sampling(256, 0.5, 0.9, stop=(";",)), [1], False)
     assert third[1:] == (Sampling(256), [3], False), "a temperature without sampling is none"
+    model_of(engine, False).generate_until(asked("generate_until", ("one", {"do_sample": True})))
+    assert engine.calls[-1][1] == Sampling(256), "nor is sampling without a temperature"
     # Room is left for the answer, at the cost of the beginning; where there is none for both, a token is read.
     short = {"max_gen_toks": 30, "until": []}
     model_of(engine, True).generate_until(asked("generate_until", (LONG, short)))
@@ -129,6 +132,28 @@ def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: An
         options = {"max_gen_toks": room, "until": []}
         model_of(engine, True).generate_until(asked("generate_until", (LONG, options)))
         assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-read:]]
+
+
+def test_what_is_known_is_known_by_all_that_was_asked(tiny_model_dir: Path, tokenizer: Any) -> None:
+    """In a later call with other requests, in another order; a repeated one has results of its own."""
+    recorder, known = Recorder(tokenizer, "{row}"), dict[int, Any]()
+
+    def said(*requests: tuple[str, dict[str, Any]]) -> list[str]:
+        model = harness._model(recorder, True, harness._Results(known, known.__setitem__))
+        return list(model.generate_until(asked("generate_until", *requests)))
+
+    few, more, drawn = {"max_gen_toks": 2}, {"max_gen_toks": 3}, {"do_sample": True, "temperature": 0.5}
+    assert said(("a", few), ("a", more), *[("a", drawn)] * 3, ("b", few)) == ["0", "1", "2", "3", "4", "5"]
+    assert said(("b", few), *[("a", drawn)] * 3, ("a", more), ("a", few)) == ["5", "2", "3", "4", "1", "0"]
+    whole = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+    engine: Any = Dying(TransformersEngine.of(whole, tokenizer, batch_size=2))
+    choices = [(SHORT, " away"), (SHORT, " and a dog"), ("a river", " away")]
+    likely = []
+    for order in (choices, choices[::-1]):
+        model = harness._model(engine, True, harness._Results(known, known.__setitem__))
+        likely.append(model.loglikelihood(asked("loglikelihood", *order), disable_tqdm=True))
+    assert likely[0] == likely[1][::-1]
+    assert (engine.computed, len({value for value, _ in likely[0]})) == (3, 3)
 
 
 def test_a_model_without_a_limit_gets_all_of_a_text(tokenizer: Any) -> None:
@@ -211,13 +236,16 @@ RESULTS = {
             "exact,strict": 0.5,
             "exact_stderr,strict": 0.2,
             "words,none": "many",
+            "part,none": 0.5,
+            # A count of lm-eval's, and no metric: those name their filter.
+            "sample_len": 4,
         },
         "group": {"acc,none": 0.6, "acc_stderr,none": 0.05},
     },
     "samples": {
         "t": [
-            {"filter": "none", "doc_id": 2, "acc": 1.0, "f1": 0.2, "bleu": ("a", "b")},
-            {"filter": "none", "doc_id": 0, "acc": 0.0, "f1": 0.2, "bleu": ("a", "b")},
+            {"filter": "none", "doc_id": 2, "acc": 1.0, "f1": 0.2, "bleu": ("a", "b"), "part": 0.5},
+            {"filter": "none", "doc_id": 0, "acc": 0.0, "f1": 0.2, "bleu": ("a", "b"), "part": ("a", "b")},
             {"filter": "none", "doc_id": 3, "acc": True, "f1": 0.2, "bleu": ("a", "b")},
             {"filter": "none", "doc_id": 1, "acc": np.float64(1), "f1": 0.2, "bleu": ("a", "b")},
             {"filter": "strict", "doc_id": 1, "exact": 1},
@@ -247,13 +275,14 @@ def test_metrics_of_lm_eval_with_their_rows_where_they_are_means(
     lm_eval_says: dict[str, Any], tokenizer: Any, tmp_path: Path
 ) -> None:
     found = harness.run(Recorder(tokenizer), ["t", "group"], adapter=True, seed=4, kept=kept_in(tmp_path))
-    assert set(found) == {"t acc", "t f1", "t bleu", "t exact (strict)", "group acc"}
+    assert set(found) == {"t acc", "t f1", "t bleu", "t part", "t exact (strict)", "group acc"}
     rows = found["t acc"].rows
     assert rows is not None
     assert rows.tolist() == [[0.0], [1.0], [1.0], [1.0]], "in the order of the documents"
     assert (found["t acc"].value, found["t acc"].error) == (0.75, 0.1)
     assert found["t f1"] == Found(0.9, None, None), "no mean of its rows"
     assert found["t bleu"] == Found(30.0, 2.0, None, lower_is_better=True), "rows without numbers"
+    assert found["t part"] == Found(0.5, None, None), "only some rows are numbers"
     strict = found["t exact (strict)"].rows
     assert strict is not None
     assert strict.tolist() == [[0.0], [1.0]]
@@ -276,6 +305,24 @@ def test_task_files_are_found_by_the_name_that_stands_in_them(
     harness.run(engine, [str(file), "arc_easy"], adapter=True, seed=0, kept=kept_in(tmp_path))
     assert lm_eval_says["tasks"] == ["colours", "arc_easy"]
     assert lm_eval_says["task_manager"]["include_defaults"] is True
+    other = tmp_path / "more" / "file.yaml"
+    other.parent.mkdir()
+    other.write_text("task: shapes\n", encoding="utf-8")
+    harness.run(engine, [str(file), str(other)], adapter=True, seed=0, kept=kept_in(tmp_path))
+    assert lm_eval_says["tasks"] == ["colours", "shapes"]
+    assert lm_eval_says["task_manager"]["include_path"] == [str(tmp_path), str(other.parent)]
+
+
+def test_lm_eval_prints_errors_alone(lm_eval_says: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
+    theirs = logging.getLogger("lm_eval")
+    before = theirs.level
+    try:
+        theirs.setLevel(logging.INFO)
+        harness.run(Recorder(tokenizer), ["t"], adapter=True, seed=0, kept=kept_in(tmp_path))
+        assert not theirs.isEnabledFor(logging.WARNING)
+        assert theirs.isEnabledFor(logging.ERROR)
+    finally:
+        theirs.setLevel(before)
 
 
 @pytest.mark.parametrize(
@@ -439,8 +486,27 @@ def test_scores_of_the_harness_beside_those_of_a_model_and_the_last_against_each
     assert (one.score, one.baseline, one.rows) == ("t acc", "base", 5), "other rows cannot be compared"
     assert (one.found.difference, one.found.gained, one.found.lost) == (pytest.approx(0.6), 3, 0)
     assert joined(models, {}, seed=0) == (models, [])
-    edges = {"tuned": {"zero": Found(0.0, None, None), "one": Found(1.0, None, None)}}
-    assert all(one.is_share for name, one in joined(models[2:], edges, seed=0)[0][0].scores.items() if name != "loss")
+    edges = {str(value): Found(value, None, None) for value in (-0.5, 0.0, 1.0, 1.5)}
+    ((edged,), _) = joined(models[2:], {"tuned": edges}, seed=0)
+    shares = {name: one.is_share for name, one in edged.scores.items() if name != "loss"}
+    assert shares == {"-0.5": False, "0.0": True, "1.0": True, "1.5": False}
+    # Rows of the baseline alone cannot be compared either.
+    without = {"base": found["base"], "tuned": {"t acc": Found(0.8, 0.1, None)}}
+    assert joined(models[1:], without, seed=0)[1] == []
+
+
+def test_the_seed_draws_the_interval_and_the_test_of_graded_rows_of_the_harness() -> None:
+    draw = np.random.default_rng(3)
+    first = draw.random((20, 1))
+    rows = {"base": first, "tuned": first + draw.normal(0.1, 0.3, (20, 1))}
+    models = [Evaluated(name, {}) for name in rows]
+    found = {name: {"t f1": Found(float(own.mean()), None, own)} for name, own in rows.items()}
+    drawn = [joined(models, found, seed=seed) for seed in (0, 5, 5)]
+    spans = [with_them[1].scores["t f1"].interval for with_them, _ in drawn]
+    tests = [one.found for _, (one,) in drawn]
+    assert spans[0] != spans[1] == spans[2]
+    assert tests[0].interval != tests[1].interval == tests[2].interval
+    assert tests[0].p != tests[1].p == tests[2].p
 
 
 def test_lm_eval_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
