@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 from pathlib import Path
@@ -79,6 +80,10 @@ def test_rows_keep_their_tools_and_a_system_message_begins_those_that_have_none(
     assert texts == [["Be brief.", "a"], ["Be long.", "a"], ["Be brief.", "b"], ["Be brief.", "c"]]
     assert [len(prompt.tools) for prompt in found] == [0, 0, 1, 1]
     assert read_prompts([], path, system=None)[2].tools == found[2].tools
+    others = tools_of([{"name": "width", "parameters": {}}])
+    given = read_prompts(["d"], path, system=None, tools=others)
+    assert [prompt.tools for prompt in given] == [others, others, others, found[2].tools, found[3].tools]
+    assert found[2].tools != others
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.JSONL", "rows.json"])
@@ -111,6 +116,10 @@ def test_a_program_gives_texts_conversations_or_rows() -> None:
         assert given_prompts(given, None) == expected
     brief = {"role": "system", "content": "Be brief."}
     assert given_prompts([asked("a")], "Be brief.") == [Prompt(messages=(brief, asked("a")))]
+    assert given_prompts(["a", {"prompt": "b"}], "Be brief.") == [
+        Prompt(messages=(brief, asked("a"))),
+        Prompt(messages=(brief, asked("b"))),
+    ]
     for wrong in ([1], [{"text": "a"}], [[{"role": "user"}]]):
         with pytest.raises(DataError, match=r"^prompts:1: "):
             given_prompts(wrong, None)
@@ -174,6 +183,18 @@ def test_the_system_message_of_the_training_is_the_default() -> None:
     # An empty one is none.
     assert prompt_ids(Tokenizer(), Prompt.of("hi", ""), **kept) == list(question)
     assert prompt_ids(Tokenizer(), Prompt("hi"), raw=True, system="As trained.") == ["BOS", "h", "i"]
+
+
+def test_a_developers_message_is_one_of_the_system() -> None:
+    own = {"role": "developer", "content": "Be long."}
+    expected = list(f"<|im_start|>developer\nBe long.<|im_end|>\n{turn('hi')}<|im_start|>assistant\n")
+    assert prompt_ids(Tokenizer(), Prompt(messages=(own, asked("hi"))), raw=False, system="As trained.") == expected
+    (given,) = given_prompts([own, asked("hi")], "Be brief.")
+    assert given == Prompt(messages=(own, asked("hi")))
+
+
+def turn(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n"
 
 
 def test_raw_text_is_tokenized_as_it_is_and_a_conversation_is_not() -> None:
@@ -243,6 +264,13 @@ def test_half_a_surrogate_pair_in_a_conversation_of_a_program_is_no_prompt() -> 
         given_prompts([asked("a\ud83d b")], None)
 
 
+@pytest.mark.parametrize("row", ['{"prompt": "b\\u0000"}', '{"messages": [{"role": "user", "content": "b\\u0000"}]}'])
+def test_a_character_that_is_none_is_named_with_its_prompt(tmp_path: Path, row: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' + row + "\n")
+    with pytest.raises(DataError, match=r"U\+0000"):
+        read_prompts([], tmp_path / "rows.jsonl", system=None)
+
+
 def test_an_empty_prompt_without_a_template_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="prompt is empty"):
         prompt_ids(tokenizer, Prompt(text=""), raw=True)
@@ -281,6 +309,42 @@ def test_a_prompt_with_tools_is_that_of_a_row_in_training(
         found = prompt_ids(families.tokenizer(name), prompt, raw=False, tool_format=tool_format)
         assert found == list(expected)
     assert len(given) == 3 - has_turns
+
+
+@pytest.mark.parametrize("more", [(calling("blue"),), (calling("blue"), result("nine"))], ids=["a call", "its result"])
+@pytest.mark.parametrize("tool_format", ["plain", "hermes"])
+def test_calls_in_a_conversation_are_those_of_training_where_no_tool_is_named(more: Any, tool_format: str) -> None:
+    turns = (user("how deep"), *more, user("and wide"))
+    trained = Tokens(
+        families.tokenizer("chatml"),
+        train_on="last_assistant",
+        max_length=4096,
+        on_too_long="error",
+        tool_format=tool_format,
+    )
+    (encoded,) = trained.encode([Chat((*turns, assistant("a dog")), ())])
+    prompt = Prompt(messages=tuple(message.plain() for message in turns))
+    found = prompt_ids(families.tokenizer("chatml"), prompt, raw=False, tool_format=tool_format)
+    assert found == list(encoded.rows[0].ids[: encoded.rows[0].spans[0][0]])
+
+
+def test_what_a_template_refuses_is_an_error_of_the_prompt() -> None:
+    tokenizer = copy.deepcopy(families.tokenizer("chatml"))
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="roles must alternate") as caught:
+        prompt_ids(tokenizer, Prompt("how deep"), raw=False)
+    assert "order and names of the roles" in str(caught.value.repair)
+
+
+@pytest.mark.parametrize("tools", [(), tools_of([DEPTH])])
+def test_variables_of_the_template_are_given_with_tools_and_without(tools: Any) -> None:
+    told = []
+    for arguments in ({"mood": "calm"}, None):
+        tokenizer = copy.deepcopy(families.tokenizer("chatml"))
+        tokenizer.chat_template = "{{ mood | default('none') }} " + tokenizer.chat_template
+        found = prompt_ids(tokenizer, Prompt("how deep", tools=tools), raw=False, arguments=arguments)
+        told.append(tokenizer.decode(found).split()[0].partition("<")[0])
+    assert told == ["calm", "none"]
 
 
 @pytest.mark.parametrize("content", ["{", "5", '["depth"]', '{"name": "depth"}'])
