@@ -284,6 +284,17 @@ def test_tools_are_written_as_a_server_of_that_format_writes_them(tool_format: s
     assert learned_texts("chatml", final) == [last]
 
 
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_results_that_share_a_turn_are_not_learned_if_the_data_excludes_one_of_them(left_out: int) -> None:
+    results = [replace(result(text), train=at != left_out) for at, text in enumerate(("nine", "four"))]
+    turns = (user("how deep"), calling("blue", "green"), *results, assistant("a dog"))
+    encoded = encode("chatml", *turns, tool_format="hermes", train_on="all")
+    learned = "".join(learned_texts("chatml", encoded))
+    assert "nine" not in learned
+    assert "four" not in learned
+    assert "a dog" in learned
+
+
 @pytest.mark.parametrize("name", ["qwen-2.5", "llama-3.1"])
 @pytest.mark.parametrize("tool_format", ["hermes", "llama3"])
 def test_a_template_that_knows_tools_writes_them_itself(name: str, tool_format: str) -> None:

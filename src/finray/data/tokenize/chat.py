@@ -284,7 +284,8 @@ class ChatRenderer:
                 if before is not None and before.role == "tool" and how.result_role == "user":
                     # Consecutive results share a turn: user turns must alternate with answers.
                     earlier = messages.pop()
-                    message = replace(earlier, content=f"{earlier.content}\n{text}")
+                    learned = earlier.train and message.train
+                    message = replace(earlier, content=f"{earlier.content}\n{text}", train=learned)
                 else:
                     message = Message(how.result_role, text, train=message.train)
             elif "tool_calls" in message.extra and not self._renders_calls:
