@@ -387,9 +387,15 @@ class _Reading:
         self.put("train.learning_rate", self.get("learning_rate"))
         options = self.get("lr_scheduler_kwargs") or {}
         options = dict(options) if isinstance(options, Mapping) else {"lr_scheduler_kwargs": options}
+        for name in ("min_lr_rate", "min_lr"):
+            given, number = options.get(name), _number(options.pop(name, None))
+            if isinstance(number, int | float):
+                options[name] = number
+            elif number is not None:
+                self.lose(f"lr_scheduler_kwargs.{name}", "not a number", given)
         share = self.get("cosine_min_lr_ratio") or options.pop("min_lr_rate", None)
-        if share or options.get("min_lr") is not None:
-            least = share * self.out["train"]["learning_rate"] if share else _number(options.pop("min_lr"))
+        if share or "min_lr" in options:
+            least = share * self.out["train"]["learning_rate"] if share else options.pop("min_lr")
             self.put("train.min_learning_rate", least)
         if options:
             self.put("train.schedule_options", options, "lr_scheduler_kwargs")
