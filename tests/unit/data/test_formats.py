@@ -591,6 +591,7 @@ def test_a_template_is_not_filled_twice() -> None:
         ({"b": 1}, "`a` is missing"),
         ({"a": [1]}, "`a` holds list, which is not text"),
         ({"a": {"b": 1}}, "`a` holds dict"),
+        ({"a": b"caf\xc3\xa9"}, "`a` holds bytes, which is not text"),
     ],
 )
 def test_what_a_template_cannot_be_filled_with(row: dict[str, Any], message: str) -> None:
@@ -604,6 +605,19 @@ def test_a_template_may_take_nested_columns_by_another_name() -> None:
 @pytest.mark.parametrize(("name", "row"), [("d.q", {"d": {"q": "a"}}), ("my column", {"my column": "a"})])
 def test_a_placeholder_of_another_form_is_filled_or_refused(name: str, row: dict[str, Any]) -> None:
     assert filled({**row, "o": "x"}, f"{{{name}}}?") != f"{{{name}}}?"
+
+
+@pytest.mark.parametrize("name", ["passage (en)", "Answer/1", "Answer/1.text", "the question?"])
+def test_a_column_whose_name_cannot_stand_in_a_template_is_refused_there_and_filled_by_another(name: str) -> None:
+    row = {"passage (en)": "a", "Answer/1": {"text": "a"}, "b": "a", "o": "x"}
+    mapping = {"the question?": "b"} if name == "the question?" else {}
+    with pytest.raises(ConfigError, match="would stand in every row as it is") as caught:
+        filled(row, f"{{b}} {{{name}}}", **mapping)
+    assert "data.field_mapping" in str(caught.value.repair)
+    column = mapping.get(name, name).replace("Answer/1", "Answer/1.text", name == "Answer/1")
+    assert filled(row, "{b} {other}", other=column) == "a a"
+    # Doubled braces are literal, and so are braces around what is no column.
+    assert filled(row, f"{{b}} {{{{{name}}}}} {{passage (fr)}}") == f"a {{{name}}} {{passage (fr)}}"
 
 
 @pytest.mark.parametrize("name", ["a:.2f", "a!r", "a[0]", "b.c:>9", "renamed:d"])

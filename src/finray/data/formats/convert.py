@@ -30,6 +30,7 @@ Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
 # What Python's own templates have after a name.
 _FORMATTED = re.compile(r"(?<!\{)(?:\{\{)*\{(\w[\w .-]*)[:!\[][^{}]*\}")
+_IN_BRACES = re.compile(r"(?<!\{)(?:\{\{)*(\{([^{}]+)\})")
 # Digest of the file that each converter was imported from.
 _CONVERTERS: dict[str, str | None] = {}
 
@@ -108,6 +109,16 @@ class FormatChoice:
                     f"`{match[0]}` would stand in every row as it is: a column is a name in braces, and nothing else",
                     where="data.input_template",
                     repair=f"write {{{match[1]}}} (a dot reaches into nested columns), or use data.converter",
+                )
+        for match in _IN_BRACES.finditer(f"{self.input_template} {self.output_template}"):
+            known = match[2] in self.field_mapping or {match[2], match[2].split(".")[0]} & set(present)
+            if known and not _PLACEHOLDER.fullmatch(match[1]):
+                raise ConfigError(
+                    f"`{match[1]}` would stand in every row as it is: a name in braces has only letters, digits, "
+                    "spaces, `_`, `.` and `-`",
+                    where="data.input_template",
+                    repair=f"write another name, such as {{text}}, and map it with data.field_mapping: "
+                    f"{{text: '{self.field_mapping.get(match[2], match[2])}'}}",
                 )
         if not names:
             raise ConfigError(
@@ -284,7 +295,7 @@ def _filled(template: str, row: Columns, columns: Mapping[str, str]) -> str:
         if match[1] is None:
             return match[0][0]
         found = column(row, columns[match[1]])
-        if isinstance(found, list | Mapping):
+        if isinstance(found, list | Mapping | bytes):
             raise DataError(f"the column `{columns[match[1]]}` holds {type(found).__name__}, which is not text")
         return str(found)
 
