@@ -98,9 +98,11 @@ def with_absolute_paths(config: Config) -> Config:
     prepare = config.prepare.model_copy(
         update={name: absolute(getattr(config.prepare, name)) for name in ("dir", "local_dir")}
     )
+    scoring = config.evaluation.scoring and _absolute(config.evaluation.scoring, "encoder")
     return config.model_copy(
         update={
             "data": data,
+            "evaluation": config.evaluation.model_copy(update={"scoring": scoring}),
             "model": _absolute(config.model, "name", "chat_template"),
             "parallel": config.parallel.model_copy(
                 update={"deepspeed_config": absolute(config.parallel.deepspeed_config)}

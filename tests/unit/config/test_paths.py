@@ -40,6 +40,20 @@ def test_a_chat_template_and_deepspeeds_json_replace_their_files_and_are_read_ba
     assert [path for path, _, _ in differences(named, found)] == ["model.chat_template"]
 
 
+def test_an_encoder_of_this_machine_is_found_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "encoder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given, found in (("./encoder", str(tmp_path / "encoder")), ("roberta-large", "roberta-large"), (None, None)):
+        scoring = with_absolute_paths(
+            load_config("smollm2-lora", {"evaluation.scoring.encoder": given})
+        ).evaluation.scoring
+        assert scoring is not None
+        assert scoring.encoder == found
+    assert with_absolute_paths(config()).evaluation.scoring is None
+
+
 def test_what_cannot_be_taken_keeps_its_name(tmp_path: Path) -> None:
     (tmp_path / "large.jinja").write_text(TEMPLATE * 1000)
     (tmp_path / "no-template.jinja").write_text("chatml")
