@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError, require_package
+from finray.files import hold, remove_abandoned
 from finray.limits import cut
 from finray.models.adapters import load_adapter
 from finray.models.artifacts import Artifact, load_artifact, load_as_trained
@@ -208,17 +210,12 @@ def _scratch(output: Path) -> Iterator[Path]:
     The process that fills it holds its lock: the model-sized remains of a killed export are removed by the next one
     next to it.
     """
-    for rest in output.parent.glob(f"{_SCRATCH}*"):
-        with suppress(OSError), _held(rest):
-            shutil.rmtree(rest)
-    scratch = output.with_name(f"{_SCRATCH}{output.name}-{os.getpid()}")
+    remove_abandoned(output.parent, _SCRATCH)
+    scratch, lock = output.with_name(f"{_SCRATCH}{output.name}-{uuid.uuid4().hex[:8]}"), None
     try:
         scratch.mkdir(parents=True)
-        with ExitStack() as stack:
-            with suppress(OSError):
-                # Some file systems have no locks; then nothing is cleaned up either.
-                stack.enter_context(_held(scratch))
-            yield scratch
+        lock = hold(scratch)
+        yield scratch
         # safetensors creates files that only their owner can read; a server may run as another user.
         mode = (scratch / "tokenizer_config.json").stat().st_mode
         for weights in scratch.glob("*.safetensors"):
@@ -235,20 +232,9 @@ def _scratch(output: Path) -> Iterator[Path]:
             repair="free some disk space, or choose another directory",
         ) from None
     finally:
+        if lock is not None:
+            os.close(lock)
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Hold the lock of a directory; raises an OSError if another process holds it."""
-    import fcntl
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

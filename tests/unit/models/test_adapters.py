@@ -259,12 +259,17 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "one")], check=False)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".tmp-export-one-")
-    with _scratch(tmp_path / "two") as mine, _scratch(tmp_path / "three") as other:
-        # And what another one is at work on stays.
-        assert sorted(tmp_path.iterdir()) == sorted([mine, other])
-        for folder in (mine, other):
-            (folder / "tokenizer_config.json").touch()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
+    os.utime(left, (0, 0))
+    with _scratch(tmp_path / "two") as mine:
+        os.utime(mine, (0, 0))
+        # Of an export that has not locked it yet.
+        (begun := tmp_path / ".tmp-export-four-12345678").mkdir()
+        with _scratch(tmp_path / "three") as other:
+            # And what another one is at work on stays.
+            assert sorted(tmp_path.iterdir()) == sorted([mine, other, begun])
+            for folder in (mine, other):
+                (folder / "tokenizer_config.json").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [begun.name, "three", "two"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
