@@ -370,7 +370,8 @@ class ClusterConfig(Section):
     )
     gpus_per_worker: float = Field(
         1.0,
-        gt=0,
+        # Ray counts in ten-thousandths.
+        ge=0.0001,
         le=1,
         description="Share of a GPU per worker, if GPUs are used. Below 1, several workers share a GPU and exchange "
         "gradients through Gloo.",

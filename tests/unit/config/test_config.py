@@ -427,6 +427,8 @@ def test_booleans_stay_what_they_are_where_they_are_meant() -> None:
         ("data.mix=[{source: a, count: 1000000000}]", "less than or equal to 100000000"),
         ("train.max_steps=99999999999999999999", "less than 2147483648"),
         ("cluster.env={A: hf_aaaaaaaaaaaaaaaaaaaaaaaaaa}", "the value of A looks like a secret"),
+        # Ray counts in ten-thousandths.
+        ("cluster.gpus_per_worker=0.00001", "greater than or equal to 0.0001"),
     ],
 )
 def test_a_value_that_nothing_can_be_made_of_is_refused(override: str, said: str) -> None:
