@@ -18,6 +18,7 @@ import pytest
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.convert import FormatChoice, converter_of
 from finray.data.formats.examples import Chat, Completion, Labelled, Message, Text, detect
+from finray.data.formats.labels import LabelRules
 from finray.data.sources.pieces import read
 from finray.data.sources.readers import Reading
 from finray.data.sources.resolve import resolve
@@ -660,7 +661,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]
         ("return []", []),
         ("return [{'text': row['a']}, {'prompt': 'p', 'completion': row['a']}]", [Text("x"), Completion("p", "x")]),
         ("yield {'text': row['a']}\n    yield {'text': 'y'}", [Text("x"), Text("y")]),
-        ("return {'text': row['a'], 'label': 3}", [Labelled("x", "3")]),
+        ("return {'text': row['a'], 'label': 3}", [Text("x")]),
         ("row['text'] = row.pop('a')\n    return row", [Text("x")]),
     ],
 )
@@ -668,6 +669,33 @@ def test_converters(own: Callable[[str], str], body: str, wanted: list[Any]) -> 
     row = {"a": "x"}
     assert examples(row, converter=own(body)) == wanted
     assert row == {"a": "x"}
+
+
+def test_a_converter_gives_labelled_text_where_the_task_reads_labels(own: Callable[[str], str]) -> None:
+    converter = own("return {'text': row['a'], 'label': 3}")
+    assert examples({"a": "x"}, converter=converter, labels=LabelRules()) == [Labelled("x", "3")]
+
+
+def test_every_row_of_a_mix_is_learned_although_a_converter_leaves_a_label_beside_the_text_of_some(
+    preparing: Preparing, put: Write, own: Callable[[str], str]
+) -> None:
+    plain, labelled = put("t.jsonl", lines([{"text": "one"}])), put("l.jsonl", lines([{"text": "two", "label": 3}]))
+    mix = [{"source": str(one)} for one in (plain, labelled)]
+    train = preparing.dataset(mix=mix, converter=own("return row")).all_rows("train")
+    assert train is not None
+    assert preparing.said(train) == ["one", "two"]
+    assert all(train.row(at)[1].any() for at in range(2))
+
+
+@pytest.mark.parametrize("labelled_first", [False, True])
+def test_sources_with_a_label_and_without_one_are_not_mixed(
+    preparing: Preparing, put: Write, labelled_first: bool
+) -> None:
+    plain, labelled = put("t.jsonl", lines([{"text": "one"}])), put("l.jsonl", lines([{"text": "two", "label": 3}]))
+    mix = [{"source": str(labelled), "format": "labelled_text"}, {"source": str(plain)}]
+    error = preparing.refused(mix=mix if labelled_first else mix[::-1])
+    assert "cannot mix rows with a label and rows without one" in error.message
+    assert error.where in ("t.jsonl", "l.jsonl")
 
 
 @pytest.mark.parametrize(

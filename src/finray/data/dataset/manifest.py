@@ -15,7 +15,7 @@ from typing import Any
 
 from finray.config.resolved import Problem
 from finray.data.dataset.plan import FORMAT_VERSION, Stream, fingerprint
-from finray.data.formats.labels import in_order, mixed_labels
+from finray.data.formats.labels import half_labelled, in_order, mixed_labels
 from finray.data.sources.readers import ByteRange
 from finray.data.storage import Folder
 from finray.errors import DataError
@@ -261,10 +261,13 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
     """The manifest of a prepared dataset, from what is known of its parts.
 
     Raises:
-        DataError: a split has no token to learn.
+        DataError: a split has no token to learn, or only some of the rows have a label, or labels are of two kinds.
     """
     splits: dict[str, SplitStats] = {}
     kinds: dict[Problem, str] = {}
+    some = [part for part in results if part.rows]
+    if odd := next((part for part in some if (part.problem is None) != (some[0].problem is None)), None):
+        raise half_labelled(odd.pieces[0].file)
     for name in dict.fromkeys(stream.split for stream in streams):
         own = [stream for stream in streams if stream.split == name]
         parts = [part for stream in own for part in _parts_of(stream.name, results)]

@@ -24,7 +24,7 @@ from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartR
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Chat, Example
-from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
+from finray.data.formats.labels import Label, half_labelled, in_order, kind_of, mixed_labels
 from finray.data.sources.pieces import bad_row, read_piece
 from finray.data.storage import Folder
 from finray.data.tokenize.encode import Encoded, Tokenizer, Tokens
@@ -274,7 +274,7 @@ class _ArrowFiles:
             self._is_labelled = label is not None
             self.problem = None if label is None else kind_of(label)
         if self._is_labelled != (label is not None):
-            raise DataError("a dataset cannot mix rows with a label and rows without one")
+            raise half_labelled()
         if label is not None and self.problem is not None and (kind := kind_of(label)) != self.problem:
             raise mixed_labels(self.problem, kind, label)
 

@@ -532,8 +532,7 @@ def _converted(function: Callable[..., Any], row: Columns, own: RowFormat, *, ha
         )
     examples: list[Example] = []
     for item in rows:
-        wanted = "labelled_text" if own.labels is not None or ("label" in item and "text" in item) else "auto"
-        found = detect(item, {}, wanted)
+        found = detect(item, {}, "labelled_text" if own.labels is not None else "auto")
         row_format = replace(found, system=own.system, labels=own.labels, of_table=own.of_table)
         examples += converter_of(row_format, has_chat_template=has_chat_template)(item)
     return examples
