@@ -38,6 +38,13 @@ class AdapterSettings:
     use_rslora: bool = False
     init_lora_weights: bool | str | None = True
     bias: str = "none"
+    # Each of these makes another method of it.
+    alora_invocation_tokens: list[int] | None = None
+    arrow_config: Any = None
+    kasa_config: Any = None
+    monteclora_config: Any = None
+    use_bdlora: Any = None
+    velora_config: Any = None
 
 
 class Notes(TypedDict, total=False):

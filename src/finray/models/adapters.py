@@ -172,7 +172,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
     """Wrap a base model with a saved adapter, for inference.
 
     Raises:
-        ModelError: it cannot be loaded, or belongs to another model.
+        ModelError: it cannot be loaded, belongs to another model, or is an activated LoRA.
     """
     try:
         if (folder / WEIGHTS).exists():
@@ -184,6 +184,13 @@ def load_adapter(model: Any, folder: Path) -> Any:
             # It is an error below.
             warnings.filterwarnings("ignore", message="Found missing adapter keys")
             loaded = PeftModel.from_pretrained(model, str(folder))
+            if getattr(loaded.peft_config[NAME], "alora_invocation_tokens", None):
+                raise ModelError(
+                    "the adapter is an activated LoRA, which acts only behind the tokens that invoke it; finray does "
+                    "not look for them",
+                    where=str(folder),
+                    repair="use PEFT itself, or a plain LoRA",
+                )
             _require_all_tensors(loaded, folder)
             return loaded.eval()
     except (FinrayError, MemoryError):

@@ -24,8 +24,8 @@ _NO_INPLACE = "_finray_no_inplace"
 def fuse(model: Any) -> int:
     """Give every plain LoRA layer of a PEFT model the fused forward; returns how many there were.
 
-    Layers other than ``W x + s B A x`` (DoRA, transposed weights, several adapters) keep PEFT's. W may be quantized
-    (:mod:`finray.models.quantized`), and a PiSSA adapter and its initial value become one product.
+    Layers other than ``W x + s B A x`` (DoRA and other variants, transposed weights, several adapters) keep PEFT's. W
+    may be quantized (:mod:`finray.models.quantized`), and a PiSSA adapter and its initial value become one product.
     """
     from peft.tuners.lora.layer import Linear
 
@@ -38,7 +38,7 @@ def fuse(model: Any) -> int:
             type(module.base_layer) in (torch.nn.Linear, QuantizedLinear)
             # With dropout, the two adapters of PiSSA read different inputs.
             and (names == [NAME] or (names == [NAME, PISSA_RESIDUAL] and not getattr(dropout, "p", 0.0)))
-            and not module.use_dora.get(NAME)
+            and not module.lora_variant
             and module.lora_A[NAME].bias is None
             and module.lora_B[NAME].bias is None
         ):

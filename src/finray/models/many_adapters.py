@@ -47,8 +47,8 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
     """Load an adapter's weights; PEFT maps their names, on a copy of the base model without weights.
 
     Raises:
-        ModelError: it belongs to another base, or has more than LoRA on linear layers (DoRA, whole modules, new
-            tokens).
+        ModelError: it belongs to another base, or has more than LoRA on linear layers (DoRA and other variants,
+            whole modules, new tokens).
     """
     skeleton = load_model(base, dtype=torch.float32, on_meta=True)
     try:
@@ -81,7 +81,7 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             here = f"{up.shape[0]} x {down.shape[1]}"
             there = f"{wanted[1][0]} x {wanted[0][1]}"
             raise _refused(folder, f"it does not fit the model {base.name}: {name} is {there} there, and {here} here")
-        if type(module.base_layer) is torch.nn.Linear and name.startswith(body) and not module.use_dora.get("default"):
+        if type(module.base_layer) is torch.nn.Linear and name.startswith(body) and not module.lora_variant:
             parts[name] = LoraPart(down, up, float(module.scaling["default"]))
         else:
             tensors[name] = down

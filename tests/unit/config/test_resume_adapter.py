@@ -137,12 +137,22 @@ def test_all_contradictions_at_once(folder: Path) -> None:
         ({"peft_type": "IA3"}, "type IA3"),
         ({"init_lora_weights": "pissa_niter_16"}, "changes the base"),
         ({"bias": "all"}, "biases"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"kasa_config": {"beta": 1e-4, "gamma": 1e-3}}, "kasa_config"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
     ],
 )
 def test_adapters_that_cannot_be_continued(folder: Path, change: dict[str, Any], message: str) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **change}), encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         with_start(config(folder))
+
+
+def test_variants_that_an_adapter_does_not_use_are_no_obstacle(folder: Path) -> None:
+    """PEFT writes all of its fields."""
+    unused = {"alora_invocation_tokens": None, "kasa_config": None, "arrow_config": None, "use_bdlora": None}
+    (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **unused}), encoding="utf-8")
+    assert with_start(config(folder)).adapter.method == "rslora"
 
 
 def test_no_adapter(tmp_path: Path) -> None:

@@ -245,6 +245,17 @@ def test_equal_runs_write_equal_settings(tmp_path: Path) -> None:
     assert len(settings["target_modules"]) == 14
 
 
+def test_an_activated_lora_is_refused(tmp_path: Path) -> None:
+    """It acts only behind the tokens that invoke it, which nothing here looks for."""
+    from peft import LoraConfig, get_peft_model
+
+    made = get_peft_model(tiny.build_model("llama"), LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]))
+    made.save_pretrained(str(tmp_path), save_embedding_layers=False)
+    with pytest.raises(ModelError, match="activated LoRA") as caught:
+        adapters.load_adapter(tiny.build_model("llama"), tmp_path)
+    assert caught.value.where == str(tmp_path)
+
+
 _KILLED = """
 import os, signal, sys
 from pathlib import Path

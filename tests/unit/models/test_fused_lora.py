@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import KasaConfig, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from finray.config.schema import AdapterConfig
 from finray.models import adapters, attention, fused_lora
@@ -184,3 +186,25 @@ def test_methods_that_are_left_to_peft() -> None:
     for fields in ({"method": "dora"}, {"method": "pissa", "dropout": 0.1}):
         model = adapters.add_lora(tiny.build_model("llama"), AdapterConfig(rank=4, **fields), seed=1)
         assert fused_lora.fuse(model) == 0
+
+
+def test_a_variant_of_lora_is_computed_as_peft_loads_it(tmp_path: Path) -> None:
+    """KaSA scales the rank's dimensions, and takes a part of the base away."""
+    base = tiny.build_model("llama")
+    base.save_pretrained(str(tmp_path / "base"))
+    made = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], kasa_config=KasaConfig()))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    made.save_pretrained(str(tmp_path / "adapter"))
+    theirs, ours = (
+        PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(str(tmp_path / "base")), str(tmp_path / "adapter")
+        ).eval()
+        for _ in range(2)
+    )
+    assert fused_lora.fuse(ours) == 0
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)

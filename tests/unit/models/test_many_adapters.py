@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import KasaConfig
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
@@ -42,6 +43,8 @@ def saved(base: ModelConfig, folder: Path, **options: Any) -> Any:
     ("options", "odd"),
     [
         ({"use_dora": True}, "magnitude"),
+        ({"kasa_config": KasaConfig()}, "lora_diag"),
+        ({"alora_invocation_tokens": [5, 6]}, "down_proj"),
         ({"modules_to_save": ["lm_head"]}, "lm_head"),
         ({"target_modules": ["lm_head", "q_proj"]}, "lm_head"),
         ({"target_modules": ["embed_tokens", "q_proj"]}, "embed_tokens"),
