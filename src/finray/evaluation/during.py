@@ -14,7 +14,7 @@ from finray.config.evaluation import ScoringConfig
 from finray.config.schema import Config
 from finray.config.tasks import metric_name
 from finray.data.dataset.prepared import PreparedSplit
-from finray.errors import TrainingError
+from finray.errors import DataError, TrainingError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.rows import prompt_and_answer
@@ -49,10 +49,18 @@ class Answers:
     ) -> dict[str, float]:
         """The metrics in ``evaluation.metrics`` by name; each rank answers every ``world_size``-th prompt.
 
+        Rows without a prompt are left out.
+
         Raises:
-            FinrayError: on every rank: a prompt has no answer, or a metric fails.
+            FinrayError: on every rank: no row has a prompt, a prompt has no answer, or a metric fails.
         """
-        pairs = [prompt_and_answer(*split.row(row)) for row in range(len(split))]
+        pairs = [pair for row in range(len(split)) if (pair := prompt_and_answer(*split.row(row)))[0]]
+        if not pairs:
+            raise DataError(
+                "no held-out row has a prompt to answer",
+                where="evaluation.generate_rows",
+                repair="leave it out, or hold out rows with prompts and answers",
+            )
         own = [prompt for prompt, _ in pairs[strategy.rank :: strategy.world_size]]
         said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own, told)))
         # Prompts are dealt out one by one; put the answers back in order.

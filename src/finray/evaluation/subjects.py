@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
@@ -21,7 +22,7 @@ from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_y
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
 from finray.evaluation.engines.base import Engine
 from finray.evaluation.outcome import Rate
-from finray.evaluation.rows import Rows, of_file, of_run, splits_of, stream_of
+from finray.evaluation.rows import Rows, of_file, of_run, prompt_and_answer, splits_of, stream_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
 from finray.models.packing_cache import packing_of
@@ -236,8 +237,17 @@ class Case:
                 "use rows with a text and a label" if self.spec.reads_labels else "use rows with prompts and answers"
             )
             raise DataError(f"{what} a classifier", where="data.format", repair=repair)
-        asks = config.data.train_on != "all" and dataset.kind() != "text"
-        numbers = tuple(sample(len(held), config.evaluation.max_rows, seed=config.run.seed).tolist())
+        asks = config.data.train_on != "all" and dataset.kind(stream) != "text" and len(held.prompted) > 0
+        asked = held.prompted if asks else np.arange(len(held))
+        numbers = tuple(asked[sample(len(asked), config.evaluation.max_rows, seed=config.run.seed)].tolist())
+        if asks:
+            sampled, numbers = len(numbers), tuple(one for one in numbers if prompt_and_answer(*held.row(one))[0])
+            if not numbers:
+                raise DataError("no row has a prompt to answer", where="data.source", repair="give rows with prompts")
+            if without := len(held) - len(asked) + sampled - len(numbers):
+                self.notes.append(
+                    f"{without:,} rows without a prompt were skipped: they have neither answers nor losses"
+                )
         return Rows(name, held, numbers, dataset, asks, train, stream)
 
     def rows_for(self, artifact: Artifact) -> Rows | None:

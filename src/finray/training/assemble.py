@@ -469,11 +469,22 @@ def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None
 def _answers(
     config: Config, task: Task, held_out: PreparedSplit | None, strategy: Strategy, answering: Answering | None
 ) -> Callable[..., dict[str, float]] | None:
-    """Metrics of answers to held-out prompts, computed when called; None if none are asked for."""
+    """Metrics of answers to held-out prompts, computed when called; None if none are asked for.
+
+    Raises:
+        DataError: the held-out rows of a mix have no prompt.
+    """
     count = config.evaluation.generate_rows
     if held_out is None or answering is None or count is None:
         return None
-    return partial(answering, task, held_out.sample(count, seed=config.run.seed), strategy)
+    asked = held_out.take(held_out.prompted)
+    if not len(asked):
+        raise DataError(
+            "the held-out rows are plain text, which has no prompts to answer",
+            where="evaluation.generate_rows",
+            repair="leave it out, or hold out rows with prompts and answers",
+        )
+    return partial(answering, task, asked.sample(count, seed=config.run.seed), strategy)
 
 
 def _held_out(

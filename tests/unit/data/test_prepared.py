@@ -338,6 +338,31 @@ def test_a_manifest_without_a_seal_is_read_as_before_and_must_fit_itself(run: Ru
             PreparedDataset(folder)
 
 
+@pytest.mark.parametrize("chat_first", [True, False])
+def test_a_mix_of_chat_and_text_is_chat_in_any_order_and_its_text_has_no_prompts(
+    preparing: Preparing, tmp_path: Path, chat_first: bool
+) -> None:
+    (tmp_path / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in tiny.chat_rows(3)))
+    (tmp_path / "text.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    mix = [{"source": str(tmp_path / name)} for name in ("chat.jsonl", "text.jsonl")]
+    dataset = preparing.dataset(mix=mix if chat_first else mix[::-1])
+    assert dataset.kind() == "chat"
+    rows = dataset.all_rows("train")
+    assert rows is not None
+    assert rows.streams[rows.prompted].tolist() == [0 if chat_first else 1] * 3
+    assert rows.take(rows.prompted[::-1]).prompted.tolist() == [0, 1, 2]
+    # Older manifests know the first row only.
+    manifest = Path(dataset.folder.at("manifest.json"))
+    content = json.loads(manifest.read_text())
+    del content["seal"]
+    for stream in content["splits"]["train"]["streams"]:
+        del stream["parts"][0]["kind"]
+    manifest.write_text(json.dumps(content))
+    older = PreparedDataset(dataset.folder.root)
+    assert older.kind() == ("chat" if chat_first else "text")
+    assert older.content == dataset.content
+
+
 def test_a_damaged_manifest_is_said_and_the_data_prepared_again(preparing: Preparing, tmp_path: Path) -> None:
     config = preparing.config(tiny.write_chat_rows(tmp_path, 10))
     folder = Path(prepare_here(config, root=tmp_path / "c"))

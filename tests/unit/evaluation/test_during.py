@@ -22,11 +22,14 @@ ROWS = [([10 + row, 20 + row, 30 + row], [0, 0, 1]) for row in range(5)]
 
 
 class Split:
+    def __init__(self, *more: Any) -> None:
+        self.rows = [*more, *ROWS]
+
     def __len__(self) -> int:
-        return len(ROWS)
+        return len(self.rows)
 
     def row(self, number: int) -> tuple[Any, Any]:
-        ids, mask = ROWS[number]
+        ids, mask = self.rows[number]
         return np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8)
 
 
@@ -93,6 +96,16 @@ def test_each_prompt_is_answered_once_and_scored_with_its_own_reference(
     for rank, shares in told.items():
         own = len(range(rank, 5, world))
         assert shares == pytest.approx([(done + 1) / own for done in range(own)])
+
+
+def test_a_row_without_a_prompt_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(during, "TransformersEngine", Engine([]))
+    task: Any = SimpleNamespace(model=Model("sdpa"))
+    mixed, text = Split(([1, 2], [1, 1])), Split(([1, 2], [1, 1]))
+    text.rows = text.rows[:1]
+    assert Group(2).run(lambda strategy: made()(task, mixed, strategy)) == [{"exact_match": 3 / 5}] * 2  # type: ignore[arg-type]
+    found = Group(2).run(lambda strategy: made()(task, text, strategy))  # type: ignore[arg-type]
+    assert ["no held-out row has a prompt" in str(one) for one in found] == [True] * 2
 
 
 def test_a_prompt_without_an_answer_and_a_score_that_fails_are_errors_of_every_rank(

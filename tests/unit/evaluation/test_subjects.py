@@ -248,6 +248,23 @@ def test_rows_are_shared_by_models_that_read_alike(
     assert Case.rows_for(case, artifacts[name]) is None
 
 
+class Held:
+    """So many rows, each of a prompt and an answer but those that are ``whole``; the last of them are plain text."""
+
+    def __init__(self, count: int, whole: int = 0, text: int = 0) -> None:
+        self.count, self.whole, self.text = count, whole, text
+        self.prompted = np.arange(count - text)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def row(self, number: int) -> tuple[Any, Any]:
+        return np.array([1, 2]), np.array([number < self.whole or number >= self.count - self.text, 1])
+
+
+HELD = Held(50)
+
+
 def rows_of(case: Any) -> Any:
     """What the property works out, of a case that is not made from a model on the disk."""
     return Case.rows.func(case)  # type: ignore[attr-defined]
@@ -260,16 +277,16 @@ def a_case(preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, tm
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": 11, "output_dir": "runs"})})
     config = config.model_copy(update={"prepare": config.prepare.model_copy(update={"dir": None})})
     manifest = SimpleNamespace(splits={"train": SimpleNamespace(dropped_too_long=0)})
-    dataset = SimpleNamespace(kind=lambda: "pairs", manifest=manifest)
+    dataset = SimpleNamespace(kind=lambda split="train": "pairs", manifest=manifest)
     asked: list[Any] = []
 
     def of_file(own: Any, *, root: Any) -> Any:
         asked.append(("file", own.classification.labels, root))
-        return range(50), dataset
+        return HELD, dataset
 
     def of_run(run: Any, own: Any, split: Any) -> Any:
         asked.append(("run", run.path, own is case.config, split))
-        return "test", range(50), dataset, "trained on"
+        return "test", HELD, dataset, "trained on"
 
     monkeypatch.setattr(subjects, "of_file", of_file)
     monkeypatch.setattr(subjects, "of_run", of_run)
@@ -293,7 +310,7 @@ def test_rows_of_a_run_are_those_that_it_held_out(a_case: Any) -> None:
     a_case.request = EvaluationRequest(split="test")
     rows = rows_of(a_case)
     assert a_case.asked == [("run", a_case.run.path, True, "test")]
-    assert rows == Rows("test", range(50), tuple(range(50)), a_case.dataset, True, "trained on", "test of True")  # type: ignore[arg-type]
+    assert rows == Rows("test", HELD, tuple(range(50)), a_case.dataset, True, "trained on", "test of True")  # type: ignore[arg-type]
     assert a_case.notes == []
     # With fewer, the rows are drawn by the run's own seed.
     for seed in (11, 12):
@@ -326,7 +343,7 @@ def test_rows_of_a_file_are_read_beside_a_run_with_its_classes(a_case: Any, tmp_
     prepared = tmp_path / "runs" / subjects.PREPARED
     assert a_case.asked == [("file", list(labels) or None, prepared)]
     train = (a_case.run.path, True)
-    assert rows == Rows("rows.jsonl", range(50), tuple(range(50)), a_case.dataset, True, train, "train")  # type: ignore[arg-type]
+    assert rows == Rows("rows.jsonl", HELD, tuple(range(50)), a_case.dataset, True, train, "train")  # type: ignore[arg-type]
     own = a_case.config
     for section, name, place in (("prepare", "dir", "elsewhere"), ("run", "output_dir", "s3://bucket/runs")):
         changed = getattr(own, section).model_copy(update={name: place})
@@ -359,10 +376,21 @@ def test_rows_of_a_file_are_scored_also_where_those_of_the_training_are_gone(
     [("pairs", "completion", True), ("pairs", "all", False), ("text", "completion", False), ("text", "all", False)],
 )
 def test_prompts_are_answered_where_rows_have_any(a_case: Any, kind: str, train_on: str, asks: bool) -> None:
-    a_case.dataset.kind = lambda: kind
+    a_case.dataset.kind = lambda split="train": kind
     data = a_case.config.data.model_copy(update={"train_on": train_on})
     a_case.config = a_case.config.model_copy(update={"data": data})
     assert rows_of(a_case).asks == asks
+
+
+def test_rows_of_a_mix_without_a_prompt_are_not_asked_and_counted(a_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "of_run", lambda *_: ("test", Held(9, whole=2, text=3), a_case.dataset, None))
+    rows = rows_of(a_case)
+    assert (rows.asks, rows.numbers) == (True, (2, 3, 4, 5))
+    assert a_case.notes == ["5 rows without a prompt were skipped: they have neither answers nor losses"]
+    # Those that a ratio holds out may all be text.
+    monkeypatch.setattr(subjects, "of_run", lambda *_: ("test", Held(3, text=3), a_case.dataset, None))
+    rows = rows_of(a_case)
+    assert (rows.asks, rows.numbers) == (False, (0, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -373,10 +401,10 @@ def test_prompts_are_answered_where_rows_have_any(a_case: Any, kind: str, train_
     ],
 )
 def test_rows_of_another_kind_than_the_model_reads_are_refused(a_case: Any, kind: str, task: str, said: str) -> None:
-    a_case.dataset.kind, a_case.spec = lambda: kind, task_spec(task)
+    a_case.dataset.kind, a_case.spec = lambda split="train": kind, task_spec(task)
     with pytest.raises(FinrayError, match=said):
         rows_of(a_case)
-    a_case.dataset.kind = lambda: "labelled" if task == "sequence_classification" else "pairs"
+    a_case.dataset.kind = lambda split="train": "labelled" if task == "sequence_classification" else "pairs"
     assert rows_of(a_case).name == "test"
 
 

@@ -15,7 +15,7 @@ import torch
 from finray.checkpoint import Checkpoint
 from finray.config.load import build_config
 from finray.config.resolved import Resolved, Settled
-from finray.errors import ConfigError, ModelError
+from finray.errors import ConfigError, DataError, ModelError
 from finray.records import Note, RunHeader
 from finray.training import assemble
 from finray.training.evaluator import Evaluated
@@ -67,6 +67,14 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def prompted(self) -> Any:
+        """Rows of no tokens stand for those of plain text."""
+        return np.flatnonzero(self.lengths)
+
+    def take(self, rows: Any) -> Rows:
+        return Rows(self.lengths[rows].tolist(), self.name)
 
     def sample(self, most: int | None, *, seed: int) -> Rows:
         return Rows(self.lengths[:most].tolist(), f"{self.name} {most} {seed}")
@@ -149,6 +157,8 @@ def test_answers_are_asked_for_a_sample_where_somebody_answers() -> None:
     assert assemble._answers(settings, TASK, None, ours, answering) is None  # type: ignore[arg-type]
     assert assemble._answers(settings, TASK, held_out, ours, None) is None  # type: ignore[arg-type]
     assert assemble._answers(config(), TASK, held_out, ours, answering) is None  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="plain text, which has no prompts"):
+        assemble._answers(settings, TASK, Rows([0, 0]), ours, answering)  # type: ignore[arg-type]
 
 
 class Tokenizer:

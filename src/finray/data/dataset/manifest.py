@@ -137,13 +137,14 @@ class RangeStart:
 
 @dataclass(frozen=True, slots=True)
 class PartEntry:
-    """A part: its rows, the source rows that they came from, and its two files."""
+    """A part: its rows, the source rows that they came from, its two files, and the kind of its first row."""
 
     rows: int
     source_rows: int
     pieces: tuple[RangeStart, ...]
     tokens: DataFile
     index: DataFile
+    kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class SplitStats(RowCounts):
 
     Attributes:
         longest: tokens of the longest row.
-        kind: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows.
+        kind: of the first row: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows.
         labels: all classes, in the order of their ids.
         problem: what the labels speak for; None without labels.
         label_rows: rows of each of ``labels``.
@@ -346,7 +347,8 @@ def _stream_entry(parts: list[PartResult]) -> StreamEntry:
             first = before if piece.first is None else piece.first
             starts.append(RangeStart(piece.file, first))
             file, before = piece.file, first + passed
-        entries.append(PartEntry(part.rows, part.source_rows, tuple(starts), part.tokens_file, part.index_file))
+        files = part.tokens_file, part.index_file
+        entries.append(PartEntry(part.rows, part.source_rows, tuple(starts), *files, part.kind))
     rows, source_rows = sum(part.rows for part in parts), sum(part.source_rows for part in parts)
     return StreamEntry(parts[0].stream, parts[0].format, rows, source_rows, tuple(entries))
 

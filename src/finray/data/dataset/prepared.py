@@ -90,6 +90,12 @@ class PreparedSplit:
         return combined.view(np.int64)[number]
 
     @property
+    def prompted(self) -> IntArray:
+        """int64; the rows that may have a prompt: those of parts that are not plain text."""
+        parts = np.searchsorted(self._starts, self._rows, side="right") - 1
+        return np.flatnonzero(np.array([part.kind != "text" for part in self._parts], dtype=bool)[parts])
+
+    @property
     def within(self) -> IntArray:
         """int64; the place of each row among the rows of its source row, from 0, whichever of them were taken."""
         return self._rows - np.searchsorted(self._every_source_row, self.source_rows)
@@ -235,8 +241,11 @@ class PreparedDataset:
         return self.manifest.content
 
     def kind(self, split: str = "train") -> str:
-        """Kind of the rows: ``chat``, ``completion``, ``text`` or ``labelled``."""
-        return str(self.manifest.splits[split].kind)
+        """Kind of the rows; of a mix the first of ``chat``, ``completion``, ``text`` and ``labelled`` that some are."""
+        own = self.manifest.splits[split]
+        # Older manifests know only the first row's.
+        found = {own.kind, *(part.kind for part in own.parts)}
+        return next((kind for kind in ("chat", "completion", "text", "labelled") if kind in found), str(own.kind))
 
     @property
     def label_set(self) -> LabelSet | None:
