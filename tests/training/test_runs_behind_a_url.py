@@ -395,26 +395,29 @@ def test_a_run_is_kept_by_any_file_system_of_fsspec(
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-def test_a_local_copy_has_what_a_command_needs(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
+def test_a_local_copy_has_what_a_command_needs(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies"), "train.max_steps": 4})
-    url, there = bucket.url("runs/run"), str(tmp_path / "elsewhere")
+    url = bucket.url("runs/run")
     with pytest.raises(CheckpointError, match="the run does not exist"):
-        local_copy(url, local_dir=there)
+        local_copy(url)
     with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, notify=pytest.fail) as run:
         runs.run_alone(plain, run.path)
-    small = Path(local_copy(url, weights=False, local_dir=there))
+    small = Path(local_copy(url, weights=False))
     records = {"metrics.jsonl", "starts.jsonl"}
     assert {one.name for one in small.iterdir()} == {"config.yaml", "attempt", "run_id", *records}
     # Not finished yet: the newest checkpoint.
-    path = Path(local_copy(url, local_dir=there))
+    path = Path(local_copy(url))
     assert [one.name for one in path.glob("checkpoint-*")] == ["checkpoint-000004"]
     assert run.make_final(best=None, warn=pytest.fail) == 4
     shutil.rmtree(path)
-    path = Path(local_copy(f"{url}/", local_dir=there))
+    path = Path(local_copy(f"{url}/"))
     manifest.verify(path / "final")
-    assert Path(local_copy(f"{url}/final", local_dir=there)) == path / "final"
+    assert Path(local_copy(f"{url}/final")) == path / "final"
     assert not (path / "checkpoint-000004" / "adapter_model.safetensors").exists()
-    older = Path(local_copy(f"{url}/checkpoint-000002", local_dir=there))
+    older = Path(local_copy(f"{url}/checkpoint-000002"))
     manifest.verify(older)
     assert older == path / "checkpoint-000002"
     # What is changed here is fetched again, what is not is not.
@@ -422,7 +425,7 @@ def test_a_local_copy_has_what_a_command_needs(tiny_on_s3: Plain, tmp_path: Path
     changed.unlink()
     changed.write_bytes(b"other")
     mark = bucket.mark()
-    local_copy(url, local_dir=there)
+    local_copy(url)
     manifest.verify(path / "final")
     fetched = [one for one in bucket.asked("GET", mark) if "/final/" in one and not one.endswith("manifest.json")]
     assert fetched == ["runs/run/final/adapter_model.safetensors"]

@@ -183,9 +183,8 @@ def test_the_result_of_a_run_behind_a_url_stands_for_its_url_and_of_another_for_
     summary: Any = "as it is"
     reported = finray.report([TrainResult(run.path, run.final, 40, summary)])
     assert reported.output == f"{folder}/one/report.html"
-    page = (run.path / "report.html").read_bytes()
-    assert b"<html" in page
-    assert objects is None or objects.read("report.html") == page
+    page = (run.path / "report.html").read_bytes() if objects is None else objects.read("report.html")
+    assert b"<html" in (page or b"")
 
 
 def test_a_run_that_was_stopped_before_it_chose_takes_a_value_in_the_place_of_auto(
