@@ -183,17 +183,6 @@ def test_conversations_that_are_split_are_counted_with_their_rows_and_tokens(
     assert stats.truncated_tokens == tokens - 4 * limit + sum(length(preparing, row) - limit for row in SHORT[:2])
 
 
-def test_rows_with_a_label_and_rows_without_are_no_data_set(
-    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "mixes_labels.py").write_text(
-        "def f(row):\n    return [{'text': 'a', 'label': 1}, {'text': 'b'}]\n", encoding="utf-8"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    error = preparing.refused(put("rows.jsonl", lines([{"n": 1}])), converter="mixes_labels:f")
-    assert "rows with a label and rows without one" in error.message
-
-
 @pytest.mark.parametrize(
     ("row", "options", "unused"),
     [

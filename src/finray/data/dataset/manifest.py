@@ -15,7 +15,7 @@ from typing import Any
 
 from finray.config.resolved import Problem
 from finray.data.dataset.plan import FORMAT_VERSION, Stream, fingerprint
-from finray.data.formats.labels import half_labelled, in_order, mixed_labels
+from finray.data.formats.labels import in_order, mixed_labels
 from finray.data.sources.readers import ByteRange
 from finray.data.storage import Folder
 from finray.errors import DataError
@@ -268,7 +268,7 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
     kinds: dict[Problem, str] = {}
     some = [part for part in results if part.rows]
     if odd := next((part for part in some if (part.problem is None) != (some[0].problem is None)), None):
-        raise half_labelled(odd.pieces[0].file)
+        raise DataError("a dataset cannot mix rows with a label and rows without one", where=odd.pieces[0].file)
     for name in dict.fromkeys(stream.split for stream in streams):
         own = [stream for stream in streams if stream.split == name]
         parts = [part for stream in own for part in _parts_of(stream.name, results)]

@@ -24,7 +24,7 @@ from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartR
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Chat, Example
-from finray.data.formats.labels import Label, half_labelled, in_order, kind_of, mixed_labels
+from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
 from finray.data.sources.pieces import bad_row, read_piece
 from finray.data.storage import Folder
 from finray.data.tokenize.encode import Encoded, Tokenizer, Tokens
@@ -225,7 +225,6 @@ class _ArrowFiles:
         self.longest = 0
         self.labels: Counter[str] = Counter()
         self.problem: Problem | None = None
-        self._is_labelled: bool | None = None
         self.lost: list[tuple[int, int]] = []
         self.cut: list[tuple[int, int]] = []
 
@@ -264,18 +263,16 @@ class _ArrowFiles:
                 counts["rows"] += 1
                 counts["tokens"] += len(tokens.ids)
                 counts["supervised"] += tokens.supervised
-                self._require_like_the_first(tokens.label)
+                if tokens.label is not None:
+                    self._require_like_the_first(tokens.label)
                 self._waiting.append((row, tokens))
                 if len(self._waiting) == ROWS_PER_BATCH:
                     self._flush()
 
-    def _require_like_the_first(self, label: Label | None) -> None:
-        if self._is_labelled is None:
-            self._is_labelled = label is not None
-            self.problem = None if label is None else kind_of(label)
-        if self._is_labelled != (label is not None):
-            raise half_labelled()
-        if label is not None and self.problem is not None and (kind := kind_of(label)) != self.problem:
+    def _require_like_the_first(self, label: Label) -> None:
+        kind = kind_of(label)
+        self.problem = self.problem or kind
+        if kind != self.problem:
             raise mixed_labels(self.problem, kind, label)
 
     def finish(self) -> tuple[DataFile, DataFile]:

@@ -160,11 +160,6 @@ def mixed_labels(one: Problem, other: Problem, label: Label | None = None) -> Da
     )
 
 
-def half_labelled(where: str | None = None) -> DataError:
-    """The error for rows of which only some have a label."""
-    return DataError("a dataset cannot mix rows with a label and rows without one", where=where)
-
-
 def kind_of(label: Label) -> Problem:
     """The problem type of a label."""
     return "single_label" if isinstance(label, str) else "regression" if isinstance(label, float) else "multi_label"
