@@ -105,7 +105,7 @@ def check_memory(memory: KeptInFiles, scratch: Path) -> list[str]:
         return found.step
 
     scratch.mkdir()
-    newest, before, *_ = memories.whole(memory.parts())
+    newest, before, *_ = memories.whole(memory.parts(), after=0)
     names = []
     assert newest_is(pytest.fail) == newest[0].step
     for part, old in zip(newest, before, strict=True):
@@ -139,7 +139,7 @@ def test_training_goes_on_from_the_checkpoint_before_as_if_nothing_had_been(done
         content = done.buckets[kind].get(key)
         done.buckets[kind].put(key, damaged.damages(content, None)["flipped"] or b"")
         memory = KeptInFiles(done[kind])
-        (_, second), *_ = memories.whole(memory.parts())
+        (_, second), *_ = memories.whole(memory.parts(), after=0)
         (memory.folder_of(second) / SECOND).write_bytes(b"")
         shutil.rmtree(done[kind])
     run_all([(done.jobs[kind], done[kind]) for kind in KINDS], world_size=2, in_memory=True, look=note_step)
