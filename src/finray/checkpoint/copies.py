@@ -55,8 +55,8 @@ def local_copy(run: str | Path, *, weights: bool = True) -> str | Path:
         return run
     url = str(run).rstrip("/")
     parent, _, name = url.rpartition("/")
-    is_checkpoint = _CHECKPOINT.fullmatch(name)
-    inner = name if name == FINAL or is_checkpoint else ""
+    checkpoint = _CHECKPOINT.fullmatch(name)
+    inner = name if name == FINAL or checkpoint else ""
     objects = Objects(parent if inner else url)
     if objects.read(CONFIG_FILE) is None:
         raise CheckpointError(
@@ -68,8 +68,8 @@ def local_copy(run: str | Path, *, weights: bool = True) -> str | Path:
         pull(path, objects, objects.files(EVALUATION))
         return path
     store = RemoteStore(path, objects)
-    if is_checkpoint:
-        step = int(is_checkpoint.group(1))
+    if checkpoint:
+        step = int(checkpoint[1])
         if step not in store.steps():
             raise CheckpointError("the checkpoint does not exist", where=url, repair="name the run only")
         store.verify(step)
@@ -79,7 +79,7 @@ def local_copy(run: str | Path, *, weights: bool = True) -> str | Path:
         raise CheckpointError("the run has no final/ yet", where=url, repair="name the run only")
     if not has_final:
         store.latest()
-        # Nobody shall use one that is no longer at the URL.
+        # Remove local checkpoints that are no longer at the URL: the newest of all would be loaded.
         store.delete([])
     else:
         for step in reversed(store.steps()):
@@ -92,9 +92,9 @@ def local_copy(run: str | Path, *, weights: bool = True) -> str | Path:
 
 
 def pull_records(path: Path, objects: Objects) -> None:
-    """Sync what a report shows, but for evaluations, to where commands read a run.
+    """Sync what a report shows, except evaluations, into the copy that commands read.
 
-    The machine of the workers has newer records than the URL, and failures, which stay there.
+    If the workers run on this machine, newer records and the failures are taken from their copy.
     """
     known, own = path / RUN_ID, copy_path(objects.url)
     if known.is_file() and known.read_bytes() != objects.read(RUN_ID):
@@ -138,7 +138,7 @@ def pull_folder(run_dir: Path, objects: Objects, name: str, *, beside: Path | No
         run_dir: of the folder.
         objects: the run behind its URL.
         name: of the folder.
-        beside: another copy of it on this machine, from which whole files are taken.
+        beside: another copy of it on this machine; files that are intact there are linked, not downloaded.
 
     Raises:
         CheckpointError: the remote folder is damaged.
@@ -149,20 +149,26 @@ def pull_folder(run_dir: Path, objects: Objects, name: str, *, beside: Path | No
         return False
     content = manifest.parsed(text, objects.at(listing))
     for one in content["files"]:
-        try:
-            manifest.verify_files(folder, [one])
+        file = folder / one["path"]
+        if _is_intact(folder, one):
             continue
-        except CheckpointError:
-            pass
-        with suppress(CheckpointError, OSError):
-            if beside is not None:
-                manifest.verify_files(beside, [one])
-                (folder / one["path"]).parent.mkdir(parents=True, exist_ok=True)
-                (folder / one["path"]).unlink(missing_ok=True)
-                os.link(beside / one["path"], folder / one["path"])
+        if beside is not None and _is_intact(beside, one):
+            # It fails across file systems.
+            with suppress(OSError):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.unlink(missing_ok=True)
+                os.link(beside / one["path"], file)
                 continue
-        objects.download(f"{name}/{one['path']}", folder / one["path"], size=one["bytes"], sha256=one["sha256"])
+        objects.download(f"{name}/{one['path']}", file, size=one["bytes"], sha256=one["sha256"])
     keep_only(folder, content)
+    return True
+
+
+def _is_intact(folder: Path, entry: manifest.Entry) -> bool:
+    try:
+        manifest.verify_files(folder, [entry])
+    except CheckpointError:
+        return False
     return True
 
 

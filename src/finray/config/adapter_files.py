@@ -19,6 +19,15 @@ from finray.files import FileKind
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 NOTES = "finray.json"
+# PEFT's settings that make another method of a LoRA, as `use_dora` does.
+_VARIANTS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "velora_config",
+)
 _FILES = FileKind(ModelError, repair="take the file from where the adapter or model was made")
 
 
@@ -38,13 +47,6 @@ class AdapterSettings:
     use_rslora: bool = False
     init_lora_weights: bool | str | None = True
     bias: str = "none"
-    # Each of these makes another method of it.
-    alora_invocation_tokens: list[int] | None = None
-    arrow_config: Any = None
-    kasa_config: Any = None
-    monteclora_config: Any = None
-    use_bdlora: Any = None
-    velora_config: Any = None
 
 
 class Notes(TypedDict, total=False):
@@ -84,6 +86,16 @@ def read_settings(folder: Path) -> AdapterSettings:
         ModelError: the file cannot be read, or is something else.
     """
     return _FILES.json(folder / SETTINGS, AdapterSettings)
+
+
+def lora_variant(folder: Path) -> str | None:
+    """The setting that makes another method than LoRA and DoRA of an adapter of that type; None if there is none.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    plain = _FILES.json(folder / SETTINGS, dict[str, Any])
+    return next((name for name in _VARIANTS if plain.get(name)), None)
 
 
 def with_base(folder: Path, base: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -394,8 +395,7 @@ class _Reading:
             elif number is not None:
                 self.lose(f"lr_scheduler_kwargs.{name}", "not a number", given)
         share = self.get("cosine_min_lr_ratio") or options.pop("min_lr_rate", None)
-        if share or "min_lr" in options:
-            least = share * self.out["train"]["learning_rate"] if share else options.pop("min_lr")
+        if (least := share * self.out["train"]["learning_rate"] if share else options.pop("min_lr", None)) is not None:
             self.put("train.min_learning_rate", least)
         if options:
             self.put("train.schedule_options", options, "lr_scheduler_kwargs")
@@ -595,8 +595,6 @@ def _words(text: Any) -> list[str]:
 def _number(value: Any) -> Any:
     """YAML 1.1 takes `2e-5` for a text."""
     for kind in (int, float) if isinstance(value, str) else ():
-        try:
+        with suppress(ValueError):
             return kind(value)
-        except ValueError:
-            continue
     return None if value == "" else value

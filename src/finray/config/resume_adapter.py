@@ -5,22 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finray.config.adapter_files import NOTES, SETTINGS, AdapterSettings, read_notes, read_settings
+from finray.config.adapter_files import NOTES, SETTINGS, AdapterSettings, lora_variant, read_notes, read_settings
 from finray.config.schema import Config
 from finray.config.tasks import TaskSpec, task_spec
 from finray.errors import ConfigError
 
 # Initializations of an adapter that change the base weights too.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
-# Settings of PEFT that make another method of a LoRA, as `use_dora` does.
-_VARIANTS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "use_bdlora",
-    "velora_config",
-)
 
 
 def with_start(config: Config) -> Config:
@@ -50,13 +41,9 @@ def with_start(config: Config) -> Config:
             where=where,
             repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
         )
-    if variant := next((name for name in _VARIANTS if getattr(settings, name)), None):
-        raise ConfigError(
-            f"an adapter with `{variant}` cannot be continued: it is another method than LoRA, which finray does not "
-            "train",
-            where=where,
-            repair="start a new adapter",
-        )
+    if variant := lora_variant(folder):
+        message = f"an adapter with `{variant}` is not plain LoRA and cannot be continued"
+        raise ConfigError(message, where=where, repair="start a new adapter")
     spec = task_spec(config.model.task)
     _require_task(settings, spec, where=where)
     if settings.bias != "none":

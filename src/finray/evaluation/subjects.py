@@ -237,9 +237,9 @@ class Case:
                 "use rows with a text and a label" if self.spec.reads_labels else "use rows with prompts and answers"
             )
             raise DataError(f"{what} a classifier", where="data.format", repair=repair)
-        asks = config.data.train_on != "all" and dataset.kind(stream) not in ("text", "labelled")
-        asks = asks and len(held.prompted) > 0
-        asked = held.prompted if asks else np.arange(len(held))
+        prompted, kind = held.prompted, dataset.kind(stream)
+        asks = config.data.train_on != "all" and kind not in ("text", "labelled") and len(prompted) > 0
+        asked = prompted if asks else np.arange(len(held))
         numbers = tuple(asked[sample(len(asked), config.evaluation.max_rows, seed=config.run.seed)].tolist())
         if asks:
             sampled, numbers = len(numbers), tuple(one for one in numbers if prompt_and_answer(*held.row(one))[0])

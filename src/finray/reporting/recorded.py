@@ -215,6 +215,8 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     held = copy_path(str(place)) if is_url(str(place)) else path
     state = state_of(is_held=is_held(held), is_finished=finished is not None, is_begun=is_begun)
     root, resolved, run_id = path / EVALUATION, path / RESOLVED_FILE, path / RUN_ID
+    # A file that was downloaded has the time of that.
+    final = None if is_url(str(place)) else run.final
     marks = (path, root, *(path / name for name in _MARKS))
     folders = [run.final, *(store.path_of(step) for step in reversed(steps))]
     folder = next((one for one in folders if (one / manifest.NAME).is_file()), None)
@@ -239,7 +241,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         evaluations=tuple(
             one
             for one in (
-                tried(lambda: _evaluation(file, root, run.final, with_answers=with_answers), None)  # noqa: B023
+                tried(lambda: _evaluation(file, root, final, with_answers=with_answers), None)  # noqa: B023
                 # Those of the run's own held-out rows first.
                 for file in sorted(
                     found for depth in ("", "*/", "*/*/") for found in root.glob(f"{depth}{METRICS_FILE}")
@@ -312,13 +314,12 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
     return {str(name): fields for name, fields in plain.items() if isinstance(fields, dict)}
 
 
-def _evaluation(file: Path, root: Path, final: Path, *, with_answers: bool) -> Evaluation:
-    """An evaluation, with a note if it is of earlier weights than those in ``final/``."""
+def _evaluation(file: Path, root: Path, final: Path | None, *, with_answers: bool) -> Evaluation:
+    """An evaluation, with a note if it is of earlier weights than those in ``final/``, where their times are known."""
     found = read_evaluation(file, root, with_answers=with_answers)
     match found.made_by:
         case {"model": {"weights": {"files": list(known)}}} if not found.name.startswith("checkpoint-"):
-            # The local copy of a run behind a URL may have no weights.
-            weights = [(one.name, one.stat()) for one in final.glob("*.safetensors")]
+            weights = [(one.name, one.stat()) for one in ([] if final is None else final.glob("*.safetensors"))]
             if any([name, stat.st_size, stat.st_mtime_ns] not in known for name, stat in weights):
                 return replace(found, notes=(*found.notes, EARLIER_WEIGHTS))
     return found

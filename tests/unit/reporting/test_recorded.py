@@ -12,6 +12,7 @@ import pytest
 from finray.errors import DataError
 from finray.evaluation.subjects import files_of
 from finray.records import Note
+from finray.reporting import recorded
 from finray.reporting.recorded import EARLIER_WEIGHTS, is_held, read_run, runs_in, size_of, state_of
 from finray.tracking.base import RunInfo
 from finray.tracking.starts import StartsTracker, read_starts
@@ -118,7 +119,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(tmp_path: Path) -> N
     ],
 )
 def test_scores_of_weights_that_were_trained_further_are_said_to_be_of_earlier_ones(
-    tmp_path: Path, name: str, weights: str, earlier: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, earlier: bool
 ) -> None:
     path = write_run(tmp_path / "run")
     (path / "final").mkdir()
@@ -138,6 +139,10 @@ def test_scores_of_weights_that_were_trained_further_are_said_to_be_of_earlier_o
     file.write_text("adapter_model.safetensors")
     os.utime(file, ns=(7, 7))
     assert (read_run(path).evaluations[0].notes[1:] == (EARLIER_WEIGHTS,)) == earlier
+    # A file that was downloaded has the time of that.
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded, "local_copy", lambda place, *, weights: path)
+        assert read_run("s3://bucket/run").evaluations[0].notes == ("a note of the evaluation",)
     # What is damaged says nothing of weights.
     for damaged in (None, 5, {"weights": [1]}, {"weights": {"files": 3}}):
         plain["made_by"]["model"] = damaged

@@ -128,7 +128,7 @@ class Loading:
         notify: called with messages for the user, one line each.
 
     Raises:
-        ConfigError: no row could be processed.
+        ConfigError: ``batch_size`` is less than 1.
     """
 
     artifact: Artifact
@@ -141,7 +141,9 @@ class Loading:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ConfigError(f"{self.batch_size} cannot be used", where="--batch-size", repair="use a value from 1 on")
+            raise ConfigError(
+                f"a batch cannot have {self.batch_size} rows", where="--batch-size", repair="use 1 or more"
+            )
 
     @classmethod
     def of(

@@ -55,7 +55,7 @@ def test_auto_is_vllm_where_it_is_installed(
 
 @pytest.mark.parametrize("size", [0, -5])
 def test_an_engine_that_answers_no_rows_at_a_time_is_refused(made: list[tuple[str, Loading]], size: int) -> None:
-    with pytest.raises(ConfigError, match=f"{size} cannot be used") as caught:
+    with pytest.raises(ConfigError, match=f"a batch cannot have {size} rows") as caught:
         make_engine("transformers", ARTIFACT, batch_size=size)
     assert (caught.value.where, bool(caught.value.repair), made) == ("--batch-size", True, [])
 
