@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
@@ -181,29 +182,23 @@ def _attend_to_rows(
         # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
         rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
         return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows], dim=1)
-    batches = _batches(lengths)
-    sizes = [one.height * one.length for one in batches]
-    places_T = _places(lengths, batches).to(query.device)
-    tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    if len(set(lengths)) > 1:
-        tokens = [one.new_zeros(sum(sizes), *one.shape[1:]).index_copy_(0, places_T, one) for one in tokens]
-    outputs = []
-    for batch, *parts in zip(batches, *(torch.split(one, sizes) for one in tokens), strict=True):
-        q, k, v = (part.unflatten(0, (batch.height, -1)).transpose(1, 2) for part in parts)
-        own = [lengths[row] for row in batch.rows] + [0] * (batch.height - len(batch.rows))
-        attended = attend(q, k, v, scores, dropout=dropout, lengths=own if min(own) < batch.length else None)
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
-    found = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    if len(set(lengths)) > 1:
-        found = _Taken.apply(found, places_T)  # type: ignore[no-untyped-call]
-    return found[None]
+    batches, heads, width = _batches(lengths), query.shape[1], value.shape[-1]
+    # By number of heads, of which keys and values may have fewer.
+    slots = {count: torch.from_numpy(_slots(lengths, count)).to(query.device) for count in {heads, key.shape[1]}}
+    padded, outputs = [_padded(one, batches, slots[one.shape[1]]) for one in (query, key, value)], []
+    for (rows, length), q, k, v in zip(batches, *padded, strict=True):
+        own = [lengths[row] for row in rows]
+        attended = attend(q, k, v, scores, dropout=dropout, lengths=own if min(own) < length else None)
+        outputs.append(attended.flatten(0, 2))
+    found: torch.Tensor = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    found = _Unpadded.apply(found, slots[heads][len(found) :])  # type: ignore[no-untyped-call]
+    return found.view(1, -1, heads, width)
 
 
 class _RowBatch(NamedTuple):
-    """Rows that are padded to one length, and rows of padding to a number of rows."""
+    """Rows that are padded to one length; to make up their number, some come twice."""
 
     rows: list[int]
-    height: int
     length: int
 
 
@@ -211,12 +206,14 @@ def _batches(lengths: Sequence[int]) -> list[_RowBatch]:
     """Rows in batches of one length, after rounding up. Short lengths and counts are rounded because oneDNN compiles a
     matrix product anew for each shape, which takes ten times as long as a small product itself."""
     if len(set(lengths)) == 1:
-        return [_RowBatch([*range(len(lengths))], len(lengths), lengths[0])]
+        return [_RowBatch([*range(len(lengths))], lengths[0])]
     rows: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         rows.setdefault(_up(length, LENGTHS_OF) if length <= BATCHED_UP_TO else length, []).append(row)
     return [
-        _RowBatch(some, _up(len(some), COUNTS_OF) if length <= BATCHED_UP_TO else len(some), length)
+        _RowBatch([some[at % len(some)] for at in range(_up(len(some), COUNTS_OF))], length)
+        if length <= BATCHED_UP_TO
+        else _RowBatch(some, length)
         for length, some in rows.items()
     ]
 
@@ -225,29 +222,59 @@ def _up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-def _places(lengths: Sequence[int], batches: Sequence[_RowBatch]) -> torch.Tensor:
-    """Where each token is in the batches: (T,)."""
-    first, taken = np.zeros(len(lengths), dtype=np.int64), 0
-    for rows, height, length in batches:
-        first[rows] = taken + length * np.arange(len(rows))
-        taken += length * height
-    stops = np.cumsum(lengths)
-    return torch.from_numpy(np.repeat(first - stops + lengths, lengths) + np.arange(stops[-1]))
+@lru_cache(maxsize=8)  # All layers of a forward pass ask for the same.
+def _slots(lengths: tuple[int, ...], heads: int) -> npt.NDArray[np.int64]:
+    """How heads of tokens (T * H) become the batches (S, H, L), one after the other: what each slot takes; after these,
+    the slot of each head of a token. Padding takes the last token of its row, so that it is finite."""
+    starts, at_H = np.cumsum(lengths) - lengths, np.arange(heads)
+    taken = []
+    for rows, length in _batches(lengths):
+        within_SL = np.minimum(np.arange(length), np.take(lengths, rows)[:, None] - 1)
+        tokens_SL = starts[rows][:, None] + within_SL
+        taken.append((tokens_SL[:, None] * heads + at_H[:, None]).ravel())
+    everything = np.concatenate(taken)
+    slots = np.empty(sum(lengths) * heads, dtype=np.int64)
+    # What is taken more than once is in the first of its slots: NumPy assigns the last value.
+    slots[everything[::-1]] = np.arange(len(everything))[::-1]
+    return np.concatenate([everything, slots])
 
 
-class _Taken(torch.autograd.Function):
-    """``tensor[places]`` for places that differ: the gradient is copied to them, where torch's would be added up."""
+def _padded(tensor_1HTD: torch.Tensor, batches: Sequence[_RowBatch], slots: torch.Tensor) -> list[torch.Tensor]:
+    """Rows in their batches (S, H, L, D), as matrix products take them."""
+    _, heads, tokens, width = tensor_1HTD.shape
+    taken, own = torch.split(slots, [len(slots) - tokens * heads, tokens * heads])
+    flat = _Padded.apply(tensor_1HTD[0].transpose(0, 1).reshape(-1, width), taken, own)  # type: ignore[no-untyped-call]
+    parts = torch.split(flat, [len(rows) * heads * length for rows, length in batches])
+    return [part.view(len(rows), heads, length, width) for part, (rows, length) in zip(parts, batches, strict=True)]
+
+
+class _Padded(torch.autograd.Function):
+    """``tensor[taken]``, whose gradient is that of the ``slots``: padding has none, so that nothing is added up."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, tensor: torch.Tensor, taken: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
+        return tensor.index_select(0, taken)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grad.index_select(0, slots), None, None
+
+
+class _Unpadded(torch.autograd.Function):
+    """``tensor[slots]`` for slots that differ: the gradient is copied to them, where torch's would be added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(slots)
         ctx.size = len(tensor)
-        return tensor.index_select(0, places)
+        return tensor.index_select(0, slots)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (places,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, places, grad), None
+        (slots,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
 def attend(
@@ -273,6 +300,8 @@ def attend(
         (S, H, L, D), finite for padding.
     """
     scaling, window, softcap, causal = scores.scaling, scores.window, scores.softcap, scores.causal
+    # A causal row ends before its padding.
+    lengths = None if causal else lengths
     length, total = query.shape[2], key.shape[2]
     windowed = window is not None and window < total
     short = length > 1 and total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not windowed
@@ -309,7 +338,8 @@ def _visible(
     window: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Which keys a query sees: (L, total), or (S, 1, L, total) for padded rows. Padding sees all, and is not seen."""
+    """Which keys a query sees: (L, total), or (S, 1, L or 1, total) for padded rows, whose padding is not seen. In a
+    window, padding sees all: it may have no token in its reach."""
     steps = torch.arange(total, device=query.device)
     distance = steps[total - query.shape[2] :, None] - steps
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -318,6 +348,8 @@ def _visible(
     if lengths is None:
         return visible
     is_token = (steps < torch.tensor(lengths, device=query.device)[:, None])[:, None]
+    if window is None:
+        return is_token[:, :, None]
     return visible & is_token[:, :, None] | ~is_token[..., None]
 
 
@@ -340,12 +372,13 @@ def _attend_explicitly(
     hidden = query.new_zeros(1, 1)
     if visible is not None:
         hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
-        hidden = hidden.repeat(*(1 for _ in hidden.shape[:-2]), groups, 1)
+        if hidden.shape[-2] > 1:
+            hidden = hidden.repeat(*(1 for _ in hidden.shape[:-2]), groups, 1)
         if hidden.ndim == 4:
             hidden = hidden.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
     keys, values = key.reshape(shared, total, width), value.reshape(shared, total, value.shape[-1])
     # One name, so that scores are freed before a dropout mask is drawn.
-    weights = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, keys.transpose(1, 2), alpha=scale)
+    weights = torch.baddbmm(hidden.expand(shared, groups * length, -1), grouped, keys.transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
     weights = torch.softmax(weights, dim=-1)
     weights = drop(weights, dropout)

@@ -195,17 +195,29 @@ def test_padded_rows_have_the_gradients_of_rows_alone(
 
 
 def test_batches_of_short_rows_have_few_shapes() -> None:
-    """Rows, number of rows with padding, length with padding: oneDNN compiles a product for each shape."""
+    """Rows, some of them twice, and length with padding: oneDNN compiles a product for each shape."""
     assert attention._batches((4, 200, 128, 3, 96, 113, 16, 129, 17, 1, 2, 200)) == [
-        ([0, 3, 6, 9, 10], 8, 16),
-        ([1, 11], 2, 200),
-        ([2, 5], 4, 128),
-        ([4], 4, 96),
-        ([7], 1, 129),
-        ([8], 4, 32),
+        ([0, 3, 6, 9, 10, 0, 3, 6], 16),
+        ([1, 11], 200),
+        ([2, 5, 2, 5], 128),
+        ([4, 4, 4, 4], 96),
+        ([7], 129),
+        ([8, 8, 8, 8], 32),
     ]
     # Nothing is padded where all rows have one length.
-    assert attention._batches((7, 7, 7)) == [([0, 1, 2], 3, 7)]
+    assert attention._batches((7, 7, 7)) == [([0, 1, 2], 7)]
+
+
+def test_heads_of_tokens_are_taken_row_by_row_and_padding_is_the_last_token_of_its_row() -> None:
+    """Rows of 2, 17 and 3 tokens, 2 heads: two batches (rows, heads, length), then where each token's heads are."""
+    found = attention._slots((2, 17, 3), 2).tolist()
+    first = [2 * at + head for head in (0, 1) for at in [0, *[1] * 15]]
+    third = [2 * at + head for head in (0, 1) for at in [19, 20, *[21] * 14]]
+    second = [2 * at + head for head in (0, 1) for at in [*range(2, 19), *[18] * 15]]
+    taken = [*first, *third, *first, *third, *second * 4]
+    assert found[: len(taken)] == taken
+    places = [taken.index(one) for one in range(2 * 22)]
+    assert found[len(taken) :] == places
 
 
 class OnAGpu(torch.Tensor):
