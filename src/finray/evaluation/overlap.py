@@ -65,7 +65,7 @@ class Words:
             begins.append(bool(re.search(r"\s", text)))
             hashes.append(value)
             lengths.append(len(letters))
-        self._begins = np.array(begins, dtype=bool)
+        self._begins = np.array(begins)
         self._hashes = np.array(hashes, dtype=np.uint64)
         self._lengths = np.array(lengths, dtype=np.int64)
         most = int(self._lengths.max(initial=0))

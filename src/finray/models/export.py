@@ -117,7 +117,8 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         probe = _probe(tokenizer)
         trained = load_artifact(artifact, dtype=torch.float32)
         expected = _logits(trained, probe)
-        if base is not None and not merge:
+        if not merge:
+            assert base is not None
             used = "fp32"
             shutil.copy2(artifact.folder / WEIGHTS, scratch / WEIGHTS)
             for name, field in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
@@ -147,7 +148,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         kept = {name: known[name] for name in _KEPT if name in known}
         if base is None and kept:
             _write_json(scratch / NOTES, kept)
-        if not merge or base is None:
+        if base is None or not merge:
             return Exported(output, not artifact.is_adapter, used, difference)
         stored = notes.get("quantization")
         trained_on = stored if stored in BITS else None

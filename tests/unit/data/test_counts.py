@@ -141,6 +141,7 @@ def test_rows_of_a_batch_and_of_the_next_are_read_from_their_place(preparing: Pr
         *(("one:", "two", True), ("one", "2", True), ("one", "!", False), ("", "two", False), ("one", "", False)),
         # Scripts that put no white space between words.
         *(("図", "犬", False), ("one", "犬", False), ("図", "two", False), ("Ａ", "two", False)),
+        *(("図one", "two", True), ("one図", "two", False), ("one", "two犬", True)),
     ],
 )
 def test_words_that_run_into_each_other_are_counted(

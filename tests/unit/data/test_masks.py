@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from finray.data.formats.examples import Chat, Completion, Labelled, Message, Text
 from finray.data.tokenize.chat import ChatRenderer
-from finray.data.tokenize.encode import Tokenizer
+from finray.data.tokenize.encode import Tokenizer, Tokens
 from finray.errors import DataError
 from tests.support import tiny
 from tests.support.talk import mask_of, rows_of
@@ -225,6 +225,11 @@ def test_labelled_text_has_the_special_tokens_of_a_classifier_and_says_whether_i
         assert (row.ids, row.spans, row.label) == (whole[:limit], (), "b")
         assert row.truncated == (limit < len(whole))
         assert row.supervised == 1
+
+
+@pytest.mark.parametrize(("spans", "count"), [(((0, 3),), 2), (((0, 1),), 0), (((0, 1), (2, 5)), 3), (((1, 2),), 1)])
+def test_the_first_token_of_a_row_is_no_target(spans: tuple[tuple[int, int], ...], count: int) -> None:
+    assert Tokens([7] * 5, spans).supervised == count
 
 
 def test_a_labelled_text_that_was_cut_leaves_the_next_ones_whole(tokenizer: Any) -> None:

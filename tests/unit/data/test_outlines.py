@@ -130,6 +130,18 @@ def test_whatever_a_template_does_with_words_is_what_it_does_to_those_of_the_nex
             assert said(renderer, messages) == expected(tokenizer, messages), words
 
 
+def test_a_template_is_told_of_no_tools_as_transformers_tells_it(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = "{% if tools is none %}none{% elif tools %}some{% else %}empty{% endif %}{{ messages[0].content }}"
+    monkeypatch.setattr(tokenizer, "chat_template", looks)
+    renderer = ChatRenderer(tokenizer, special_tokens=())
+    # With another field, no outline of an earlier row is filled in.
+    for message in (Message("user", "a"), Message("user", "a", extra={"name": "b"})):
+        theirs = tokenizer.apply_chat_template([message.plain()], tokenize=False)
+        assert said(renderer, (message,)) == theirs == "nonea"
+
+
 @pytest.mark.parametrize("look", LOOKS[: next(at for at, look in enumerate(LOOKS) if "upper" in look)])
 def test_what_an_outline_can_say_is_not_rendered_again(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, outlines_are_used: list[str], look: str

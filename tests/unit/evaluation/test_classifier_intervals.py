@@ -59,6 +59,9 @@ def test_precision_and_recall_of_each_class() -> None:
     sums = ScoreSums("single_label", NAMES)
     totals, _, others = _statistics(sums, truth, {"m": [Classification(one) for one in said]})
     assert set(totals) == {"accuracy", "f1_macro", "f1_weighted", "matthews_corrcoef", "eval_loss"}
+    # What is shown as a percentage, and what is better where it is less.
+    assert [name for name, one in totals.items() if not one.is_share] == ["matthews_corrcoef", "eval_loss"]
+    assert [name for name, one in totals.items() if one.lower_is_better] == ["eval_loss"]
     assert set(others["m"]) == {f"{kind}_{name}" for kind in ("precision", "recall") for name in NAMES}
     truths, says = np.array(truth), np.array(said)
     for kind, of in (("precision", sk.precision_score), ("recall", sk.recall_score)):

@@ -25,6 +25,12 @@ def rows() -> list[tuple[Any, Any]]:
     return [(draw.integers(6, 380, length).astype(np.int32), np.zeros(length, np.uint8)) for length in LENGTHS]
 
 
+def test_of_several_labels_those_more_likely_than_not_are_predicted() -> None:
+    said = module._prediction(LabelSet("multi_label", NAMES), torch.tensor([-0.3, 0.2, -2.0]))
+    assert said.label == ("fair",)
+    assert said.probabilities == pytest.approx([0.42556, 0.54983, 0.1192], abs=1e-4)
+
+
 def classifier(problem: Problem, family: str = "distilbert") -> Any:
     names = () if problem == "regression" else NAMES
     options = head_options(LabelSet(problem, names))

@@ -17,7 +17,7 @@ import torch
 
 from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError, DataError, FinrayError
-from finray.evaluation.scores.base import Answered, OwnScore, Score, blaming, score_named
+from finray.evaluation.scores.base import Answered, OwnScore, Score, SummedScore, blaming, score_named
 from finray.evaluation.scores.bertscore import _LAYERS, BERTScore
 from finray.evaluation.scores.code import pass_at_k, passes
 from finray.evaluation.scores.match import _last_boxed, normalized, number_in
@@ -164,6 +164,13 @@ def test_normalised_match_is_squads() -> None:
     found = score("normalised_match").value(rows())
     assert score("exact_match").value(rows()) < found < 0.9
     assert normalized("  The U.S.,  an Élan!\n") == "us élan"
+    of = [("The U.S.", "us"), ("a dog", "cat"), ("", "an"), ("dog", "dogs")]
+    assert score("normalised_match").statistics(answered(of)).tolist() == [[1.0], [0.0], [1.0], [0.0]]  # type: ignore[union-attr]
+
+
+def test_a_score_without_a_value_for_a_row_is_no_score() -> None:
+    with pytest.raises(NotImplementedError):
+        SummedScore().statistics(answered([("a", "b")]))
 
 
 @pytest.mark.parametrize(
@@ -313,6 +320,14 @@ def test_precision_recall_and_f1_of_bertscore_are_computed_once(encoder: Path) -
     assert 0 < recall.value(some) < 1
 
 
+def test_an_encoder_that_cannot_be_loaded_is_named(encoder: Path, tmp_path: Path) -> None:
+    shutil.copytree(encoder, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(FinrayError, match="encoder") as caught:
+        score("bertscore", encoder=str(tmp_path / "broken")).value(answered([("a", "b")]))
+    assert str(tmp_path / "broken") in str(caught.value)
+
+
 def test_bertscore_takes_the_last_layer_of_an_unknown_encoder(encoder: Path) -> None:
     some = rows()[:50]
     last, second = (score("bertscore", encoder=str(encoder), encoder_layer=layer).value(some) for layer in (3, 2))
@@ -430,6 +445,12 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_a_checker_says_what_is_right(checker: str, answer: str, right: bool) -> None:
     assert passes(checker, answer, {"given": 3, "wanted": 4}, seconds=20, memory_mb=1024) is right
+
+
+def test_what_a_checker_prints_is_not_seen(checker: str, capfd: pytest.CaptureFixture[str]) -> None:
+    noisy = "import sys\nprint('out')\nprint('err', file=sys.stderr)\ndef f(x): return x + 1"
+    assert passes(checker, noisy, {"given": 3, "wanted": 4}, seconds=20, memory_mb=1024)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

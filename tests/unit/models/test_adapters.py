@@ -163,6 +163,8 @@ def test_modules_to_save_that_match_nothing_are_an_error() -> None:
     assert "lm_head" in str(caught.value)
     names = trained(lora(modules_to_save=["lm_head", "embed_tokens"]))
     assert len([name for name in names if ".lora_" not in name]) == 2
+    # As PEFT itself writes it.
+    assert lora().peft_config["default"].modules_to_save is None
 
 
 def test_modules_to_save_of_a_bf16_model_are_trained_in_fp32() -> None:

@@ -149,6 +149,10 @@ def test_weights_that_fp16_cannot_hold_are_refused_and_bf16_holds_them(tiny_mode
     assert export(read_artifact(tmp_path / "large"), tmp_path / "out", merge=True, dtype="bf16").merged
 
 
+def test_an_empty_weight_is_in_the_range_of_fp16(tmp_path: Path) -> None:
+    module._require_range(torch.nn.ParameterDict({"empty": torch.empty(0), "full": torch.ones(2)}), tmp_path)
+
+
 def test_weights_in_several_files_are_the_same_model(adapter: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

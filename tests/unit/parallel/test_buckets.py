@@ -199,6 +199,9 @@ def test_gradients_are_divided_by_the_scale_in_place() -> None:
     assert own[0].grad is kept
     assert kept.unique().tolist() == [2.0]
     assert own[1].grad is None
+    own[0].grad = None
+    ProcessGroup(CPU).unscale_gradients(own, torch.tensor(4.0))
+    assert own[0].grad is None, "nothing to divide"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

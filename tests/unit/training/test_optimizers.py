@@ -381,6 +381,9 @@ def test_embeddings_heads_and_norms_are_known() -> None:
     for group in groups:
         for one in group["params"]:
             assert (group["weight_decay"] == 0.0) == (one.ndim < 2)
+    # LoRA+ is asked for.
+    of_lora = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in ("q.lora_A.x", "q.lora_B.x")}
+    assert {group["lr_scale"] for group in torch_optimizer(of_lora, train_config("adamw")).param_groups} == {1.0}
 
 
 @pytest.mark.parametrize("kind", ["muon", "adafactor"])

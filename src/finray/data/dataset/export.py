@@ -73,7 +73,7 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
     finally:
         for path in scratch.values():
             with suppress(OSError):
-                path.unlink(missing_ok=True)
+                path.unlink()
     return written
 
 

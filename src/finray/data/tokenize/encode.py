@@ -53,7 +53,7 @@ class Tokens:
         predicts."""
         if self.label is not None:
             return 1
-        return sum(stop - max(start, 1) for start, stop in self.spans if stop > 1)
+        return sum(max(stop - max(start, 1), 0) for start, stop in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Tokenizer:
         tool_format: str = "plain",
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None or not hasattr(backend, "encode_batch"):
+        if backend is None:
             raise DataError("the tokenizer has no fast (Rust) version", where="model.name")
         self._tokenizer = tokenizer
         self._backend = backend

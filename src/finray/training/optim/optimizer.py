@@ -35,8 +35,8 @@ def parameter_groups(
     parameters: Mapping[str, torch.nn.Parameter],
     train: TrainConfig,
     *,
-    lora_plus_ratio: float = 1.0,
-    roles: Roles | None = None,
+    lora_plus_ratio: float,
+    roles: Roles | None,
 ) -> list[dict[str, Any]]:
     """Parameter groups, as torch's optimizers take them.
 

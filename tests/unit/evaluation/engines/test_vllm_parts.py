@@ -169,16 +169,18 @@ def test_likelihoods_are_those_of_finrays_own_engine(adapter: Path, tiny_model_d
     for folder, asked, adapters in ((adapter, 6, (True, False)), (tiny_model_dir, 3, (True,))):
         engine, own = made(folder), make_engine("transformers", artifact_of(folder), dtype=torch.float32)
         # A continuation that greedy search would have chosen.
-        greedy = Continuation(PROMPTS[3], by_row(own.generate([PROMPTS[3]], Sampling(2)))[0].tokens)
+        first, second = by_row(own.generate([PROMPTS[3]], Sampling(2)))[0].tokens
+        greedy = Continuation(PROMPTS[3], [first, second])
+        half = Continuation(PROMPTS[3], [first, 9 if second == 8 else 8])
         for with_adapter in adapters:
-            asked_of = [*rows, greedy] if with_adapter else rows
+            asked_of = [*rows, half, greedy] if with_adapter else rows
             found = sorted(engine.log_likelihood(asked_of, adapter=with_adapter), key=lambda one: one.row)
             right = sorted(own.log_likelihood(asked_of, adapter=with_adapter), key=lambda one: one.row)
             for one, other in zip(found, right, strict=True):
                 assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
                 assert (one.row, one.is_greedy) == (other.row, other.is_greedy)
-            assert [one.is_greedy for one in found] == [False] * 3 + [True] * with_adapter
-        assert len(StandIn.last.seen) == asked * len(adapters) + (2 if folder == adapter else 1)
+            assert [one.is_greedy for one in found] == [False] * (3 + with_adapter) + [True] * with_adapter
+        assert len(StandIn.last.seen) == asked * len(adapters) + (4 if folder == adapter else 2)
         assert all((one.params.max_tokens, one.params.temperature) == (1, 0.0) for one in StandIn.last.seen)
         with pytest.raises(Exception, match=r"the row has 65 tokens"):
             list(engine.log_likelihood([Continuation([5], [6] * LIMIT)]))
