@@ -19,6 +19,7 @@ from finray.models import classifier
 from finray.models.adapters import load_adapter
 from finray.models.fused_lora import fuse
 from finray.models.loading import build_model, load_model
+from finray.models.saved_layout import without_adapter
 from finray.models.sharded import materialize
 from finray.pretrained.weights import stored_weights
 
@@ -174,6 +175,22 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     # 1.295, training 1.194, and fp32 gives 1.182.
     fuse(model)
     return model
+
+
+def merge(model: Any) -> Any:
+    """The Transformers model with the weights of its adapter added.
+
+    Embedding and head may share their weight, while only one of them has an adapter: then they no longer do.
+    """
+    from peft.tuners.lora.layer import LoraLayer
+
+    inner = without_adapter(model)
+    for layer in [one.get_base_layer() for one in model.modules() if isinstance(one, LoraLayer)]:
+        if any(one is not layer and getattr(one, "weight", None) is layer.weight for one in model.modules()):
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+            for config in (inner.config, inner.config.get_text_config()):
+                config.tie_word_embeddings = False
+    return model.merge_and_unload(safe_merge=True)
 
 
 def load_as_trained(artifact: Artifact, *, bits: int) -> Any:

@@ -25,6 +25,7 @@ from finray.files import hold, remove_abandoned
 from finray.limits import cut
 from finray.models.adapters import load_adapter
 from finray.models.artifacts import Artifact, load_artifact, load_as_trained
+from finray.models.artifacts import merge as merge_adapter
 from finray.models.loading import DTYPES, load_model
 from finray.models.quantized import BITS
 from finray.pretrained.tokenizers import load_tokenizer
@@ -128,7 +129,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
             again = load_adapter(load_model(base, dtype=torch.float32, labels=artifact.labels), scratch)
         else:
             used = dtype
-            whole = trained if base is None else trained.merge_and_unload(safe_merge=True)
+            whole = trained if base is None else merge_adapter(trained)
             if dtype == "fp16":
                 _require_range(whole, output)
             options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}

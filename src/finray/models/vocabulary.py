@@ -29,8 +29,12 @@ def table_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def widen(model: Any, added: NewTokens) -> None:
-    """Add rows for new tokens, initialized with the mean of the known ones (not on the meta device)."""
-    if added.rows > model.get_input_embeddings().weight.shape[0]:
+    """Add rows for new tokens, initialized with the mean of the known ones (not on the meta device).
+
+    So are rows that a tokenizer with more tokens than the tables lacked before: they are the same in every load.
+    """
+    there = model.get_input_embeddings().weight.shape[0]
+    if added.rows > there:
         # Transformers' random values are replaced.
         with torch.random.fork_rng(devices=[]):
             model.resize_token_embeddings(added.rows, mean_resizing=False)
@@ -38,8 +42,10 @@ def widen(model: Any, added: NewTokens) -> None:
     for name in table_weights(model):
         table = tensors.get(name)
         if table is not None and not table.is_meta:
-            known = min(added.known, len(table))
-            table[list(added.ids)] = table[:known].mean(dim=0, dtype=torch.float32).to(table.dtype)
+            known = min(added.known, there)
+            table[[*added.ids, *range(there, len(table))]] = (
+                table[:known].mean(dim=0, dtype=torch.float32).to(table.dtype)
+            )
 
 
 def read_with_new_rows(
@@ -51,7 +57,7 @@ def read_with_new_rows(
     found = stored.read(name, min(start, there), min(stop, there))
     rows = torch.empty((stop - start, *found.shape[1:]), dtype=found.dtype)
     rows[: len(found)] = found
-    new = [number - start for number in added.ids if start <= number < stop]
+    new = [number - start for number in (*added.ids, *range(there, stop)) if start <= number < stop]
     if new:
         rows[new] = stored.read(name, 0, min(added.known, there)).mean(dim=0, dtype=torch.float32).to(found.dtype)
     return rows

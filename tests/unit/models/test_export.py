@@ -15,9 +15,10 @@ import torch
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.models import export as module
-from finray.models.artifacts import load_artifact, read_artifact
+from finray.models.artifacts import load_artifact, merge, read_artifact
 from finray.models.export import Exported, convert_gguf, export
 from finray.pretrained.tokenizers import load_tokenizer
+from tests.support import tiny
 
 
 @pytest.fixture
@@ -147,6 +148,32 @@ def test_weights_that_fp16_cannot_hold_are_refused_and_bf16_holds_them(tiny_mode
         export(read_artifact(tmp_path / "large"), tmp_path / "out", merge=True, dtype="fp16")
     assert not (tmp_path / "out").exists()
     assert export(read_artifact(tmp_path / "large"), tmp_path / "out", merge=True, dtype="bf16").merged
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT, of its own merging
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_on_one_of_two_tied_tables_is_merged_into_that_one(
+    targets: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    tiny.save_model("llama", tmp_path / "base", tokenizer, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    torch.manual_seed(3)
+    tuned = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
+    tuned.save_pretrained(tmp_path / "tuned", save_embedding_layers=False)
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    tokens = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        expected = tuned(input_ids=tokens).logits
+        assert not torch.allclose(expected, tuned.get_base_model()(input_ids=tokens + 1).logits, atol=0.1)
+        merged = merge(load_artifact(read_artifact(tmp_path / "tuned"), dtype=torch.float32))
+        torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        folder = export(read_artifact(tmp_path / "tuned"), tmp_path / "out", merge=True, dtype="fp32").folder
+        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.testing.assert_close(again(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not again.config.tie_word_embeddings
 
 
 def test_an_empty_weight_is_in_the_range_of_fp16(tmp_path: Path) -> None:

@@ -107,16 +107,16 @@ def test_memory_is_given_to_what_is_tied_once_and_buffers_are_computed(monkeypat
 ROWS = torch.arange(12.0).reshape(6, 2)
 
 
-@pytest.mark.parametrize("ids", [(6, 7), (4, 5), (5, 6, 7)])
+@pytest.mark.parametrize("ids", [(6, 7), (4, 5), (5, 6, 7), (8, 9)])
 def test_rows_of_a_table_with_those_of_new_words(tmp_path: Path, ids: tuple[int, ...]) -> None:
-    """Files have six rows, of which the tokenizer knew so many: a new row is their mean."""
+    """Files have six rows, of which the tokenizer knew so many, or more: a new row is their mean."""
     save_file({"table": ROWS}, tmp_path / "model.safetensors")
     stored = stored_weights(tmp_path)
     assert stored is not None
     added = NewTokens(ids, known=ids[0])
     height = max(6, max(ids) + 1)
     whole = torch.cat([ROWS, torch.zeros(height - 6, 2)])
-    whole[list(ids)] = ROWS[: ids[0]].mean(0)
+    whole[[*ids, *range(6, height)]] = ROWS[: ids[0]].mean(0)
     for start, stop in ((0, None), (0, 3), (3, 6), (2, height), (5, height), (height - 1, height), (1, None)):
         found = vocabulary.read_with_new_rows(stored, "table", start, stop, added)
         assert torch.equal(found, whole[start:stop])
@@ -142,6 +142,17 @@ def test_a_model_is_widened_by_what_it_lacks(tied: bool, rows: int) -> None:
         torch.testing.assert_close(table[known : known + rows].detach(), mean.expand(rows, -1))
         assert torch.equal(table[known + rows : 384], old[known + rows :])
     assert (tables[0] is tables[1]) is tied
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_a_tokenizer_with_more_tokens_lacked_are_the_mean_too(tied: bool) -> None:
+    """The table has 384 rows, the tokenizer 390 tokens and two new ones."""
+    model = tiny.build_model("llama", tie_word_embeddings=tied)
+    means = [one.weight.detach().mean(0) for one in (model.get_input_embeddings(), model.lm_head)]
+    vocabulary.widen(model, NewTokens((390, 391), known=390))
+    for table, mean in zip((model.get_input_embeddings().weight, model.lm_head.weight), means, strict=True):
+        assert len(table) == 392
+        torch.testing.assert_close(table[384:].detach(), mean.expand(8, -1))
 
 
 def test_weights_of_another_model_or_adapter_are_refused_with_a_name(tmp_path: Path) -> None:
