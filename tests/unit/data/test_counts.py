@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from finray.data.dataset.manifest import RowCounts
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.formats.examples import Completion
@@ -132,6 +133,10 @@ def test_rows_of_a_batch_and_of_the_next_are_read_from_their_place(preparing: Pr
         ids, mask = split.row(number)
         assert preparing.tokenizer.decode(ids) == f"row {number}<|im_end|>"
         assert mask.tolist() == [1] * len(ids)
+
+
+def test_nothing_is_counted_before_a_row_was_seen() -> None:
+    assert set(RowCounts().counts().values()) == {0}
 
 
 @pytest.mark.parametrize(

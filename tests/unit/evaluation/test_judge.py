@@ -206,7 +206,7 @@ def test_lm_eval_is_asked_of_every_model_with_and_without_rows(run: Run) -> None
     assert {"name": "engine model", "version": "2"} in found.made_by["engine"]
     assert run.asked[:4] == ["lm-eval", "auto", ("base harness", 0, 2), ("base harness", 2, 2)]
     run.work.clear()
-    alone = judge(run.case(rows=None, harness=("t",)))
+    alone = judge(run.case(rows=None, harness=("t",), metrics=("multiple_choice",)))
     assert (run.work, alone.prediction) == ([], None)
     assert alone.statistics == {name: {} for name in ("base", "other", "tuned")}
     assert [one["name"] for one in alone.made_by["engine"]] == ["engine model", "engine another"]
