@@ -175,11 +175,19 @@ def check_adapter(adapter: bool, *, is_merged: bool) -> None:
         )
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int], max_length: int | None) -> None:
+def check_prompts(
+    prompts: Sequence[Sequence[int]], rows: Sequence[int], max_length: int | None, vocabulary: int | None = None
+) -> None:
     """Refuse prompts that cannot be answered, before generating anything.
 
+    Args:
+        prompts: token ids.
+        rows: the number of each.
+        max_length: maximum tokens of a prompt and its answer.
+        vocabulary: number of tokens that the model has an embedding for.
+
     Raises:
-        DataError: one is empty, or leaves no room for a token.
+        DataError: one is empty, leaves no room for a token, or has a token that the model does not know.
     """
     for prompt, row in zip(prompts, rows, strict=True):
         if not prompt:
@@ -190,13 +198,29 @@ def check_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int], max_len
                 where=f"prompt {row + 1}",
                 repair="shorten it, or leave it out",
             )
+        _check_tokens(prompt, f"prompt {row + 1}", vocabulary)
 
 
-def check_continuations(rows: Sequence[Continuation], max_length: int | None) -> None:
+def _check_tokens(tokens: Sequence[int], where: str, vocabulary: int | None) -> None:
+    """Refuse a token without an embedding: it would end the step of all rows beside it.
+
+    A tokenizer may have more tokens than its model, such as one for images that Gemma 3's text models do not read.
+    """
+    odd = next((one for one in tokens if not 0 <= one < vocabulary), None) if vocabulary is not None else None
+    if odd is not None:
+        raise DataError(
+            f"the model has no embedding for the token {odd}; it has {vocabulary:,}",
+            where=where,
+            repair="leave out the text of that token, which is a special one of the tokenizer",
+        )
+
+
+def check_continuations(rows: Sequence[Continuation], max_length: int | None, vocabulary: int | None = None) -> None:
     """Refuse continuations that cannot be scored, before scoring anything.
 
     Raises:
-        DataError: one has no tokens, no context, or more tokens than the model reads (the last one is not read).
+        DataError: one has no tokens, no context, a token that the model does not know, or more tokens than it reads
+            (the last one is not read).
     """
     for number, row in enumerate(rows):
         if not row.context or not row.tokens:
@@ -208,3 +232,4 @@ def check_continuations(rows: Sequence[Continuation], max_length: int | None) ->
                 where=f"row {number + 1}",
                 repair="shorten it, or leave it out",
             )
+        _check_tokens((*row.context, *row.tokens), f"row {number + 1}", vocabulary)

@@ -143,6 +143,7 @@ class TransformersEngine:
         self._inner = without_adapter(model)
         config, generation = self._inner.config.get_text_config(), self._inner.generation_config
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.vocabulary = int(self._inner.get_input_embeddings().weight.shape[0])
         self._ends = end_tokens(tokenizer, generation)
         self._penalty = float(generation.repetition_penalty or 1.0)
         packing = packing_of_config(config)
@@ -174,7 +175,7 @@ class TransformersEngine:
         prompt is kept: a common prefix with the next one is not computed again.
         """
         numbers = rows or range(len(prompts))
-        check_prompts(prompts, numbers, self.max_length)
+        check_prompts(prompts, numbers, self.max_length, self.vocabulary)
         limit = sampling.max_new_tokens
         rooms = [limit if self.max_length is None else min(limit, self.max_length - len(one)) for one in prompts]
         waiting = [
@@ -313,7 +314,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
         """Likelihoods in the order in which they finish; continuations of the same context share its computation."""
-        check_continuations(rows, self.max_length)
+        check_continuations(rows, self.max_length, self.vocabulary)
         groups = dict[tuple[int, ...], list[int]]()
         for number, row in enumerate(rows):
             groups.setdefault(tuple(row.context), []).append(number)

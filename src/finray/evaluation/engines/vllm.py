@@ -83,13 +83,9 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         if loading.device.type == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
-        import vllm
-        from transformers import AutoConfig, GenerationConfig
-
-        self._vllm, self.tokenizer, self._numbers, self._loras = vllm, loading.tokenizer, 0, 0
-        self.version = f"vllm {vllm.__version__}, torch {torch.__version__}"
-        self._cleanup = ExitStack()
-        artifact = loading.artifact
+        self._vllm, self.tokenizer, self._numbers, self._loras = _imported(), loading.tokenizer, 0, 0
+        self.version = f"vllm {self._vllm.__version__}, torch {torch.__version__}"
+        artifact, self._adapter = loading.artifact, None
         source = source_options(artifact.model)
         if "gguf_file" in source:
             raise ModelError(
@@ -97,71 +93,83 @@ class VLLMEngine:
                 where=str(artifact.model.name),
                 repair="convert it with `finray import-gguf`, or leave out --engine",
             )
-        model, self._adapter, options = str(source["pretrained_model_name_or_path"]), None, dict[str, Any]()
         require_fit(artifact)
         self._is_merged = artifact.is_adapter and (loading.merge or (why := _not_beside(artifact.folder)) is not None)
-        if self._is_merged:
-            if not loading.merge:
-                loading.notify(f"the adapter is merged into its base for vLLM, because {why}")
-            # Killed engines left theirs, which are as large as the model.
-            remove_abandoned(Path(tempfile.gettempdir()), _MERGED)
-            folder = self._cleanup.enter_context(temporary(_MERGED)) / "merged"
-            export(artifact, folder, merge=True, dtype="fp32" if loading.dtype == torch.float32 else "bf16")
-            model = str(folder)
-        elif artifact.is_adapter:
-            rank = max(rank, read_settings(artifact.folder).r or _RANKS[0])
-            self._adapter = self._request(artifact.folder)
+        with ExitStack() as cleanup:
+            model, revision = str(source["pretrained_model_name_or_path"]), source.get("revision")
+            if self._is_merged:
+                if not loading.merge:
+                    loading.notify(f"the adapter is merged into its base for vLLM, because {why}")
+                # Killed engines left theirs, which are as large as the model.
+                remove_abandoned(Path(tempfile.gettempdir()), _MERGED)
+                folder = cleanup.enter_context(temporary(_MERGED)) / "merged"
+                export(artifact, folder, merge=True, dtype="fp32" if loading.dtype == torch.float32 else "bf16")
+                model, revision = str(folder), None
+            try:
+                self._start(loading, model, revision, loras=loras, rank=rank, max_length=max_length)
+            except Exception as error:
+                # vLLM can fail on a model in any way.
+                raise ModelError(
+                    f"vLLM cannot load the model: {first_line(error)[:300]}",
+                    where=model,
+                    repair="use `--engine transformers`",
+                ) from None
+            self._cleanup = cleanup.pop_all()
+
+    def _start(
+        self, loading: Loading, model: str, revision: str | None, *, loras: int, rank: int, max_length: int | None
+    ) -> None:
+        """Load a base, whole or merged model, with room for adapters."""
+        from transformers import AutoConfig, GenerationConfig
+
+        options, folder = dict[str, Any](), loading.artifact.folder
+        if loading.artifact.is_adapter and not self._is_merged:
+            rank = max(rank, read_settings(folder).r or _RANKS[0])
+            self._adapter = self._request(folder)
         if rank and not self._is_merged:
             most = next((one for one in _RANKS if one >= rank), _RANKS[-1])
             options = {"enable_lora": True, "max_lora_rank": most, "max_loras": loras}
-        config = AutoConfig.from_pretrained(model, revision=None if self._is_merged else source.get("revision"))
-        heads = config.get_text_config().num_attention_heads
+        config = AutoConfig.from_pretrained(model, revision=revision)
+        text = config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
         # vLLM refuses more than the model reads.
-        reads = getattr(config.get_text_config(), "max_position_embeddings", None)
+        reads = getattr(text, "max_position_embeddings", None)
         max_length = min(max_length, reads) if max_length and reads else max_length
         gpus = torch.cuda.device_count() if loading.device.type == "cuda" else 1
+        # A model without attention names no heads.
+        heads = getattr(text, "num_attention_heads", 1)
         joined = max(count for count in range(1, gpus + 1) if heads % count == 0)
         if joined > 1:
             # In a placement group of Ray, vLLM would start its workers as actors there, for which nothing is left.
             options["distributed_executor_backend"] = "mp"
         try:
-            self._llm = vllm.LLM(
-                model=model,
-                revision=None if self._is_merged else source.get("revision"),
-                dtype="float32" if loading.dtype == torch.float32 else "bfloat16",
-                tensor_parallel_size=joined,
-                max_num_seqs=loading.batch_size,
-                max_model_len=max_length,
-                skip_tokenizer_init=True,
-                # Compiling takes minutes, and only pays off for very many answers.
-                enforce_eager=loading.device.type == "cpu",
-                disable_log_stats=True,
-                **options,
-            )
-        except Exception as error:
-            # vLLM can fail on a model in any way.
-            self._cleanup.close()
-            raise ModelError(
-                f"vLLM cannot load the model: {first_line(error)[:300]}",
-                where=model,
-                repair="use `--engine transformers`",
-            ) from None
-        self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
-        try:
-            revision = None if self._is_merged else source.get("revision")
             generation = GenerationConfig.from_pretrained(model, revision=revision)
         except OSError:
             # It has none.
             generation = GenerationConfig.from_model_config(config)
         self.generation, self._ends = generation, end_tokens(self.tokenizer, generation)
         self._penalty = float(generation.repetition_penalty or 1.0)
+        self._llm = self._vllm.LLM(
+            model=model,
+            revision=revision,
+            dtype="float32" if loading.dtype == torch.float32 else "bfloat16",
+            tensor_parallel_size=joined,
+            max_num_seqs=loading.batch_size,
+            max_model_len=max_length,
+            skip_tokenizer_init=True,
+            # Compiling takes minutes, and only pays off for very many answers.
+            enforce_eager=loading.device.type == "cpu",
+            disable_log_stats=True,
+            **options,
+        )
+        self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
 
     def generate(
         self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
     ) -> Iterator[Answer]:
         """Answers in the order in which they finish."""
         numbers = list(rows or range(len(prompts)))
-        check_prompts(prompts, numbers, self.max_length)
+        check_prompts(prompts, numbers, self.max_length, self.vocabulary)
         params = [self.settings(sampling, row, self._ends) for row in numbers]
         counts: dict[int, int] = dict.fromkeys(numbers, 0)
         for place, output in self._run(prompts, params, adapter=adapter):
@@ -182,7 +190,7 @@ class VLLMEngine:
 
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
         """Likelihoods in the order in which they finish."""
-        check_continuations(rows, None if self.max_length is None else self.max_length - 1)
+        check_continuations(rows, None if self.max_length is None else self.max_length - 1, self.vocabulary)
         if self._adapter is not None:
             yield from self._token_by_token(rows, adapter=adapter)
             return
@@ -287,6 +295,24 @@ class VLLMEngine:
         finally:
             # If the caller stops early, its rows are aborted.
             self.abort(list(places))
+
+
+def _imported() -> Any:
+    """The package.
+
+    Raises:
+        ModelError: it is installed, but cannot be imported: it may be built for another torch or CUDA.
+    """
+    try:
+        import vllm
+    except Exception as error:
+        # A missing library is an OSError, and its own modules can fail in any way.
+        raise ModelError(
+            f"vLLM cannot be imported: {first_line(error)[:300]}",
+            where="--engine vllm",
+            repair="install the build of vLLM that fits this machine's torch and CUDA, or use `--engine transformers`",
+        ) from None
+    return vllm
 
 
 def _not_beside(folder: Path) -> str | None:

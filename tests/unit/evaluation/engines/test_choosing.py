@@ -113,6 +113,13 @@ def test_prompts_and_continuations_that_are_just_short_enough() -> None:
     with pytest.raises(DataError, match="empty") as caught:
         check_prompts([[1], []], [3, 1], 5)
     assert caught.value.where == "prompt 2"
+    check_prompts([[0, 8]], [0], None, 9)
+    for token in (-1, 9):
+        with pytest.raises(DataError, match=f"the model has no embedding for the token {token}") as caught:
+            check_prompts([[1], [1, token]], [0, 6], None, 9)
+        assert caught.value.where == "prompt 7"
+        with pytest.raises(DataError, match=f"the model has no embedding for the token {token}"):
+            check_continuations([Continuation([1], [token])], None, 9)
     check_continuations([Continuation([1] * 3, [2] * 3)], 5)
     check_continuations([Continuation([1] * 30, [2] * 30)], None)
     with pytest.raises(DataError, match="the row has 7 tokens, but the model reads at most 5") as caught:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from finray.errors import ModelError
+from finray.errors import DataError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import Answer, Continuation, Sampling, make_engine
 from finray.evaluation.engines import vllm as module
@@ -335,6 +335,53 @@ def test_what_vllm_cannot_load_is_said_in_its_first_line(
         made(adapter, merge=True)
     assert caught.value.message == f"vLLM cannot load the model: {said}"
     assert not list(tmp_path.iterdir()), "what was merged for it is gone"
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_a_vllm_that_is_installed_but_cannot_be_imported_is_no_bug(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    (tmp_path / "vllm.py").write_text(f"raise {error}('libcudart.so.13: cannot open shared object file')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm")
+    lines: list[str] = []
+    assert make_engine("auto", artifact_of(tiny_model_dir), notify=lines.append).name == "transformers"
+    assert lines == [
+        "using finray's own engine: vLLM cannot be imported: libcudart.so.13: cannot open shared object file"
+    ]
+    with pytest.raises(ModelError, match=r"libcudart\.so\.13") as caught:
+        made(tiny_model_dir)
+    assert caught.value.where == "--engine vllm"
+
+
+def test_a_model_whose_config_names_no_heads_is_left_to_vllm(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(vocab_size=384, hidden_size=32, num_hidden_layers=1)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    engine = VLLMEngine(replace(Loading.of(artifact_of(tmp_path)), device=torch.device("cuda")))
+    assert StandIn.last.options["tensor_parallel_size"] == 1
+    with pytest.raises(DataError, match="the model has no embedding for the token 384"):
+        list(engine.generate([[384]], Sampling(2)))
+
+
+def test_what_fails_before_vllm_has_the_model_is_an_error_too_and_what_was_merged_is_gone(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tempfile
+
+    def odd() -> int:
+        raise RuntimeError("the driver is odd")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", odd)
+    loading = replace(Loading.of(artifact_of(adapter), merge=True), device=torch.device("cuda"))
+    with pytest.raises(ModelError, match="vLLM cannot load the model: the driver is odd"):
+        VLLMEngine(loading)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_merged_for_an_engine_that_was_killed_is_removed(
