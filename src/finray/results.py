@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 import rich.table
 from rich.console import Console
@@ -48,6 +48,9 @@ class Result:
     """A frozen record that shows itself."""
 
     __slots__ = ()
+
+    # Names in `plain` of what is printed as it is: prompts and answers. Elsewhere, secrets are masked.
+    AS_IS: ClassVar[tuple[str, ...]] = ()
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON types: what ``--json`` writes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,30 +51,29 @@ def chat(
     artifact = artifact_of(model, base=base)
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))))
     require_template(asking)
-    running = make_engine(engine, artifact, batch_size=1, notify=show.note)
-    conversation = Conversation(running, asking, sampling, system=system)
-    show.remark(f"{model}{f' on {artifact.model.name}' if artifact.is_adapter else ''} answers; /help, /quit")
-    while (line := _read()) is not None:
-        word, _, rest = line.strip().partition(" ")
-        if word == "/quit":
-            break
-        if word == "/reset":
-            conversation.reset()
-            show.note("new conversation")
-        elif word == "/system":
-            conversation.system = rest.strip() or None
-            conversation.reset()
-            show.note("new conversation with that system message" if rest.strip() else "a new conversation")
-        elif word in ("/base", "/tuned") and artifact.is_adapter:
-            conversation.adapter = word == "/tuned"
-            show.note(f"the {word[1:]} model answers")
-        elif word in ("/base", "/tuned"):
-            show.note("this is a full model, not an adapter: it has no base model")
-        elif word.startswith("/") and word[1:].isalpha():
-            show.note(_HELP if word == "/help" else f"unknown command {word}\n{_HELP}")
-        elif word:
-            _answer(conversation, line.strip())
-    running.close()
+    with closing(make_engine(engine, artifact, batch_size=1, notify=show.note)) as running:
+        conversation = Conversation(running, asking, sampling, system=system)
+        show.remark(f"{model}{f' on {artifact.model.name}' if artifact.is_adapter else ''} answers; /help, /quit")
+        while (line := _read()) is not None:
+            word, _, rest = line.strip().partition(" ")
+            if word == "/quit":
+                break
+            if word == "/reset":
+                conversation.reset()
+                show.note("new conversation")
+            elif word == "/system":
+                conversation.system = rest.strip() or None
+                conversation.reset()
+                show.note("new conversation with that system message" if rest.strip() else "a new conversation")
+            elif word in ("/base", "/tuned") and artifact.is_adapter:
+                conversation.adapter = word == "/tuned"
+                show.note(f"the {word[1:]} model answers")
+            elif word in ("/base", "/tuned"):
+                show.note("this is a full model, not an adapter: it has no base model")
+            elif word.startswith("/") and word[1:].isalpha():
+                show.note(_HELP if word == "/help" else f"unknown command {word}\n{_HELP}")
+            elif word:
+                _answer(conversation, line.strip())
 
 
 def _answer(conversation: Conversation, text: str) -> None:

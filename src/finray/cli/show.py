@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,16 +159,17 @@ def say(text: str) -> None:
     console().print(text, highlight=False, soft_wrap=True)
 
 
-def document(plain: Any) -> None:
-    """The JSON document of a command, secrets masked."""
+def document(plain: Any, *, as_is: Sequence[str] = ()) -> None:
+    """The JSON document of a command, secrets masked, except in what is to be printed as it is."""
     mode().written = True
-    typer.echo(json.dumps(redact(plain), indent=2))
+    shown = redact(plain)
+    typer.echo(json.dumps({**shown, **{name: plain[name] for name in as_is}} if as_is else shown, indent=2))
 
 
 def result(found: Result, **options: Any) -> None:
     """What a command came to."""
     if mode().json:
-        document(found.plain())
+        document(found.plain(), as_is=found.AS_IS)
     else:
         found.print(console(), **options)
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
 from finray.config.tasks import SPECS
-from finray.errors import ConfigError, DataError, ModelError
+from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
 from finray.evaluation.engines.base import mute
@@ -35,6 +36,8 @@ class Answers(Result, Sequence[str]):
         texts: the answers, in the same order, without special tokens.
         base: the answers of the adapter's base model; empty if they were not asked for.
     """
+
+    AS_IS: ClassVar[tuple[str, ...]] = ("answers",)
 
     prompts: tuple[Prompt, ...]
     texts: tuple[str, ...]
@@ -208,7 +211,7 @@ def generate_text(
         write: called with the text of a single answer as it is generated.
 
     Raises:
-        FinrayError: the model cannot be loaded, or a conversation needs a chat template and there is none.
+        FinrayError: the model cannot be loaded, or there is a conversation and it takes none.
     """
     if compare and merge:
         raise ConfigError(
@@ -222,16 +225,30 @@ def generate_text(
             repair="leave out --compare; `finray evaluate --baseline MODEL` compares with another model",
         )
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))), raw=raw)
+    if asking.raw and any(prompt.messages or prompt.tools for prompt in prompts):
+        raise _no_conversation(asking, is_asked_for=bool(raw))
     ids = [asking.ids(prompt) for prompt in prompts]
-    running = make_engine(engine, artifact, batch_size=batch_size, merge=merge, notify=notify)
     stream = None if write is None or len(prompts) != 1 else TextStream(asking.tokenizer, sampling.stop, write)
     texts, plain = [""] * len(prompts), [""] * len(prompts) * compare
-    if compare:
-        for answer in running.generate(ids, sampling, adapter=False):
-            plain[answer.row] = answer.text
-    for answer in running.generate(ids, sampling, on_token=mute if stream is None else stream.token):
-        texts[answer.row] = answer.text
-        if stream is not None:
-            stream.end(answer.text)
-    running.close()
+    with closing(make_engine(engine, artifact, batch_size=batch_size, merge=merge, notify=notify)) as running:
+        if compare:
+            for answer in running.generate(ids, sampling, adapter=False):
+                plain[answer.row] = answer.text
+        for answer in running.generate(ids, sampling, on_token=mute if stream is None else stream.token):
+            texts[answer.row] = answer.text
+            if stream is not None:
+                stream.end(answer.text)
     return Answers(tuple(prompts), tuple(texts), tuple(plain))
+
+
+def _no_conversation(asking: Asking, *, is_asked_for: bool) -> FinrayError:
+    """The error for a prompt with messages or tools, where text is passed without a chat template."""
+    repair = "give prompts as text, without a system message, `messages` and tools"
+    if is_asked_for:
+        return ConfigError(
+            "plain text has neither messages nor tools", where="--raw", repair=f"leave out --raw, or {repair}"
+        )
+    return ModelError(
+        f"a prompt with messages or tools needs a chat template, but the model {asking.why_no_chat}",
+        repair=f"{repair}; or use --no-raw" if asking.tokenizer.chat_template else repair,
+    )

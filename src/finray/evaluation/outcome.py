@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Column
@@ -163,6 +163,8 @@ class Comparison(Result):
         confusion: by model, rows by their class (first index) and the predicted one.
         rates: of what this call computed, part by part.
     """
+
+    AS_IS: ClassVar[tuple[str, ...]] = ("predictions",)
 
     models: tuple[Evaluated, ...]
     compared: tuple[Compared, ...]

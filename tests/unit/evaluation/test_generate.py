@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from finray.cli import show
 from finray.config.schema import ModelConfig
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation import generate as module
 from finray.evaluation.engines import Answer
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.generate import Answers, Asking, generate_text
+from finray.evaluation.outcome import Comparison
 from finray.evaluation.prompts import Prompt
 from finray.models.artifacts import Artifact
 from finray.results import PlainConsole
@@ -116,6 +118,25 @@ def test_answers_are_a_sequence_and_are_written_beside_what_was_asked(tmp_path: 
     with pytest.raises(DataError, match="cannot be written") as caught:
         answers.write(tmp_path / "none" / "answers.jsonl")
     assert caught.value.where == str(tmp_path / "none" / "answers.jsonl")
+
+
+def test_prompts_and_answers_are_printed_as_json_as_they_are_and_notes_with_secrets_masked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(show, "mode", lambda: show.Mode(json=True))
+    monkeypatch.setenv("MY_TOKEN", "s3cr3t-value")
+    text = "set api_key, s3cr3t-value, https://me:word@here/x?sig=abc or hf_" + "a" * 30
+    messages = ({"role": "user", "content": text, "password": text},)
+    answers = Answers((Prompt(text), Prompt(messages=messages)), (text, text), (text, text))
+    show.result(answers)
+    assert json.loads(capsys.readouterr().out) == answers.plain()
+    row = {"prompt": text, "reference": text, "answers": {"base": text}, "scores": {}}
+    kept = {"predictions": [row], "notes": [text], "api_key": "x"}
+    show.result(SimpleNamespace(plain=lambda: kept, AS_IS=Comparison.AS_IS))  # type: ignore[arg-type]
+    found = json.loads(capsys.readouterr().out)
+    assert found["predictions"] == [row]
+    assert "s3cr3t" not in str(found["notes"])
+    assert found["api_key"] == "***"
 
 
 def test_answers_are_shown_letter_by_letter_however_narrow_the_terminal_is() -> None:
@@ -298,6 +319,43 @@ def test_a_base_model_that_cannot_answer_is_told(
         generate_text(path, [Prompt("a")], sampling=Sampling(), batch_size=1, **options)
     assert "name" not in spoken, "no engine is made"
     generate_text("whole", [Prompt("a")], sampling=Sampling(), batch_size=1, merge=True)
+
+
+@pytest.mark.parametrize(
+    "prompt", [Prompt.of("a", "be brief"), Prompt("a", tools=({"name": "f"},))], ids=["messages", "tools"]
+)
+@pytest.mark.parametrize(
+    ("raw", "template", "error", "said"),
+    [
+        (True, "x", ConfigError, "plain text has neither messages nor tools"),
+        (None, "x", ModelError, "needs a chat template, but the model was trained without it"),
+        (None, None, ModelError, "needs a chat template, but the model has none"),
+    ],
+)
+def test_a_conversation_is_not_given_to_a_model_as_plain_text_or_by_a_template_it_was_not_trained_with(
+    spoken: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    prompt: Prompt, raw: bool | None, template: str | None, error: type[FinrayError], said: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Letters, "chat_template", template)
+    artifact = Artifact(Path("adapter"), None, {"rows": "completion"})
+    monkeypatch.setattr(module, "artifact_of", lambda path, base: artifact)
+    with pytest.raises(error, match=said) as caught:
+        generate_text("p", [Prompt("a"), prompt], sampling=Sampling(), batch_size=1, raw=raw)
+    assert caught.value.repair is not None
+    assert ("--no-raw" in caught.value.repair) == (raw is None and template is not None)
+    assert "name" not in spoken, "no engine is made"
+
+
+def test_an_engine_that_fails_is_closed(spoken: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's processes and a merged model would be left."""
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise DataError("odd")
+
+    monkeypatch.setattr(Spoken, "generate", failing)
+    with pytest.raises(DataError, match="odd"):
+        generate_text("p", [Prompt("a")], sampling=Sampling(), batch_size=1)
+    assert spoken["closed"]
 
 
 def test_how_a_model_is_prompted_is_what_finray_noted_beside_it(tmp_path: Path) -> None:
