@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -190,21 +191,25 @@ def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, A
 
 def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
     """Log-probabilities in the format of a completion choice; ``at`` is the text offset of the first token."""
-    told, offsets = [token_text(tokenizer, one.token) for one in chosen], list[int]()
-    for _, content in told:
-        offsets.append(at)
-        at += len(content.decode(errors="replace"))
+    told = [token_text(tokenizer, one.token) for one in chosen]
+    lengths = [len(content.decode(errors="replace")) for _, content in told]
+    if at == 0 and chosen:
+        # The text begins without the space that a decoder takes from it.
+        lengths[0] = len(tokenizer.decode([chosen[0].token]))
     return {
         "tokens": [text for text, _ in told],
         "token_logprobs": [one.logprob for one in chosen],
         "top_logprobs": [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in chosen],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(lengths, initial=at))[:-1],
     }
 
 
 def token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
     """Text and bytes of a token. As in OpenAI's API, the text of part of a character is ``bytes:`` and its bytes."""
     text = str(tokenizer.decode([token]))
+    if "\ufffd" not in text:
+        # Decoders like Llama 2's take a space from the beginning of a text, so the token is put behind itself.
+        text = str(tokenizer.decode([token, token]))[len(text) :]
     content = text.encode(errors="replace")
     if "\ufffd" in text:
         # Vocabularies of bytes write them as characters; SentencePiece, where it falls back to them, as `<0xE2>`.
