@@ -77,8 +77,8 @@ def find_artifact(path: str | Path, *, base: str | None = None) -> Artifact:
     return read_artifact(folder, base=base)
 
 
-def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
-    """As :func:`find_artifact`, also for the model of a Hub id.
+def artifact_of(model: str | Path, *, base: str | None = None, revision: str | None = None) -> Artifact:
+    """As :func:`find_artifact`, also for the model of a Hub id, whose branch, tag or commit may be given.
 
     Raises:
         FinrayError: there is no model, or it is damaged.
@@ -92,10 +92,10 @@ def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
     except ModelError as error:
         repair = "give a run, checkpoint or model directory, or a Hub id"
         raise ModelError(error.message, where=str(model), repair=repair) from None
-    return Artifact(Path(model), None, {} if path.exists() else _notes_on_hub(str(model)))
+    return Artifact(Path(model), None, {} if path.exists() else _notes_on_hub(str(model), revision))
 
 
-def _notes_on_hub(name: str) -> Notes:
+def _notes_on_hub(name: str, revision: str | None) -> Notes:
     """finray's notes beside a model on the Hub, or in its cache where the Hub is not asked; empty where there are none.
 
     Raises:
@@ -105,13 +105,13 @@ def _notes_on_hub(name: str) -> Notes:
     # Else the client would try for minutes.
     hub.refusal()
     try:
-        folder = Path(hf_hub_download(name, NOTES)).parent
+        folder = Path(hf_hub_download(name, NOTES, revision=revision)).parent
     except (RemoteEntryNotFoundError, RepositoryNotFoundError, HFValidationError):
         # There are none, or no such model, which loading it says.
         return {}
     except Exception as error:
         # Whatever the client raises. It remembers which files a model does not have.
-        if is_offline_mode() or try_to_load_from_cache(name, NOTES) is not None:
+        if is_offline_mode() or try_to_load_from_cache(name, NOTES, revision=revision) is not None:
             return {}
         reason = redact_text(cut(first_line(error.__cause__ or error)))
         raise ModelError(

@@ -102,7 +102,7 @@ class Exchange:
                     found.append(list(asking.tokenizer(one)["input_ids"] if isinstance(one, str) else one))
         except FinrayError as error:
             raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
-        words = len(asking.tokenizer)
+        words = min(len(asking.tokenizer), self._models.vocabulary)
         if not found or not all(found):
             raise ApiError(400, "the prompt is empty", param=param)
         if any(not 0 <= token < words for one in found for token in one):

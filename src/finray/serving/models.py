@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finray.checkpoint.copies import local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL
+from finray.config.adapter_files import SETTINGS
 from finray.config.schema import ModelConfig
 from finray.config.tasks import SPECS
 from finray.errors import ConfigError, ModelError
-from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
+from finray.evaluation.artifacts import artifact_of, find_artifact, inference_device, inference_dtype
 from finray.evaluation.engines import joins_gpus
 from finray.evaluation.engines.base import Loading
 from finray.evaluation.engines.sampling import Sampling, end_tokens
@@ -34,6 +36,8 @@ from finray.serving.vllm import VLLMBatcher
 ENGINES = ("auto", "transformers", "vllm")
 # Name of an adapter's base model.
 BASE = "base"
+# A revision that is not named.
+_MAIN = "main"
 # Adapters in one batch of vLLM, and the maximum rank if adapters may be added later.
 _LORAS, _RANK = 8, 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -145,8 +149,12 @@ def find(settings: Settings) -> Found:
         raise ConfigError(f"unknown engine `{settings.engine}`", where="--engine", repair=f"use {', '.join(ENGINES)}")
     if settings.engine == "vllm":
         VLLMEngine.require()
-    artifact = artifact_of(settings.model, base=settings.base)
-    name = checked_name(settings.name or name_of(settings.model))
+    model, base = local_copy(settings.model), settings.base
+    if settings.adapters and not _is_adapter(model):
+        # It is that of the adapters beside this model.
+        base = None
+    artifact = artifact_of(model, base=base)
+    name = checked_name(settings.name or name_of(settings.model), where="--name")
     if name == BASE and artifact.is_adapter:
         raise ConfigError(
             f"`{BASE}` is the name of the model under the adapter",
@@ -169,7 +177,7 @@ def find(settings: Settings) -> Found:
         Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))))
     names, adapters = {name, BASE}, list[tuple[str, Artifact]]()
     for given, path in settings.adapters:
-        if checked_name(given) in names:
+        if checked_name(given, where="--adapter") in names:
             raise ConfigError(f"two models are named `{given}`", where="--adapter", repair="give each a different name")
         names.add(given)
         adapters.append((given, find_adapter(path, of=artifact.model, base=settings.base)))
@@ -182,21 +190,32 @@ def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
     Raises:
         FinrayError: it is missing, damaged, not an adapter, or for another base model.
     """
-    found = artifact_of(path, base=None)
+    path = str(local_copy(path))
+    found = find_artifact(path, base=base if _is_adapter(path) else None)
     if found.base is None:
         raise ModelError("is a full model, not an adapter", where=path, repair="start a separate server for it")
     if base is None and _place(found.base) != _place(of):
+        trained, here = (
+            f"{one.name} (revision {one.revision})" if one.revision else one.name for one in (found.base, of)
+        )
         raise ModelError(
-            f"the adapter has a different base model: it was trained on {found.base.name}, but {of.name} is served",
+            f"the adapter has a different base model: it was trained on {trained}, but {here} is served",
             where=path,
             repair="serve it with its own base model; use --base if the same model now has another name",
         )
     return found
 
 
-def _place(model: ModelConfig) -> tuple[str, str | None, tuple[str, ...]]:
+def _is_adapter(path: str | Path) -> bool:
+    """Whether a directory is that of an adapter: its own, or a run's."""
+    folder = Path(path).expanduser()
+    return any(one for place in ("", f"{FINAL}/", "checkpoint-*/") for one in folder.glob(f"{place}{SETTINGS}"))
+
+
+def _place(model: ModelConfig) -> tuple[str, str, tuple[str, ...]]:
     path = Path(model.name).expanduser()
-    return str(path.resolve()) if path.exists() else model.name, model.revision, tuple(model.new_tokens)
+    name = str(path.resolve()) if path.exists() else model.name
+    return name, model.revision or _MAIN, tuple(model.new_tokens)
 
 
 def name_of(model: str) -> str:
@@ -212,8 +231,8 @@ def name_of(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._:/-]", "-", path.name).lstrip("._:/-") or "model"
 
 
-def checked_name(name: str) -> str:
-    """Check a name, which clients put into URL paths.
+def checked_name(name: str, *, where: str) -> str:
+    """Check a name, which clients put into URL paths; ``where`` it was given.
 
     Raises:
         ConfigError: it is not a valid name.
@@ -221,7 +240,7 @@ def checked_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"`{name[:80]}` cannot be the name of a model",
-            where="--adapter",
+            where=where,
             repair="use up to 128 letters, digits, dots, dashes, underscores, colons and slashes",
         )
     return name
@@ -263,7 +282,7 @@ class Models:
         placed = None if lora is None else self._placed(found.artifact.folder, lora)
         self._put(self._made(found.name, settings.model, found.artifact, tokenizer, placed))
         if lora is not None:
-            base = artifact_of(self._base.name)
+            base = artifact_of(self._base.name, revision=self._base.revision)
             self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
         for (name, artifact), (_, one) in zip(found.adapters, others, strict=True):
             self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
@@ -289,6 +308,7 @@ class Models:
             engine.max_length,
             model.generation_config,
         )
+        self.vocabulary = engine.vocabulary
         self.batcher: Queue = Batcher(engine, adapters, slots=settings.slots, max_queue=settings.max_queue)
         self._placed: Callable[[Path, PlainLora], Any] = lambda folder, one: adapters.placed(one)
 
@@ -316,7 +336,7 @@ class Models:
                 raise
             notify(f"using finray's own engine: {error.message}")
             return None
-        self.engine, self.has_logprobs = engine, True
+        self.engine, self.has_logprobs, self.vocabulary = engine, True, engine.vocabulary
         self.own_length, self._generation = engine.max_length, engine.generation
         self.batcher = VLLMBatcher(engine, slots=settings.slots, max_queue=settings.max_queue)
         self._placed = lambda folder, one: engine.adapter(folder)
@@ -372,17 +392,28 @@ class Models:
             FinrayError: it cannot be loaded, or does not fit the base model.
             ApiError: the name is taken, or this server takes no adapters.
         """
-        checked_name(name)
+        checked_name(name, where="name")
         with self._changes:
             self._require_open()
             if name in self._served or name == BASE:
-                raise ApiError(409, f"a model `{name}` already exists; remove it first", param="name")
+                raise ApiError(409, self._why_taken(name), param="name")
             artifact = find_adapter(path, of=self._base, base=self._settings.base)
             lora = read_plain_lora(artifact.folder, self._base)
             placed = self.batcher.call(lambda: self._placed(artifact.folder, lora)).result()
             made = self._adapter(name, artifact, placed)
             self._put(made)
             return made
+
+    def _why_taken(self, name: str) -> str:
+        if self._is_removable(name):
+            return f"a model `{name}` already exists; remove it first"
+        is_first = name == next(iter(self._served))
+        what = "the model that the server was started with" if is_first else "the name of the model under an adapter"
+        return f"`{name}` is {what}; choose another name"
+
+    def _is_removable(self, name: str) -> bool:
+        found = self._served.get(name)
+        return found is not None and found.adapter is not None and name != next(iter(self._served))
 
     def remove(self, name: str) -> None:
         """Remove an adapter; its running answers finish.
@@ -392,7 +423,7 @@ class Models:
         """
         with self._changes:
             self._require_open()
-            if self.get(name).adapter is None or name == next(iter(self._served)):
+            if not self._is_removable(self.get(name).name):
                 raise ApiError(403, f"`{name}` was loaded at start and cannot be removed", param="name")
             self._served = {one: model for one, model in self._served.items() if one != name}
 

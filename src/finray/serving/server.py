@@ -199,7 +199,7 @@ class Server:
         try:
             made = await asyncio.to_thread(models.add, parsed.name, parsed.path)
         except FinrayError as error:
-            raise of_request(error, "path") from None
+            raise of_request(error, "name" if error.where == "name" else "path") from None
         return JSONResponse(made.document(models.max_length))
 
     async def _remove(self, request: Request) -> Response:

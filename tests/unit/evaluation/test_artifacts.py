@@ -26,7 +26,7 @@ from finray.evaluation.artifacts import artifact_of, export_model, find_artifact
 from finray.evaluation.generate import Asking
 from finray.pretrained import hub
 from finray.pretrained.tokenizers import load_tokenizer
-from tests.support import damaged, runs
+from tests.support import damaged, runs, tiny
 from tests.support import hub as hubs
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -268,6 +268,16 @@ def test_a_model_on_the_hub_has_the_notes_that_were_pushed_with_it(on_hub: hubs.
     repo.files["finray.json"] = b'{"rows": "completion"}'
     repo.commits.append("later")
     assert artifact_of("ada/chat").notes == {"rows": "completion"}
+
+
+def test_the_notes_are_those_of_the_revision(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.in_hub_cache(tmp_path, tokenizer, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for number, rows in enumerate(("chat", "completion")):
+        notes = tmp_path / "models--org--tiny" / "snapshots" / (str(number) * 40) / "finray.json"
+        notes.write_text(json.dumps({"rows": rows}))
+    assert artifact_of("org/tiny").notes == artifact_of("org/tiny", revision="main").notes == {"rows": "chat"}
+    assert artifact_of("org/tiny", revision="v1").notes == {"rows": "completion"}
 
 
 def test_a_whole_classifier_on_the_hub_is_one(on_hub: hubs.Hub) -> None:

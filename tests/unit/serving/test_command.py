@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from finray.config.schema import ModelConfig
+from finray.errors import ModelError
 from finray.runtime import cluster
+from finray.runtime import serve as runtime
+from finray.serving import models
+from finray.serving.models import Settings, find, find_adapter
 from tests.support import served, tiny
 from tests.support.labelled import bert_tokenizer, save_classifier
 from tests.support.runs import finray
@@ -66,6 +75,69 @@ def test_what_cannot_be_served_is_said_before_anything_is_started(
     assert (code, out) == (2, ""), err
     assert said in err
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def moved(folder: Path, tmp_path: Path) -> Path:
+    """A base model at another place than its adapters say; one of them says none."""
+    shutil.copytree(folder / "base", tmp_path / "base")
+    for name, base in (("one", "old/place"), ("nameless", None)):
+        shutil.copytree(folder / "one", tmp_path / name)
+        settings = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("model", "base"), [("base", "base"), ("one", "base"), ("nameless", "base"), ("org/model", "org/model")]
+)
+def test_the_base_of_adapters_may_have_moved_whatever_is_served_beside_them(
+    moved: Path, monkeypatch: pytest.MonkeyPatch, model: str, base: str
+) -> None:
+    monkeypatch.chdir(moved)
+    # The Hub is not asked.
+    monkeypatch.setattr("finray.evaluation.artifacts._notes_on_hub", lambda *_: {})
+    monkeypatch.setattr(models, "load_tokenizer", lambda model: SimpleNamespace(chat_template="x"))
+    found = find(Settings(model, adapters=(("x", "one"), ("y", "nameless")), base=base))
+    assert found.artifact.model.name == (str(moved / "base") if model == "base" else base)
+    assert [name for name, _ in found.adapters] == ["x", "y"]
+    with pytest.raises(ModelError, match=r"full model, not an adapter"):
+        find(Settings(model, adapters=(("x", "base"),), base=base))
+
+
+def test_a_base_that_nothing_has_is_refused(moved: Path) -> None:
+    with pytest.raises(ModelError, match="it is a full model, which has no base model"):
+        find(Settings(str(moved / "base"), base="elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("trained", "served_one", "fits"),
+    [("main", None, True), (None, "main", True), ("v1", "v1", True), ("v1", None, False)],
+)
+def test_an_adapter_of_another_revision_is_refused_by_its_revision(
+    moved: Path, trained: str | None, served_one: str | None, fits: bool
+) -> None:
+    settings = json.loads((moved / "one" / "adapter_config.json").read_text())
+    changed = {**settings, "base_model_name_or_path": "org/model", "revision": trained}
+    (moved / "one" / "adapter_config.json").write_text(json.dumps(changed))
+    of = ModelConfig(name="org/model", revision=served_one)
+    said = r"it was trained on org/model \(revision v1\), but org/model is served"
+    with nullcontext() if fits else pytest.raises(ModelError, match=said):
+        assert find_adapter(str(moved / "one"), of=of, base=None).base is not None
+    assert find_adapter(str(moved / "one"), of=of, base="org/model").base == ModelConfig(name="org/model")
+
+
+@pytest.mark.parametrize(
+    ("words", "where"), [(("one", "--name", "a b"), "--name"), (("one", "--adapter", "a b=one"), "--adapter")]
+)
+def test_a_name_that_cannot_be_one_is_refused_where_it_was_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], where: str
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(runtime, "require_port", lambda host, port: None)
+    code, _, err = finray("serve", *words)
+    assert code == 2
+    assert f"{where}: `a b` cannot be the name of a model" in err
 
 
 @pytest.mark.parametrize(
