@@ -58,6 +58,10 @@ class Exchange:
         self.served = models.get(request.model)
         self.request, self._models = request, models
         self._is_chat = isinstance(request, ChatRequest)
+        # A short body may ask for very many answers: before anything is made of it.
+        models.batcher.require_room(
+            (1 if isinstance(request, ChatRequest) else len(request.prompts())) * (request.n or 1)
+        )
         self._prompts = self._prompt_ids()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._loop = loop

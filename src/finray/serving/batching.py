@@ -21,7 +21,7 @@ from finray.evaluation.engines.transformers import PASS_TOKENS, Row, Transformer
 from finray.evaluation.generate import TextStream
 from finray.models.many_adapters import ManyAdapters
 from finray.models.slots import Slots
-from finray.serving.errors import ApiError, of_server
+from finray.serving.errors import ApiError, of_server, queue_full
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -119,13 +119,25 @@ class Queue:
             ApiError: the queue is full.
         """
         with self._wake:
-            free = self._count - len(self._working) + self._max_queue - len(self._waiting)
-            if self._is_closed:
-                raise ApiError(503, "the server is shutting down", retry_after=5)
-            if len(jobs) > free:
-                raise ApiError(429, "too many requests are waiting; try again", code="queue_full", retry_after=1)
+            self.require_room(len(jobs))
             self._waiting.extend(jobs)
             self._wake.notify_all()
+
+    def require_room(self, rows: int) -> None:
+        """Refuse a request for more rows than may wait.
+
+        Raises:
+            ApiError: the queue is full or closed, or never has room for so many.
+        """
+        most = self._count + self._max_queue
+        if rows > most:
+            message = f"the request asks for {rows:,} answers (prompts times n); this server takes at most {most:,}"
+            raise ApiError(400, message, param="n")
+        with self._wake:
+            if self._is_closed:
+                raise _stopping()
+            if rows > most - len(self._working) - len(self._waiting):
+                raise queue_full()
 
     def drop(self, jobs: Sequence[Job]) -> None:
         """Cancel jobs whose client is gone: their slots and memory are free before the next step."""
@@ -140,26 +152,37 @@ class Queue:
         """Call a function that needs the model, between two steps."""
         future: Future[Found] = Future()
         with self._wake:
-            self._calls.append((function, future))
+            if self._is_closed:
+                future.set_exception(_stopping())
+            else:
+                self._calls.append((function, future))
             self._wake.notify_all()
         return future
 
     def run(self) -> None:
         """Run until :meth:`close`."""
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._is_closed or self._waiting or self._working or self._calls)
-                if self._is_closed:
-                    return
-            self.advance()
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._is_closed or self._waiting or self._working or self._calls)
+                    if self._is_closed:
+                        return
+                self.advance()
+        except BaseException:
+            # Nobody works any more: who waits would wait for ever.
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Refuse new jobs, and end the current ones."""
+        """Refuse new jobs and calls, and end the current ones."""
         with self._wake:
             self._is_closed = True
-            jobs = [*self._working, *self._waiting]
+            jobs, calls = [*self._working, *self._waiting], list(self._calls)
             self._waiting.clear()
+            self._calls.clear()
             self._wake.notify_all()
+        for _, future in calls:
+            future.set_exception(_stopping())
         for job in jobs:
             if not job.is_done:
                 job.on_event(Failed("the server has stopped"))
@@ -204,6 +227,10 @@ class Queue:
             if not job.is_done:
                 job.is_done = True
                 job.on_event(Failed(of_server(error)))
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is shutting down", retry_after=5)
 
 
 class Batcher(Queue):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from finray.models.packing_cache import packing_of
 from finray.models.saved_layout import without_adapter
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.serving import protocol
-from finray.serving.errors import ApiError, no_model
+from finray.serving.errors import ApiError, no_model, queue_full
 from finray.serving.models import Found, Settings
 from finray.serving.protocol import ClassifyRequest
 
@@ -52,13 +53,26 @@ class Classifier:
         # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
         limits = (settings.max_length, named, packing.positions)
         self.max_length: int | None = min((one for one in limits if one), default=None)
-        self._max_queue, self._lock, self._waiting = settings.max_queue, threading.Lock(), 0
-        self._counting = threading.Lock()
+        self._max_queue, self._lock, self._taken = settings.max_queue, threading.Lock(), 0
 
     def counts(self) -> tuple[int, int]:
         """(running requests, waiting requests)."""
-        with self._counting:
-            return min(self._waiting, 1), max(0, self._waiting - 1)
+        return min(self._taken, 1), max(0, self._taken - 1)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place in the queue, for the event loop: it takes one before a thread is free for :meth:`answer`.
+
+        Raises:
+            ApiError: too many requests wait.
+        """
+        if self._taken > self._max_queue:
+            raise queue_full()
+        self._taken += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
 
     def document(self) -> dict[str, Any]:
         """As listed by `/v1/models`."""
@@ -68,21 +82,13 @@ class Classifier:
         """The response; requests run one at a time.
 
         Raises:
-            ApiError: there is no such model, a text is empty or too long, or too many requests wait.
+            ApiError: there is no such model, or a text is empty or too long.
         """
         if request.model != self.name:
             raise no_model(request.model, [self.name], param="model")
-        with self._counting:
-            if self._waiting > self._max_queue:
-                raise ApiError(429, "too many requests are waiting; try again", code="queue_full", retry_after=1)
-            self._waiting += 1
-        try:
-            rows = self._rows(request)
-            with self._lock:
-                result = classify(self._model, rows, packs=self._packs, labels=self._labels)
-        finally:
-            with self._counting:
-                self._waiting -= 1
+        rows = self._rows(request)
+        with self._lock:
+            result = classify(self._model, rows, packs=self._packs, labels=self._labels)
         data = []
         for number, one in enumerate(result.predictions):
             label = list(one.label) if isinstance(one.label, tuple) else one.label

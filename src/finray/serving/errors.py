@@ -50,6 +50,11 @@ def no_model(name: str, known: Iterable[str], *, param: str | None = None) -> Ap
     return ApiError(404, message, param=param, code="model_not_found")
 
 
+def queue_full() -> ApiError:
+    """The error of a request for which the queue has no room."""
+    return ApiError(429, "too many requests are waiting; try again", code="queue_full", retry_after=1)
+
+
 def of_request(error: FinrayError, param: str | None = None) -> ApiError:
     """The error for a request that cannot be fulfilled, without locations that mean nothing to a client."""
     return ApiError(400, error.message + (f"; {error.repair}" if error.repair else ""), param=param)

@@ -186,7 +186,8 @@ class Server:
         if self._classifier is None:
             raise ApiError(404, "no classifier is served here: use /v1/chat/completions or /v1/completions")
         parsed = protocol.parse(ClassifyRequest, await _body(request))
-        return JSONResponse(await asyncio.to_thread(self._classifier.answer, parsed))
+        with self._classifier.place():
+            return JSONResponse(await asyncio.to_thread(self._classifier.answer, parsed))
 
     async def _list_adapters(self, request: Request) -> Response:  # noqa: ARG002
         models = self._answers()

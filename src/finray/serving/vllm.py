@@ -50,9 +50,9 @@ class VLLMBatcher(Queue):
             self._wake.notify_all()
 
     def _end(self, names: Sequence[str]) -> None:
-        self._engine.abort(names)
         for name in names:
             self._rows.pop(name, None)
+        self._engine.abort(names)
 
     def _settings(self, job: Job) -> dict[str, Any]:
         found = self._engine.settings(replace(job.sampling, max_new_tokens=job.room), job.number, job.ends)

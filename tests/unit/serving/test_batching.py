@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from finray.evaluation.engines import Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.models.many_adapters import ManyAdapters, read_plain_lora
 from finray.serving import batching
-from finray.serving.batching import Event, Failed, Finished, Job, Piece
+from finray.serving.batching import Event, Failed, Finished, Job, Piece, Queue
 from finray.serving.errors import ApiError
 from finray.serving.models import Models, Settings, find
 from tests.support import served, tiny
@@ -234,6 +235,27 @@ def test_a_step_that_fails_ends_its_rows_and_the_next_ones_are_answered(
     models.batcher.submit([other.job])
     work(models, lambda: other.is_over)
     assert len(other.job.output_ids) == 4
+
+
+def test_a_queue_that_is_closed_leaves_nobody_waiting() -> None:
+    """Neither who called before nor who calls after, nor a job of a batch whose thread has died."""
+    queue = Queue(slots=1, max_queue=1)
+    before = queue.call(lambda: 1)
+    queue.close()
+    for future in (before, queue.call(lambda: 2)):
+        with pytest.raises(ApiError) as caught:
+            future.result(timeout=5)
+        assert caught.value.status == 503
+    dying, events = Queue(slots=1, max_queue=1), list[Event]()
+    job: Any = SimpleNamespace(is_done=False, on_event=events.append)
+    dying.submit([job])
+    # It cannot work.
+    with pytest.raises(NotImplementedError):
+        dying.run()
+    assert events == [Failed("the server has stopped")]
+    with pytest.raises(ApiError) as caught:
+        dying.submit([job])
+    assert caught.value.status == 503
 
 
 def test_a_model_whose_rows_share_no_step_is_answered_too(tmp_path: Path, tokenizer: Any) -> None:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from finray.errors import ConfigError
+from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import find_artifact
 from finray.evaluation.classify import classify
+from finray.evaluation.engines import Sampling
+from finray.evaluation.generate import generate_text
+from finray.evaluation.prompts import Prompt
 from finray.models.artifacts import load_artifact
 from finray.runtime.serve import serve
-from finray.serving.classifier import Classifier
+from finray.serving.answering import Exchange
 from finray.serving.errors import ApiError
-from finray.serving.models import Settings, find
-from finray.serving.protocol import ClassifyRequest
+from finray.serving.models import Settings
+from finray.serving.protocol import CompletionRequest
 from finray.serving.server import Server
 from tests.support import runs, served, tiny
 
@@ -76,6 +81,10 @@ def told(answer: Any) -> str:
         ("chat/completions", {**ASK, "model": "one", "top_logprobs": 2}, 400, "logprobs"),
         ("classify", {"model": "one", "input": "a"}, 404, "no classifier"),
         ("adapters", {"name": "x", "path": "/no/such/place"}, 400, "exist"),
+        # It has the form of a Hub id, but adapters are directories.
+        ("adapters", {"name": "x", "path": "no/such"}, 400, "the directory does not exist"),
+        ("adapters", {"name": "base", "path": "no/such"}, 409, "`base` is the name of the model under an adapter"),
+        ("adapters", {"name": "one", "path": "no/such"}, 409, "`one` is the model that the server was started with"),
         ("nowhere", {}, 404, "there is no POST /v1/nowhere"),
     ],
 )
@@ -87,6 +96,51 @@ def test_a_request_that_cannot_be_answered_is_refused_in_openais_form(
     assert answer.status_code == status, answer.text
     assert message in told(answer)
     assert client.get("/health").json()["waiting"] == 0
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_and_others_are_answered(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Gemma 3's text models, whose tokenizer has a token for images."""
+    more = copy.deepcopy(tokenizer)
+    rows = tiny.build_model("llama").config.vocab_size
+    more.add_tokens([f"<extra_{at}>" for at in range(len(more), rows)], special_tokens=True)
+    more.add_tokens(["<image>"], special_tokens=True)
+    tiny.save_model("llama", tmp_path / "m", more)
+    ask = {**ASK, "model": "m", "messages": [{"role": "user", "content": "<image>"}]}
+    for client in serving(Settings(str(tmp_path / "m"), dtype="fp32")):
+        for path, body in (("chat/completions", ask), ("completions", {"model": "m", "prompt": [5, rows]})):
+            refused = client.post(f"/v1/{path}", json=body)
+            assert refused.status_code == 400
+            assert f"token ids must be from 0 to {rows - 1}" in told(refused)
+        body = {"model": "m", "prompt": [5, rows - 1], "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    monkeypatch.setattr("finray.evaluation.artifacts.cpu_has_bf16", lambda: False)
+    with pytest.raises(DataError, match=f"the model has no embedding for the token {rows}"):
+        generate_text(tmp_path / "m", [Prompt("<image>")], sampling=Sampling(2), batch_size=1, engine="transformers")
+
+
+@pytest.mark.parametrize(("n", "status"), [(1, 429), (4, 400)])
+def test_answers_without_room_are_refused_before_anything_is_made_of_their_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, n: int, status: int
+) -> None:
+    """A short body may ask for very many."""
+
+    def made(*_: Any) -> Any:
+        raise AssertionError("it is tokenized")
+
+    models = Server(Settings(str(folder / "base"), dtype="fp32", slots=2, max_queue=1), lambda line: None)._answers()
+    with monkeypatch.context() as patch:
+        # Nothing leaves the queue.
+        patch.setattr(models.batcher, "work", lambda: None)
+        options: Any = {"loop": asyncio.new_event_loop(), "max_new_tokens": 2}
+        ask = CompletionRequest(model="base", prompt=["a", "b", "c"])
+        Exchange(models, ask, **options).submit()
+        patch.setattr(Exchange, "_prompt_ids", made)
+        with pytest.raises(ApiError, match="at most 3" if status == 400 else "too many requests") as caught:
+            Exchange(models, CompletionRequest(model="base", prompt="a", n=n), **options)
+    assert (caught.value.status, caught.value.param) == (status, "n" if status == 400 else None)
+    models.batcher.close()
 
 
 @pytest.mark.parametrize(
@@ -247,6 +301,22 @@ def test_where_everybody_may_ask_nobody_may_change_what_is_served(folder: Path) 
         assert "API key" in told(answer)
 
 
+@pytest.mark.parametrize(("name", "param"), [("a b", "name"), ("ab", "path")])
+def test_an_adapter_that_cannot_be_added_is_refused_with_the_field_in_question(
+    client: TestClient, name: str, param: str
+) -> None:
+    answer = client.post("/v1/adapters", json={"name": name, "path": "/no/such/place"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_base_is_no_name_of_an_adapter_where_the_model_has_another(folder: Path) -> None:
+    for client in serving(Settings(str(folder / "base"), dtype="fp32", name="mine")):
+        refused = client.post("/v1/adapters", json={"name": "base", "path": str(folder / "one")})
+        assert refused.status_code == 409
+        assert "`base` is the name of the model under an adapter; choose another name" in told(refused)
+        assert client.delete("/v1/adapters/base").status_code == 404
+
+
 def test_adapters_come_and_go_by_either_name_of_the_paths(client: TestClient, folder: Path) -> None:
     path = str(folder / "one")
     assert client.post("/v1/adapters", json={"name": "two", "path": path}).json()["id"] == "two"
@@ -258,6 +328,8 @@ def test_adapters_come_and_go_by_either_name_of_the_paths(client: TestClient, fo
     texts = {name: one["choices"][0]["text"] for name, one in said.items()}
     assert texts["one"] == texts["two"] == texts["three"] != texts["base"]
     assert [one["id"] for one in client.get("/v1/adapters").json()["data"]] == ["one", "two", "three"]
+    again = client.post("/v1/adapters", json={"name": "two", "path": path})
+    assert (again.status_code, "remove it first" in told(again)) == (409, True)
     assert client.delete("/v1/adapters/two").json()["deleted"]
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "three"}).json()["deleted"]
     assert client.delete("/v1/adapters/two").status_code == 404
@@ -308,20 +380,25 @@ def test_a_classifier_gives_labels_with_their_probabilities(
 def test_a_classifier_with_a_full_queue_says_so_and_goes_on(
     classifier_run: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
+    """However few threads there are for what waits."""
     runs.run_alone(classifier_run({"train.max_steps": 1}), tmp_path / "run")
-    settings = Settings(str(tmp_path / "run" / "checkpoint-000001"), dtype="fp32", name="kinds", max_queue=0)
-    served_one = Classifier(settings, find(settings))
-    asked, answers = ClassifyRequest(model="kinds", input="a tree"), []
-    with served_one._lock:
-        waiting = threading.Thread(target=lambda: answers.append(served_one.answer(asked)))
-        waiting.start()
-        until = time.monotonic() + 60
-        while served_one.counts()[0] == 0:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        with pytest.raises(ApiError) as caught:
-            served_one.answer(asked)
-    assert (caught.value.status, caught.value.retry_after) == (429, 1)
-    waiting.join()
-    assert answers == [served_one.answer(asked)]
-    assert served_one.counts() == (0, 0)
+    settings = Settings(str(tmp_path / "run" / "checkpoint-000001"), dtype="fp32", name="kinds", max_queue=2)
+    server, asked = Server(settings, lambda line: None), {"model": "kinds", "input": "a tree"}
+    assert server._classifier is not None
+    with TestClient(server.app()) as client, ThreadPoolExecutor(3) as clients:
+        assert client.portal is not None
+        client.portal.call(lambda: asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1)))
+
+        def ask() -> Any:
+            return client.post("/v1/classify", json=asked)
+
+        with server._classifier._lock:
+            answers = [clients.submit(ask) for _ in range(3)]
+            until = time.monotonic() + 20
+            while (health := client.get("/health").json())["waiting"] < 2 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert (health["running"], health["waiting"]) == (1, 2)
+            refused = ask()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert [one.result().json() for one in answers] == [ask().json()] * 3
+        assert (client.get("/health").json()["running"], client.get("/health").json()["waiting"]) == (0, 0)
