@@ -101,6 +101,7 @@ class Loop:
         self._window = _Window()
         self._signals = _Signals()
         self._waiting: list[Evaluated] = []
+        self._saves = False
         self._best = self.task.spec.chosen(self.config.evaluation)
         if self.state.metric not in ("", self._best[0]):
             message = f"{self._best[0]} now chooses the best checkpoint, instead of {self.state.metric}"
@@ -212,6 +213,8 @@ class Loop:
         """Log, evaluate and save, if due; if the run is stopped, log the rest and save."""
         config, state = self.config, self.state
         request = self.strategy.broadcast_object(self.take_request()) if has_request else ""
+        # Waiting for evaluations may set it too.
+        self._saves = request == "save"
         if came:
             self._count(self._fetch())
         if round(numbers.signals % REQUESTED) == self.strategy.world_size:
@@ -239,9 +242,9 @@ class Loop:
         if request not in ("", "save"):
             self.ended_by = request
         self.stopped = bool(self.ended_by) and not last
-        due = self._is_due(config.checkpoint, data.items) or is_wanted or request == "save"
+        due = self._is_due(config.checkpoint, data.items) or is_wanted or self._saves
         is_stored = last or due or self.stopped
-        behind = config.checkpoint.asynchronous and not (last or self.stopped or request == "save")
+        behind = config.checkpoint.asynchronous and not (last or self.stopped or self._saves)
         # A checkpoint written in the background may still fail.
         memory = self.memory if behind or not is_stored else None
         memory = memory if memory is not None and state.step % memory.interval == 0 else None
@@ -341,8 +344,11 @@ class Loop:
         return found
 
     def _wait_for_evaluations(self, most: int) -> None:
-        """Wait until at most ``most`` evaluations are pending, or the run is asked to stop. A collective."""
-        if len(self.state.evaluating) <= most:
+        """Wait until at most ``most`` evaluations are pending, or the run is asked to stop. A collective.
+
+        A request to save ends the wait too, except after the last step (``most`` is 0), when all is saved.
+        """
+        if len(self.state.evaluating) <= most or (most and self._saves):
             return
         # An unfinished checkpoint cannot be evaluated.
         self._finish_saving()
@@ -352,6 +358,9 @@ class Loop:
             request = self.strategy.broadcast_object(self.take_request() if self.has_request() else "")
             if request not in ("", "save"):
                 self.stopped, self.ended_by = True, request
+            elif request and most:
+                self._saves = True
+                break
             elif len(self.state.evaluating) > most and self.strategy.rank == 0:
                 if not is_reported and self.clock() - started > _PATIENCE_S:
                     steps = ", ".join(map(str, self.state.evaluating))

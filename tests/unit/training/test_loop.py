@@ -324,6 +324,25 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_evaluations(make: Make, r
     assert behind.is_closed
 
 
+@pytest.mark.parametrize("comes", ["with the step", "while it waits"])
+def test_a_request_to_save_does_not_wait_for_evaluations_that_are_behind(make: Make, comes: str) -> None:
+    """The machine that goes has no time for them."""
+    values = {step: 9.0 - step / 10 for step in range(11)}
+    made = make(held_out=[], evaluation={**ASYNC, "every_steps": 1, "on_start": False})
+    behind = Behind(made, 30.0, values, {})
+    early = comes == "with the step"
+    made.loop.has_request = lambda: made.loop.state.step == 4 if early else len(behind.pauses) == 3
+    made.loop.take_request = lambda: behind.pauses.append(0.0) or "save"  # type: ignore[func-returns-value]
+    known: dict[str, int] = {}
+    made.loop.reported = lambda path, metrics: known.update({str(path): len(made.of(EvalRecord))})
+    made.run()
+    # Training waits for the first time after step 5; after step 6 it waits for two, and saves as usual again.
+    assert [snapshot for _, _, snapshot in made.saved[3:6]] == ["4 behind", "5 at once", "6 behind"]
+    assert (known["c5"], known["c6"]) == (0, 2)
+    assert [record.step for record in made.of(EvalRecord)] == list(range(1, 11))
+    assert (made.loop.stopped, made.loop.ended_by) == (False, "")
+
+
 @pytest.mark.parametrize("keep_best", [True, False])
 def test_the_best_so_far_is_saved_where_it_is_kept(make: Make, keep_best: bool) -> None:
     values = [3.0, 4.0, 2.0, 2.0, 5.0]
