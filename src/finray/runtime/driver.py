@@ -392,7 +392,7 @@ def _watch(
         head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
     )
     host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
-    watch.listener = Listener(host, watch.heard, watch.resize, lambda: watch.began_at)
+    watch.listener = Listener(host, watch.heard, watch.resize, lambda: watch.began_at, watch.is_evaluating)
     return watch, watch.listener
 
 

@@ -28,7 +28,7 @@ from ray.util.placement_group import placement_group_table
 from finray.planning.placement import room
 from finray.runtime.failures import OutOfMemory
 from finray.runtime.nodes import joined
-from finray.runtime.progress import Address, resize_to
+from finray.runtime.progress import Address, is_evaluating, resize_to
 from finray.runtime.watch import refusal
 
 # How long the resources of ended workers may take to become free, before fewer workers start.
@@ -123,12 +123,13 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
         now = self._clock()
         if now - self._looked_at >= self.scaling_config.elastic_resize_monitor_interval_s:
             self._looked_at = now
-            possible, _ = self._room(afresh=True)
+            evaluates = self._evaluator and is_evaluating(self._listener)
+            possible, _ = self._room(afresh=True, evaluates=evaluates)
             if possible > worker_group_state.num_workers and resize_to(self._listener, possible):
                 self._expected = possible
         return NoopDecision()
 
-    def _room(self, *, afresh: bool) -> tuple[int, int]:
+    def _room(self, *, afresh: bool, evaluates: bool = False) -> tuple[int, int]:
         """How many workers there is room for on machines that answer, and how many there would be if they were idle.
 
         Until Ray gives up a lost machine, it counts its resources as free. Workers that were to start there would wait
@@ -136,6 +137,7 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
 
         Args:
             afresh: ask all machines, and not only those that did not answer the last time.
+            evaluates: an evaluator is running: what it holds is not free, and nothing else is kept for it.
         """
         alive = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}
         asked = alive.keys() if afresh else self._silent & alive.keys()
@@ -148,7 +150,7 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
             self.scaling_config.max_workers,
             int(self._evaluator),
         )
-        now = room_for(each, nodes=nodes, group=self._group, most=most, kept=kept)
+        now = room_for(each, nodes=nodes, group=self._group, most=most, kept=kept - evaluates)
         return now, room((alive[node]["Resources"] for node in nodes), each, most=most + kept) - kept
 
 

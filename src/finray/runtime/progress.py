@@ -31,7 +31,7 @@ _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRec
 Heard = Record | Beat
 _PATIENCE_S = 5.0
 _AGAIN_S = 1.0
-_ASKS, _RESIZES, _PROGRESS = "asks", "resizes", "progress"
+_ASKS, _RESIZES, _PROGRESS, _EVALUATES = "asks", "resizes", "progress", "evaluates"
 # The last line of a rank that ends normally.
 _BYE = "bye"
 # Requests from the driver to the workers, one per line: save a checkpoint and end; save one and continue; save one and
@@ -57,6 +57,7 @@ class Listener:
         handle: called with each record, by one thread at a time.
         resize: called with the number of workers that there is room for, when that has grown.
         progress: the step that the workers last started from.
+        is_evaluating: whether an asynchronous evaluation is running.
     """
 
     def __init__(
@@ -65,12 +66,13 @@ class Listener:
         handle: Callable[[Heard], None],
         resize: Callable[[int], None] = lambda count: None,
         progress: Callable[[], int] = lambda: -1,
+        is_evaluating: Callable[[], bool] = lambda: False,
     ) -> None:
         self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._server.settimeout(_PATIENCE_S)
         self.address = Address(host, self._server.getsockname()[1], secrets.token_hex(16))
         self._handle = handle
-        self._resize, self._progress = resize, progress
+        self._resize, self._progress, self._is_evaluating = resize, progress, is_evaluating
         self._one_at_a_time = threading.Lock()
         self._stopping = False
         self._settled: Future[Settled] = Future()
@@ -162,8 +164,9 @@ class Listener:
                     self._resize(int(asks.removeprefix(_RESIZES)))
                     connection.sendall(b"heard\n")
                     return
-                if asks == _PROGRESS:
-                    connection.sendall(f"{self._progress()}\n".encode())
+                if asks in (_PROGRESS, _EVALUATES):
+                    answer = self._progress() if asks == _PROGRESS else int(self._is_evaluating())
+                    connection.sendall(f"{answer}\n".encode())
                     return
                 if asks:
                     connection.sendall(f"{json.dumps(asdict(self._settled.result()))}\n".encode())
@@ -221,6 +224,14 @@ def progress_of(address: Address) -> int:
         return int(_answer(address, _PROGRESS))
     except (OSError, ValueError):
         return -1
+
+
+def is_evaluating(address: Address) -> bool:
+    """Whether an asynchronous evaluation is running, according to the driver; False if it cannot be asked."""
+    try:
+        return bool(int(_answer(address, _EVALUATES)))
+    except (OSError, ValueError):
+        return False
 
 
 def is_gone(address: Address) -> bool:

@@ -140,6 +140,11 @@ class Pulses:
         """Whether a rank has loaded: then all have reported."""
         return any(one.beat.step != LOADING and not one.is_lost for one in self._ranks.values())
 
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an asynchronous evaluation is running."""
+        return self._evaluation is not None
+
     def hosts(self) -> dict[str, str]:
         """Machines with workers: Ray's node id and the host name."""
         return {one.beat.node: one.beat.host for one in self._ranks.values()}

@@ -131,6 +131,11 @@ class Watch:
             self._handle(Note(f"there is room for {count} workers: saving a checkpoint to continue with them"))
             self.listener.ask(RESIZE)
 
+    def is_evaluating(self) -> bool:
+        """Whether an asynchronous evaluation is running."""
+        with self._pulses_change:
+            return self._pulses.is_evaluating
+
     def look(self) -> None:
         """Check once; called repeatedly during the run.
 

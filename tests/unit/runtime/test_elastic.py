@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from finray.records import Note
+from finray.records import Beat, Note
 from finray.runtime.failures import OutOfMemory
 from finray.runtime.progress import RESIZE, STOP, Listener, Sender, progress_of, resize_to
+from finray.runtime.pulses import EVALUATOR
 from tests.unit.runtime.test_progress import wish_of
 from tests.unit.runtime.test_watch import HEADER, Run
 
@@ -80,6 +82,47 @@ def test_a_run_has_room_where_it_holds_resources_and_where_they_are_free(
     monkeypatch.setattr(elastic, "ray", cluster)
     monkeypatch.setattr(elastic, "placement_group_table", lambda: cluster.held)
     assert elastic.room_for(TWO, nodes=set(nodes), group="finray run", most=8, kept=0) == room
+
+
+@pytest.mark.parametrize(
+    ("free", "evaluates", "asked"),
+    [
+        # The evaluator holds the CPUs of one machine, and another one joins.
+        ({"d": 2.0}, True, [3]),
+        ({"c": 2.0, "d": 2.0}, False, [3]),
+        # What is left for the next evaluation is no room for a worker.
+        ({"c": 2.0}, False, []),
+        ({}, True, []),
+    ],
+)
+def test_a_machine_that_joins_gets_a_worker_whether_or_not_an_evaluation_is_running(
+    free: dict[str, float], evaluates: bool, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.train import ScalingConfig
+
+    from finray.runtime import elastic
+
+    cluster = Cluster("CREATED", {0: "a", 1: "b"})
+    cluster.available_resources_per_node = lambda: {one: {"CPU": free.get(one, 0.0)} for one in "abcd"}  # type: ignore[method-assign]
+    node = {"Alive": True, "Resources": TWO, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1}
+    cluster.nodes = lambda: [{**node, "NodeID": one} for one in "abcd"]  # type: ignore[attr-defined]
+    monkeypatch.setattr(elastic, "ray", cluster)
+    monkeypatch.setattr(elastic, "placement_group_table", lambda: cluster.held)
+    monkeypatch.setattr(elastic, "refusal", lambda address: None)
+    run, counts = Run(monkeypatch), list[int]()
+    if evaluates:
+        run.watch.heard(Beat("", EVALUATOR, "host", 1, "c", 4, "other"))
+    with Listener("127.0.0.1", run.watch.heard, counts.append, is_evaluating=run.watch.is_evaluating) as listener:
+        policy = elastic.Elastic(
+            ScalingConfig(num_workers=(1, 8), resources_per_worker=TWO, elastic_resize_monitor_interval_s=0),
+            group="finray run",
+            listener=listener.address,
+            expected=2,
+            evaluator=True,
+            autoscaled=False,
+        )
+        policy.make_decision_for_running_worker_group(SimpleNamespace(num_workers=2), None)
+    assert counts == asked
 
 
 def test_a_machine_that_accepts_no_connection_is_silent() -> None:
