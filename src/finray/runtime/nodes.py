@@ -225,19 +225,22 @@ def up(
     Args:
         host: address at which the other machines reach this one; None means that of the default route.
         dashboard_host: where Ray's dashboard listens.
-        options: more options of `ray start`.
+        options: more options of `ray start`; its labels are added to finray's.
 
     Nodes that do not answer are given up after :data:`HEALTH_ENV`, unless the user set these variables.
 
     Raises:
-        ClusterError: a node runs here already, or Ray does not start.
+        ClusterError: a node runs here already, an option is not possible, or Ray does not start.
     """
     where = "finray cluster up"
     _require_none(where)
+    # Port 0 would be one that Ray chooses.
+    _require_usable(options, ("--address", "--node-ip-address", "--port=0"), where=where)
     made = require_token(where=where, create=True)
     os.environ["RAY_AUTH_MODE"] = "token"
     ip = host or _own_address(None)
-    address = joined(ip, HEAD_PORT)
+    ports, _ = _taken(options, "--port")
+    address = joined(ip, int(ports[-1]) if ports and ports[-1].isdecimal() else HEAD_PORT)
     if watch.refusal(address) is None:
         raise ClusterError(
             f"{address} is already in use",
@@ -257,14 +260,16 @@ def join(
         address: of the head, as `up` printed it; the port may be left out.
         host: address at which the other machines reach this one; None means that of the route to the head.
         any_version: join even if versions differ from the head's.
-        options: more options of `ray start`.
+        options: more options of `ray start`; its labels are added to finray's.
 
     Raises:
-        ClusterError: a node runs here already, the head does not answer or has other versions, or Ray does not start.
+        ClusterError: a node runs here already, an option is not possible, the head does not answer or has other
+            versions, or Ray does not start.
     """
     address = with_port(address)
     where = f"finray cluster join {address}"
     _require_none(where)
+    _require_usable(options, ("--address", "--node-ip-address", "--port"), where=where)
     require_token(where=where, create=False)
     head = [node for node in gcs_nodes(address, where=where) if node["is_head"] and node["alive"]]
     known = versions_in(head[0]["labels"]) if head else {}
@@ -283,8 +288,41 @@ def join(
 
 def dashboard_port(options: Sequence[str]) -> int:
     """The port of the dashboard with these options of `ray start`; the last one wins."""
-    found = re.findall(r"--dashboard-port[= ](\d+)", " ".join(options))
-    return int(found[-1]) if found else DASHBOARD_PORT
+    found, _ = _taken(options, "--dashboard-port")
+    return int(found[-1]) if found and found[-1].isdecimal() else DASHBOARD_PORT
+
+
+def _taken(options: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """The values that one of these options of `ray start` has, and the other words."""
+    values, others = [], []
+    words = iter(options)
+    for word in words:
+        key, has_value, value = word.partition("=")
+        if key == name:
+            values.append(value if has_value else next(words, ""))
+        else:
+            others.append(word)
+    return values, others
+
+
+def _require_usable(options: Sequence[str], refused: Sequence[str], *, where: str) -> None:
+    """Check that finray will find a node with these options.
+
+    Args:
+        options: of `ray start`.
+        refused: names of options, or an option with a value.
+        where: the command.
+    """
+    for one in refused:
+        name, _, value = one.partition("=")
+        found, _ = _taken(options, name)
+        if found and value in ("", *found):
+            raise ClusterError(
+                f"{one} is not possible after --",
+                where=where,
+                repair="--host takes the address of this machine, `finray cluster join ADDRESS` that of the head, and "
+                "`finray cluster up -- --port=NUMBER` the head's port",
+            )
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001
@@ -396,7 +434,9 @@ def _run_node(
     import psutil
 
     mark = secrets.token_hex(8)
-    labels = f"--labels={labels_of(versions())},{_NODE}={mark}"
+    # Ray takes the last --labels, and of a label the last value.
+    more, words = _taken(words, "--labels")
+    labels = f"--labels={','.join([*filter(None, more), labels_of(versions())])},{_NODE}={mark}"
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", labels, *words, "--block"],

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,65 @@ def test_a_node_is_known_to_down_before_it_has_started(tmp_path: Path, monkeypat
         nodes._start("m1:6379", "m1", [], [], where="up", is_head=True)
     assert ended == [1]
     assert not (nodes.state_dir() / "node.json").exists()
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Words of the nodes' processes, which are known as soon as somebody asks for what they were given."""
+    monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    found: list[list[str]] = []
+    popen = nodes.subprocess.Popen
+
+    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        found.append(words)
+        # As Ray: of an option that is given twice, the last value counts.
+        mark = [word for word in words if word.startswith("--labels")][-1].rpartition("finray/node=")[2]
+        known.append({"is_head": True, "alive": True, "labels": {"finray/node": mark}})
+        return popen(["true"], **options)
+
+    def known_at(address: str, *, where: str) -> list[dict[str, Any]]:
+        asked.append(address)
+        return known
+
+    known, asked = list[dict[str, Any]](), list[str]()
+    monkeypatch.setattr(nodes, "_START_S", 1.0)
+    monkeypatch.setattr(nodes.subprocess, "Popen", start)
+    monkeypatch.setattr(nodes, "gcs_nodes", known_at)
+    monkeypatch.setattr(nodes, "_family", lambda processes: processes)
+    found.append(asked)
+    return found
+
+
+@pytest.mark.parametrize("labels", [["--labels=zone=a,gpu=b"], ["--labels", "zone=a", "--labels=gpu=b"]])
+def test_labels_of_the_user_are_added_to_those_of_finray(started: list[list[str]], labels: list[str]) -> None:
+    from ray._private.label_utils import parse_node_labels_string
+
+    nodes.up(host="127.0.0.1", options=[*labels, "--num-cpus=2"])
+    (words,) = started[1:]
+    (given,) = (word.partition("=")[2] for word in words if word.startswith("--labels"))
+    found = parse_node_labels_string(given)
+    assert (found["zone"], found["gpu"]) == ("a", "b")
+    assert nodes.versions_in(found) == nodes.versions()
+    assert "--num-cpus=2" in words
+
+
+@pytest.mark.parametrize("port", [["--port=7000"], ["--port", "6999", "--port", "7000"]])
+def test_a_head_is_asked_on_the_port_that_it_was_given(started: list[list[str]], port: list[str]) -> None:
+    found, _ = nodes.up(host="127.0.0.1", options=port)
+    assert found.address == "127.0.0.1:7000"
+    assert set(started[0]) == {"127.0.0.1:7000"}
+
+
+@pytest.mark.parametrize("options", [["--address=m2:6379"], ["--node-ip-address", "10.0.0.9"], ["--port=0"]])
+def test_an_option_with_which_finray_would_not_find_the_node_is_refused_before_anything_starts(
+    started: list[list[str]], options: list[str]
+) -> None:
+    for start in (nodes.up, partial(nodes.join, "m1")):
+        with pytest.raises(ClusterError, match=options[0].partition("=")[0]):
+            start(options=options)
+    assert started == [[]]
 
 
 @pytest.fixture
