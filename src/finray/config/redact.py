@@ -41,6 +41,11 @@ def holds_token(text: str) -> bool:
     return bool(_VALUE.search(text))
 
 
+def tokens_in(text: str) -> list[str]:
+    """All that has the form of a token."""
+    return _VALUE.findall(text)
+
+
 def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
     """Mask secrets in free text: token formats, passwords and signatures in URLs, values of secret environment
     variables."""

@@ -26,7 +26,7 @@ import yaml
 from rich.console import Console
 
 from finray.config.paths import with_absolute_paths
-from finray.config.redact import NAMED_BY_DATA, is_secret_name, redact_text
+from finray.config.redact import NAMED_BY_DATA, is_secret_name, redact_text, tokens_in
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
 from finray.results import Result, Table
@@ -353,7 +353,7 @@ def require_no_secret(config: Config, *, option: str = "--env") -> None:
         option: the command's option that names variables to take along.
 
     Raises:
-        ConfigError: it holds one; the message names the variable to use.
+        ConfigError: it holds one; the message says what to use instead.
     """
     problems: list[str] = []
 
@@ -369,15 +369,29 @@ def require_no_secret(config: Config, *, option: str = "--env") -> None:
             if redact_text(value, environ={}) != value or (
                 is_secret_name(name) and not any(f".{one}." in path for one in NAMED_BY_DATA)
             ):
-                usual = next((one for start, one in _USUAL.items() if start in value), None)
-                usual = usual or re.sub(r"\W", "_", name).upper()
-                problems.append(f"{path}: remove it, export {usual}=..., and add {option} {usual}")
+                problems.append(f"{path}: {_without(value, name, option)}")
 
     look(config.model_dump(mode="json", exclude_unset=True), "")
     if problems:
         raise ConfigError(
             "the config holds a secret, but it is written to files and logs of the cluster", problems=tuple(problems)
         )
+
+
+def _without(value: str, name: str, option: str) -> str:
+    """What to do instead of a secret in the value of a field."""
+    tokens = tokens_in(value)
+    usual = next((one for start, one in _USUAL.items() if any(token.startswith(start) for token in tokens)), None)
+    if usual is None and is_secret_name(name):
+        usual = re.sub(r"\W", "_", name).upper()
+    if usual is not None:
+        return f"remove it, export {usual}=..., and add {option} {usual}"
+    if "://" in value and not tokens:
+        return (
+            "use an address without a key: a file on the cluster, or s3://... with the variables of its credentials "
+            f"given by {option}"
+        )
+    return "remove it"
 
 
 def secrets_named(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,8 @@ from finray.runtime.jobs import (
     [
         ({"data.source": "https://me:hf_abcdefghijklmnopqrstuv@host/x"}, "HF_TOKEN"),
         ({"data.system": "use AKIAABCDEFGHIJKLMNOP"}, "AWS_ACCESS_KEY_ID"),
+        # The beginning of another word says nothing of the token.
+        ({"data.system": "the neighbours of disk-1 use hf_abcdefghijklmnopqrstuv"}, "HF_TOKEN"),
     ],
 )
 def test_a_secret_in_a_config_is_refused_with_the_name_to_use(changes: dict[str, Any], name: str) -> None:
@@ -44,6 +46,30 @@ def test_a_secret_in_a_config_is_refused_with_the_name_to_use(changes: dict[str,
     assert next(iter(changes)) in said
     for value in ("hf_abc", "anything", "AKIAABC"):
         assert value not in said
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "https://neighbours.example.com/disk-1.jsonl?token=anything",
+        "s3://bucket/rows.jsonl?x=1&X-Amz-Signature=anything",
+        "https://me:anything@example.com/hf_rows.jsonl",
+    ],
+)
+def test_for_an_address_with_a_key_no_variable_is_proposed(source: str) -> None:
+    """None of them would be read."""
+    with pytest.raises(ConfigError) as caught:
+        require_no_secret(load_config("smollm2-lora", {"data.source": source}))
+    said = str(caught.value)
+    assert "data.source: use an address without a key" in said
+    assert "export" not in said
+    assert "anything" not in said
+
+
+def test_for_a_token_of_no_known_service_no_variable_is_proposed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_no_secret(load_config("smollm2-lora", {"data.system": "xoxb-1234567890-abc, of the neighbours"}))
+    assert str(caught.value).endswith("data.system: remove it")
 
 
 def test_a_config_without_secrets_is_sent() -> None:
