@@ -67,24 +67,23 @@ def submit(
     for name in SECRETS:
         if os.environ.get(name) and name not in names:
             show.remark(f"{name} is set here but not passed to the job; --env {name} passes it")
-    where = "" if address is None else f" --address {address}"
-    show.remark(f"job {job.id}, run {job.run}; finray jobs stop {job.id}{where} ends it with a checkpoint")
+    show.remark(f"job {job.id}, run {job.run}; finray jobs stop {job.id}{server.option} ends it with a checkpoint")
     if detach:
         show.lines(asdict(job), job.id)
         return
     try:
         job = server.follow(job.id, show.note if show.mode().json else show.write)
     except KeyboardInterrupt as stop:
-        stop.add_note(f"the job continues; follow it with: finray jobs logs {job.id} --follow{where}")
+        stop.add_note(f"the job continues; follow it with: finray jobs logs {job.id} --follow{server.option}")
         raise
     _ended(job)
 
 
-def _ended(job: Job) -> None:
-    """Say how a job ended, and end so."""
+def _ended(job: Job, /, **more: str) -> None:
+    """Say how a job ended, and end so; ``more`` is for its document."""
     code = {"succeeded": 0, "stopped": 143}.get(job.status, job.exit_code or 1)
     if show.mode().json:
-        show.document(asdict(job))
+        show.document({**asdict(job), **more})
     elif code:
         show.note(f"the job {job.status}" + (f": {job.message}" if job.message and job.status == "failed" else ""))
     if code:
@@ -110,8 +109,10 @@ def logs(
 ) -> None:
     """Print the output of a job."""
     server = Server(address)
-    if follow and not show.mode().json:
-        _ended(server.follow(job, show.write))
+    if follow:
+        pieces: list[str] = []
+        ended = server.follow(job, pieces.append if show.mode().json else show.write)
+        _ended(ended, job=job, logs="".join(pieces))
         return
     text = server.logs(job)
     if show.mode().json:

@@ -13,6 +13,7 @@ import os
 import posixpath
 import re
 import secrets
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -105,11 +106,19 @@ def address_of(given: str | None, environ: Mapping[str, str] = os.environ) -> st
 
 
 class Server:
-    """A job server that answers and accepts our token."""
+    """A job server that answers and accepts our token.
+
+    Attributes:
+        option: for commands in messages, if an address was given: ` --address ...`.
+    """
+
+    option = ""
 
     def __init__(self, address: str | None = None) -> None:
         """Raises ClusterError: the server there is not Ray's dashboard, or the token is missing or wrong."""
         self.address = address_of(address)
+        if address is not None:
+            self.option = f" --address {shlex.quote(redact_text(address))}"
         self._require_alive()
         from ray.job_submission import JobSubmissionClient
 
@@ -258,7 +267,7 @@ class Server:
             raise ClusterError(
                 f"there is no job `{identity}`",
                 where=self.address,
-                repair="`finray jobs list` shows all jobs",
+                repair=f"`finray jobs list{self.option}` shows all jobs",
             ) from None
 
     def list(self) -> tuple[Job, ...]:
@@ -304,7 +313,7 @@ class Server:
                             f"the job server has not answered for {_SILENCE_S:.0f} s: {redact_text(str(error))[:200]}",
                             where=self.address,
                             repair=f"the job may still be running; when the server is back: finray jobs logs "
-                            f"{identity} --follow",
+                            f"{identity} --follow{self.option}",
                         ) from None
                     pause(1.0)
 

@@ -225,6 +225,46 @@ def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(serv
         server.job(identity)
 
 
+@pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("FAILED", 3), ("STOPPED", 143)])
+def test_a_job_that_is_followed_for_a_program_is_one_document_at_its_end_and_has_its_exit_code(
+    server: Server, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+) -> None:
+    from finray.cli import jobs
+    from tests.support.runs import finray
+
+    client: Any = server._client
+    identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
+    client.log = "one\ntwo\n"
+
+    async def tail(identity: str) -> AsyncIterator[str]:
+        client.jobs[identity].status, client.jobs[identity].driver_exit_code = status, code
+        yield "one\n"
+
+    client.tail_job_logs = tail
+    monkeypatch.setattr(jobs, "Server", lambda address: server)
+    found, out, _ = finray("jobs", "logs", identity, "--follow", "--json")
+    told = json.loads(out)
+    assert (found, told["job"], told["logs"]) == (code, identity, client.log)
+    assert (told["status"], told["exit_code"]) == (status.lower(), code)
+
+
+def test_commands_in_messages_name_the_server_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Server, "_require_alive", lambda self: None)
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: Client())
+    for address, option in (("http://head:8265", " --address http://head:8265"), (None, "")):
+        server = Server(address)
+        client: Any = server._client
+        with pytest.raises(ClusterError) as caught:
+            server.job("other")
+        assert caught.value.repair == f"`finray jobs list{option}` shows all jobs"
+        identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
+        client.answers = [SILENT[0]] * 9
+        times = iter((0.0, 99.0))
+        with pytest.raises(ClusterError) as caught:
+            server.follow(identity, print, pause=lambda seconds: None, clock=lambda times=times: next(times))
+        assert str(caught.value.repair).endswith(f"finray jobs logs {identity} --follow{option}")
+
+
 @pytest.mark.parametrize("name", ["list_jobs", "get_job_logs", "stop_job"])
 def test_an_internal_error_of_the_job_server_is_none_of_finrays(
     server: Server, monkeypatch: pytest.MonkeyPatch, name: str
