@@ -93,6 +93,8 @@ class Watch:
         # How often a checkpoint was requested because of a machine.
         self._saved_for: dict[str, int] = {}
         self._world_size: int | None = None
+        # The number of workers that the current ones were last asked to make room for.
+        self._said_room = 0
         self.began_at = -1
         self.listener: Listener | None = None
         self._waiting: Callable[[], str | None] = lambda: workers_wait(
@@ -118,7 +120,7 @@ class Watch:
                 self._handle(EvalProgress(record.step, record.part, record.share))
             return
         if isinstance(record, RunHeader):
-            self._has_begun, self.began_at, self._hung_starts = True, record.step, 0
+            self._has_begun, self.began_at, self._hung_starts, self._said_room = True, record.step, 0, 0
             self._started(record)
             before, self._world_size = self._world_size, record.world_size
             if before not in (None, record.world_size):
@@ -126,9 +128,14 @@ class Watch:
         self._handle(record)
 
     def resize(self, count: int) -> None:
-        """There is room for this many workers: have the current ones save a checkpoint and end."""
+        """There is room for this many workers: have the current ones save a checkpoint and end.
+
+        This is repeated until they do, because they may be busy, or the request lost with a connection.
+        """
         if self._deadline is None and self._has_begun and self.listener is not None:
-            self._handle(Note(f"there is room for {count} workers: saving a checkpoint to continue with them"))
+            if count != self._said_room:
+                self._handle(Note(f"there is room for {count} workers: saving a checkpoint to continue with them"))
+            self._said_room = count
             self.listener.ask(RESIZE)
 
     def is_evaluating(self) -> bool:

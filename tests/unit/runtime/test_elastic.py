@@ -194,6 +194,20 @@ def test_a_group_makes_place_unless_the_run_is_ending(run: Run) -> None:
     assert asked == [RESIZE]
 
 
+def test_room_is_said_once_while_the_workers_have_no_time_for_it(run: Run) -> None:
+    """They may be evaluating or loading. They are asked again, because a request may be lost with a connection."""
+    asked: list[str] = []
+    run.ask = asked.append  # type: ignore[attr-defined]
+    run.watch.heard(HEADER)
+    for count in (3, 3, 4, 4):
+        run.watch.resize(count)
+    run.watch.heard(HEADER)
+    run.watch.resize(4)
+    said = [one.message for one in run.heard if isinstance(one, Note)]
+    assert [text.partition(":")[0] for text in said] == [f"there is room for {one} workers" for one in (3, 4, 4)]
+    assert asked == [RESIZE] * 5
+
+
 def test_which_failures_count() -> None:
     """Those in a row without progress between them; one that makes place is none, and memory is no bad luck."""
     from ray.train import FailureConfig
