@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import sys
 import time
@@ -265,18 +266,24 @@ def require_alive(address: str, *, where: str) -> None:
     """Check that a cluster answers. Ray itself retries for minutes, and ignores signals meanwhile.
 
     Args:
-        address: as Ray takes it: ``host:port``, ``ray://host:port``, or ``auto``, the Ray that was last started on this
-            machine.
+        address: as Ray takes it: ``host:port``, or ``auto``, the Ray that was last started on this machine.
         where: where the address comes from.
 
     Raises:
-        ClusterError: nothing listens there, or the server is not a Ray head.
+        ClusterError: nothing listens there, the server is not a Ray head, or the address is one of Ray's client server.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
-    client = address.startswith("ray://")
+    if address.startswith("ray://"):
+        host = re.sub(r":\d*$", "", address.removeprefix("ray://")) or "HOST"
+        raise ClusterError(
+            "this is an address of Ray's client server, and runs need the head itself",
+            where=where,
+            repair=f"use {host}:6379, with the port that the head was started with, from a machine in the cluster's "
+            "network; from elsewhere, use `finray submit`",
+        )
     try:
-        known = address.removeprefix("ray://") if client else canonicalize_bootstrap_address(address)
+        known = canonicalize_bootstrap_address(address)
     except (OSError, ValueError) as error:
         raise _unreachable(str(error).partition(". ")[0], where=where) from None
     if known is None:
@@ -284,8 +291,6 @@ def require_alive(address: str, *, where: str) -> None:
         return
     if (refusal := watch.refusal(known, timeout=_CONNECT_S)) is not None:
         raise _unreachable(f"no answer at {known}: {refusal}", where=where)
-    if client:
-        return
     import grpc
     from ray._private.grpc_utils import init_grpc_channel
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc

@@ -98,7 +98,20 @@ def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> Non
     error = refused(ClusterConfig())
     assert error.where == f"RAY_ADDRESS=127.0.0.1:{port}"
     assert "without the variable" in str(error.repair)
-    assert refused(ClusterConfig(address=f"ray://127.0.0.1:{port}")).where == f"cluster.address=ray://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("given", "host"), [("ray://head:10001", "head"), ("ray://[::1]:10001", "[::1]"), ("ray://", "HOST")]
+)
+def test_an_address_of_a_ray_client_names_the_one_to_use(
+    given: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its proxy has no table of placement groups and actors."""
+    error = refused(ClusterConfig(address=given))
+    assert error.where == f"cluster.address={given}"
+    assert f"{host}:6379" in str(error.repair)
+    monkeypatch.setenv("RAY_ADDRESS", given)
+    assert refused(ClusterConfig()).where == f"RAY_ADDRESS={given}"
 
 
 def test_somebody_who_listens_and_says_nothing() -> None:
