@@ -199,6 +199,11 @@ class AdapterConfig(Section):
         # As other systems' flags have it; as a regular expression it would match no name.
         if isinstance(value, str) and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", value.strip()):
             return re.split(r"\s*,\s*", value.strip())
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"this is not a regular expression: {error}") from None
         return value
 
 

@@ -84,7 +84,8 @@ class TrainConfig(Section):
         Field(
             "cosine",
             description="Shape of the decay after warm-up. `wsd` (warm-up, stable, decay) stays at the peak and falls "
-            "at the end. `constant` and `inverse_sqrt` do not depend on the number of steps.",
+            "at the end. With "
+            "`warmup_steps`, `constant` and `inverse_sqrt` do not depend on the number of steps.",
         )
     )
     schedule_options: ScheduleOptions | None = Field(
@@ -147,6 +148,8 @@ class TrainConfig(Section):
     def _consistent(self) -> TrainConfig:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("min_learning_rate is larger than learning_rate")
+        if self.min_learning_rate and self.schedule == "constant":
+            raise ValueError("train.min_learning_rate has no effect on the schedule constant; leave it out")
         takes = SCHEDULES[self.schedule]
         for name, value in self.schedule_options or ():
             if value is not None and name not in takes:

@@ -170,6 +170,8 @@ def require_new(output: Path) -> None:
     Raises:
         ModelError: it is not.
     """
+    if output.resolve() == Path.cwd():
+        raise ModelError("the output directory is the working directory", where=str(output), repair="name a new one")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError("the output directory is not empty", where=str(output), repair="choose a new directory")
 

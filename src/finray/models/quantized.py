@@ -14,6 +14,7 @@ Scales belong to the module and are not sharded: they take 0.13 bits a weight (4
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -125,6 +126,11 @@ def _per_element(bits: int, dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits // bits
 
 
+def _paths(name: str) -> list[str]:
+    """A module's name, and those of all that it is part of."""
+    return list(accumulate(name.split("."), lambda path, part: f"{path}.{part}"))
+
+
 def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
     """Replace the linear layers of a model on the meta device by quantized ones; returns their number.
 
@@ -144,7 +150,7 @@ def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
         and id(module) in body
         and module is not head
         and (module.in_features if bits == 8 else module.weight.numel()) % fill == 0
-        and not any(f".{one}." in f".{name}." for one in keep)
+        and not any(path.endswith(one) for one in keep for path in _paths(name))
     ]
     if not found:
         raise ModelError(

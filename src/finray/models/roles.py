@@ -13,9 +13,13 @@ def roles_of(model: Any) -> dict[str, str]:
     """``embedding``, ``head`` or ``norm`` by name, for parameters with such a role; includes their adapters."""
     inner = without_adapter(model)
     head = inner.get_output_embeddings()
+    heads = {id(head)} if head is not None else set[int]()
+    if head is None and hasattr(inner, inner.base_model_prefix):
+        # Of a classifier: what it adds to the body.
+        heads = {id(one) for name, one in inner.named_children() if name != inner.base_model_prefix}
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        if head is not None and module is head:
+        if id(module) in heads:
             role = "head"
         elif isinstance(getattr(module, "base_layer", module), torch.nn.Embedding):
             role = "embedding"

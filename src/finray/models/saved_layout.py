@@ -10,6 +10,7 @@ the same, for weights that no rank holds whole. The price is a second low-rank p
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -116,7 +117,9 @@ class SavedLayout:
                 if isinstance(value := getattr(config, name), set | list):
                     setattr(config, name, sorted(value))
             if self._has_residual:
-                config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
+                # The scale stays: it is alpha / r, or alpha / sqrt(r).
+                config.r = 2 * config.r
+                config.lora_alpha = (math.sqrt(2) if config.use_rslora else 2) * config.lora_alpha
             config.save_pretrained(str(folder))
             return
         self._model.config.save_pretrained(str(folder))

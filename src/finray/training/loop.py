@@ -103,11 +103,16 @@ class Loop:
         self._waiting: list[Evaluated] = []
         self._saves = False
         self._best = self.task.spec.chosen(self.config.evaluation)
-        if self.state.metric not in ("", self._best[0]):
-            message = f"{self._best[0]} now chooses the best checkpoint, instead of {self.state.metric}"
+        (metric, mode), before = self._best, (self.state.metric, self.state.metric_mode)
+        message = ""
+        if before[0] not in ("", metric):
+            message = f"{metric} now chooses the best checkpoint, instead of {before[0]}"
+        elif before[1] not in ("", mode):
+            message = f"the best checkpoint now has the {'largest' if mode == 'max' else 'smallest'} {metric}"
+        if message:
             self.trackers.log(Note(f"{message}; its best value starts over", self.state.step))
             self.state.best, self.state.stale_evaluations = None, 0
-        self.state.metric = self._best[0]
+        self.state.metric, self.state.metric_mode = self._best
         self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.precision == "fp16")
         # Reused by every snapshot: allocating fresh memory costs more than copying.
         self._copies: dict[str, torch.Tensor] = {}

@@ -30,7 +30,7 @@ class TrainState:
         tokens, supervised: tokens seen and targets trained on, over all ranks.
         seconds: training time so far, over all attempts.
         best: best value so far of the metric that selects checkpoints (``TaskSpec.chosen``).
-        metric: its name; empty in files of older versions.
+        metric, metric_mode: its name, and whether less or more of it is better; empty in files of older versions.
         stale_evaluations: evaluations since the last gain, for ``evaluation.early_stopping``.
         evaluating: steps with a pending asynchronous evaluation, ascending.
         loss_scale: loss scale in fp16; None before the first step, and for other dtypes.
@@ -50,6 +50,7 @@ class TrainState:
     seconds: float = 0.0
     best: float | None = None
     metric: str = ""
+    metric_mode: str = ""
     stale_evaluations: int = 0
     evaluating: list[int] = field(default_factory=list)
     loss_scale: float | None = None

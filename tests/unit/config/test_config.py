@@ -169,6 +169,12 @@ def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
 
 
+def test_layers_are_named_by_a_regular_expression_or_not_at_all() -> None:
+    fields = {"model": {"name": "m"}, "data": {"source": "d"}, "adapter": {"target_modules": ".*(q_proj"}}
+    with pytest.raises(ConfigError, match=r"(?s)adapter\.target_modules.*not a regular expression"):
+        build_config(fields, source="test")
+
+
 @pytest.mark.parametrize("name", ["max_new_tokens", "tokenizer", "target_modules", "keyboard", "NCCL_P2P_DISABLE"])
 def test_names_that_only_look_like_secrets(name: str) -> None:
     assert not is_secret_name(name)

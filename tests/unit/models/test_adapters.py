@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models import adapters
+from finray.models import adapter_methods, adapters
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import _scratch, export
 from finray.models.loading import build_model
@@ -165,6 +167,29 @@ def test_modules_to_save_that_match_nothing_are_an_error() -> None:
     assert len([name for name in names if ".lora_" not in name]) == 2
     # As PEFT itself writes it.
     assert lora().peft_config["default"].modules_to_save is None
+
+
+def test_a_module_with_an_adapter_is_not_trained_in_full_as_well() -> None:
+    with pytest.raises(ModelError, match="the adapter cannot be added") as caught:
+        lora(target_modules=["q_proj"], modules_to_save=["_proj"])
+    assert caught.value.where == "adapter.modules_to_save"
+
+
+def test_a_pissa_adapter_with_rslora_is_saved_with_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import PeftModel
+
+    method = adapter_methods.AdapterMethod({"use_rslora": True}, is_pissa=True)
+    monkeypatch.setattr(adapters, "adapter_method", lambda name: method)
+    monkeypatch.setattr(adapter_methods, "adapter_method", lambda name: method)
+    made = lora(target_modules=["q_proj"], rank=4, alpha=6)
+    scales = {layer.scaling["default"] for layer in made.modules() if isinstance(layer, LoraLayer)}
+    assert scales == {3.0}
+    SavedLayout(made).save_settings(tmp_path)
+    again = PeftModel(tiny.build_model("llama"), LoraConfig.from_pretrained(str(tmp_path)))
+    assert {layer.r["default"] for layer in again.modules() if isinstance(layer, LoraLayer)} == {8}
+    for layer in again.modules():
+        if isinstance(layer, LoraLayer):
+            assert layer.scaling["default"] == pytest.approx(3.0)
 
 
 def test_modules_to_save_of_a_bf16_model_are_trained_in_fp32() -> None:

@@ -176,6 +176,17 @@ def test_an_adapter_on_one_of_two_tied_tables_is_merged_into_that_one(
     assert not again.config.tie_word_embeddings
 
 
+def test_the_working_directory_is_not_replaced_by_an_export(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (Path(), tmp_path / "here"):
+        with pytest.raises(ModelError, match="is the working directory"):
+            export(read_artifact(adapter), output, merge=False, dtype="fp32")
+    assert not names(tmp_path / "here")
+
+
 def test_an_empty_weight_is_in_the_range_of_fp16(tmp_path: Path) -> None:
     module._require_range(torch.nn.ParameterDict({"empty": torch.empty(0), "full": torch.ones(2)}), tmp_path)
 

@@ -321,8 +321,8 @@ class Odd(torch.nn.Module):
         (4, [], {"fits", "rows_fit", "whole_proj"}),
         (8, [], {"fits", "whole_proj"}),
         (4, ["whole_proj"], {"fits", "rows_fit"}),
-        # An ending of a name, not of a word.
-        (4, ["proj", "its"], {"fits", "rows_fit", "whole_proj"}),
+        # PEFT compares endings of names.
+        (4, ["_proj"], {"fits", "rows_fit"}),
     ],
 )
 def test_layers_of_odd_shapes_stay_as_they_are(bits: int, keep: list[str], packed: set[str]) -> None:
@@ -442,8 +442,20 @@ def test_a_role_is_that_of_the_module() -> None:
     }
     assert embedded == {"embedding_A.default", "embedding_B.default"}
     assert not any("q_proj" in name for name in roles_of(wrapped))
-    without = SimpleNamespace(get_output_embeddings=lambda: None, named_modules=model.named_modules)
+    parts = {"get_output_embeddings": lambda: None, "base_model_prefix": "x", "named_modules": model.named_modules}
+    without = SimpleNamespace(**parts)
     assert "head" not in roles_of(without).values()
+
+
+@pytest.mark.parametrize("family", tiny.ENCODERS)
+def test_what_a_classifier_adds_to_its_body_is_its_head(family: str) -> None:
+    from finray.models.roles import roles_of
+
+    model = tiny.build_classifier(family)
+    body = f"{model.base_model_prefix}."
+    heads = {name for name, _ in model.named_parameters() if not name.startswith(body)}
+    assert heads
+    assert {name for name, role in roles_of(model).items() if role == "head"} == heads
 
 
 # --- weights that are in no file --------------------------------------------------------------------------------------

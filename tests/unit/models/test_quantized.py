@@ -106,6 +106,14 @@ def test_the_head_and_what_is_trained_whole_stay_as_they_are() -> None:
     assert kinds["model.layers.1.mlp.up_proj"] is QuantizedLinear
 
 
+def test_names_of_what_is_trained_whole_may_be_cut_as_for_peft() -> None:
+    with torch.device("meta"):
+        model = tiny.build_model("llama")
+    assert quantize_layers(model, 4, dtype=torch.bfloat16, keep=["wn_proj", "s.0.self_attn"]) == 8
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    assert kinds["model.layers.1.mlp.down_proj"] is kinds["model.layers.0.self_attn.q_proj"] is torch.nn.Linear
+
+
 def test_all_layers_in_a_module_that_is_trained_whole_stay_as_they_are() -> None:
     with torch.device("meta"):
         model = tiny.build_model("llama")

@@ -222,6 +222,18 @@ def test_the_best_value_of_another_metric_is_forgotten(make: Make, metric: str, 
     assert (state.best, state.stale_evaluations) == ((1.0, 0) if changed else (0.5, 4))
 
 
+@pytest.mark.parametrize(("mode", "changed"), [("", False), ("min", False), ("max", True)])
+def test_the_best_value_of_the_other_direction_is_forgotten(make: Make, mode: str, changed: bool) -> None:
+    known = {"metric": "eval_loss", "metric_mode": mode, "best": 1.5, "stale_evaluations": 3}
+    state = TrainState(step=9, position=27, updates=9, **known)  # type: ignore[arg-type]
+    made = make(held_out=[2.0], state=state)
+    said = "the best checkpoint now has the smallest eval_loss; its best value starts over"
+    assert made.said == ([Note(said, 9)] if changed else [])
+    assert state.metric_mode == "min"
+    made.run()
+    assert (state.best, state.stale_evaluations) == ((2.0, 0) if changed else (1.5, 4))
+
+
 # --- what is measured -------------------------------------------------------------------------------------------------
 
 

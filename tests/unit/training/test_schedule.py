@@ -98,7 +98,8 @@ def test_without_warm_up_inverse_sqrt_has_transformers_timescale_and_a_floor() -
 )
 def test_the_rate_after_the_last_update_is_the_minimum(fields: dict[str, Any], last: float) -> None:
     """An extended run says from which rate it comes."""
-    train = TrainConfig(learning_rate=1.0, min_learning_rate=0.2, warmup_steps=5, **fields)
+    lowest = 0.0 if fields["schedule"] == "constant" else 0.2
+    train = TrainConfig(learning_rate=1.0, min_learning_rate=lowest, warmup_steps=5, **fields)
     assert learning_rate(train, update=40, total=40) == pytest.approx(last)
     # A run that was all warm-up.
     assert learning_rate(train, update=5, total=5) == pytest.approx(0.2 if fields["schedule"] == "wsd" else 1.0)
@@ -129,6 +130,12 @@ def test_an_option_of_another_schedule_is_refused(schedule: str, options: dict[s
     with pytest.raises(ConfigError) as caught:
         build_config({"model": {"name": "m"}, "data": {"source": "d"}, "train": train}, source="test")
     assert said in str(caught.value)
+
+
+def test_a_last_rate_of_a_schedule_that_does_not_decay_is_refused() -> None:
+    train = {"schedule": "constant", "learning_rate": 1e-3, "min_learning_rate": 1e-4}
+    with pytest.raises(ConfigError, match="min_learning_rate has no effect on the schedule constant"):
+        build_config({"model": {"name": "m"}, "data": {"source": "d"}, "train": train}, source="test")
 
 
 def test_warm_up_is_linear_and_wastes_no_step() -> None:
