@@ -60,6 +60,18 @@ def moved(steps: int, dtype: torch.dtype, *, seed: int = 0) -> dict[str, torch.T
     return {name: one.detach() for name, one in parameters.items()}
 
 
+def test_the_second_moment_of_a_bf16_weight_is_right_in_the_mean() -> None:
+    """Its neighbours in bf16 are 1 and 1 + 2 ** -7, and it is a third of the way between them."""
+    count, second = 100_000, 1 + 2**-7 / 3
+    weight = torch.nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
+    gradient, moments = torch.full((count,), second**0.5), [torch.zeros(count, dtype=torch.bfloat16) for _ in range(2)]
+    group = {"betas": (0.9, 0.0), "lr": 0.0, "eps": 1e-8, "weight_decay": 0.0}
+    bits = random_bits(KEY, 0, count, CPU)
+    module._update_some(weight.data, gradient, moments, bits, group, torch.tensor(1.0), 1.0)
+    assert set(moments[1].tolist()) == {1.0, 1 + 2**-7}
+    assert float((moments[1] > 1).float().mean()) == pytest.approx(1 / 3, abs=0.01)
+
+
 def test_weights_that_a_model_keeps_in_fp32_are_updated_as_by_torch() -> None:
     parameters = new_parameters()
     plain = Optimizer(parameters, train_config("adamw"), roles=ROLES)
