@@ -203,7 +203,10 @@ class AdapterConfig(Section):
             try:
                 re.compile(value)
             except re.error as error:
-                raise ValueError(f"this is not a regular expression: {error}") from None
+                raise ValueError(
+                    f"this is not a regular expression: {error}; use `all-linear`, a regular expression that matches "
+                    "whole module names, or a list of their endings"
+                ) from None
         return value
 
 

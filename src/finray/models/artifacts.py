@@ -186,7 +186,9 @@ def merge(model: Any) -> Any:
 
     inner = without_adapter(model)
     for layer in [one.get_base_layer() for one in model.modules() if isinstance(one, LoraLayer)]:
-        if any(one is not layer and getattr(one, "weight", None) is layer.weight for one in model.modules()):
+        # The layers of PEFT show their base's weight as their own.
+        owners = [one for one in model.modules() if one._parameters.get("weight") is layer.weight]
+        if len(owners) > 1:
             layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
             for config in (inner.config, inner.config.get_text_config()):
                 config.tie_word_embeddings = False

@@ -130,9 +130,7 @@ def test_targets_that_all_match_are_no_problem(plan: Planner) -> None:
     assert plan(adapter={"target_modules": ["q_proj", "self_attn.v_proj", "lm_head"]}).starts
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"), [(r".*\.(q_proj|v_proj)", ""), ("q_proj", "matches no module"), ("(", "not a regular")]
-)
+@pytest.mark.parametrize(("pattern", "message"), [(r".*\.(q_proj|v_proj)", ""), ("q_proj", "matches no module")])
 def test_regular_expressions_match_whole_names(plan: Planner, pattern: str, message: str) -> None:
     found = plan(adapter={"target_modules": pattern})
     assert found.starts == (not message), texts(found)
