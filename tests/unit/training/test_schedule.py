@@ -132,10 +132,10 @@ def test_an_option_of_another_schedule_is_refused(schedule: str, options: dict[s
     assert said in str(caught.value)
 
 
-def test_a_last_rate_of_a_schedule_that_does_not_decay_is_refused() -> None:
-    train = {"schedule": "constant", "learning_rate": 1e-3, "min_learning_rate": 1e-4}
-    with pytest.raises(ConfigError, match="min_learning_rate has no effect on the schedule constant"):
-        build_config({"model": {"name": "m"}, "data": {"source": "d"}, "train": train}, source="test")
+def test_a_last_rate_of_a_schedule_that_does_not_decay_is_not_used_and_that_is_said() -> None:
+    train = TrainConfig(schedule="constant", learning_rate=1e-3, min_learning_rate=1e-4)
+    assert train.replaced == ("train.schedule=constant takes the place of train.min_learning_rate=0.0001",)
+    assert TrainConfig(schedule="linear", learning_rate=1e-3, min_learning_rate=1e-4).replaced == ()
 
 
 def test_warm_up_is_linear_and_wastes_no_step() -> None:
