@@ -19,66 +19,16 @@ import yaml
 
 from finray.config import foreign, names
 from finray.config.convert_data import ForeignData
+from finray.config.converted import Converted, Lost
 from finray.config.foreign import AXOLOTL, LLAMA_FACTORY
 from finray.config.load import build_config, read_yaml
+from finray.config.redact import redact
 from finray.config.replicas import legal_name
 from finray.config.schema import Config, sections
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import cut, shown
 
 _SIGNS = {"model_name_or_path": LLAMA_FACTORY, "base_model": AXOLOTL}
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A line that was not carried over.
-
-    Attributes:
-        line: in the file, from 1.
-        key: with its value, as it was.
-        why: a sentence; empty for an unknown key.
-    """
-
-    line: int
-    key: str
-    why: str
-
-    def __str__(self) -> str:
-        if self.why:
-            return f"line {self.line}, `{self.key}`: {self.why}"
-        near = did_you_mean(self.key.partition(":")[0], [*names.NAMES, *foreign.NOT_OURS, *foreign.SENTENCES])
-        return f"line {self.line}, `{self.key}`: finray does not know this key{near}"
-
-
-@dataclass
-class Converted:
-    """What a file came to.
-
-    Attributes:
-        system: whose it was.
-        plain: sections of finray.
-        lost: what was not carried over, by line.
-        notes: what is to be looked at.
-    """
-
-    system: str
-    plain: dict[str, Any]
-    lost: list[Lost] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def unknown(self) -> list[str]:
-        """Unknown keys."""
-        return [one.key.partition(":")[0] for one in self.lost if not one.why]
-
-    def text(self, source: str) -> str:
-        """The config file."""
-        head = [f"Converted from {source} ({self.system})."]
-        head += [f"Check this: {note}" for note in self.notes]
-        if self.lost:
-            head += ["Not carried over:", *(f"  {one}" for one in self.lost)]
-        comments = "".join(f"# {' '.join(line.split()) if line[0] != ' ' else line.rstrip()}\n" for line in head)
-        return comments + yaml.safe_dump(self.plain, sort_keys=False, allow_unicode=True)
 
 
 def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None = None) -> Converted:
@@ -157,7 +107,7 @@ class _Reading:
 
     def lose(self, key: str, why: str, value: Any = None) -> None:
         self.used.add(key)
-        given = json.dumps(self.raw.get(key, value), default=str, ensure_ascii=False)
+        given = json.dumps(redact({key: self.raw.get(key, value)})[key], default=str, ensure_ascii=False)
         self.lost.append(Lost(self.lines.get(key.partition(".")[0], 0), cut(f"{key}: {given}"), why))
 
     def read(self) -> None:
@@ -581,7 +531,9 @@ class _Reading:
                 value = self.out[section].pop(name)
                 key = self.origin.get(f"{section}.{name}") or name
                 why = error.problems[0].partition(": ")[2] or error.message
-                self.lose(key, f"not supported: {why}", value)
+                # The message quotes the value as it is.
+                secret = redact({key: value}) != {key: value}
+                self.lose(key, "not supported here" if secret else f"not supported: {why}", value)
         ordered = {one: self.out[one] for one in Config.model_fields if self.out.get(one)}
         return Converted(self.system, ordered, sorted(self.lost, key=lambda one: one.line), self.notes)
 
