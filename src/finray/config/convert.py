@@ -113,7 +113,7 @@ class _Reading:
     def read(self) -> None:
         """Everything, in the order in which one says it."""
         self.refuse()
-        for step in (self.model, self.adapter, self.data, self.train, self.checkpoints, self.machines):
+        for step in (self.model, self.adapter, self.data, self.train, self.checkpoints, self.hub, self.machines):
             step()
         for key, value in self.raw.items():
             if key not in self.used:
@@ -475,6 +475,15 @@ class _Reading:
                 self.put(f"{section}.every_epochs", every * train["epochs"], f"{kind}_steps")
         elif every is not None:
             self.lose(f"{kind}_steps", f"set `{section}.every_steps` or `every_epochs`")
+
+    def hub(self) -> None:
+        """Axolotl pushes if there is a name, LLaMA-Factory if `push_to_hub` is true as well."""
+        pushes, name = bool(self.raw.get("push_to_hub")), self.raw.get("hub_model_id")
+        if name and not pushes and self.system == LLAMA_FACTORY:
+            self.lose("hub_model_id", "nothing is pushed there without `push_to_hub: true`; here `export.push_to_hub`")
+            name = None
+        if pushes == bool(name):
+            self.used.add("push_to_hub")
 
     def machines(self) -> None:
         self.put("cluster.num_workers", self.workers)

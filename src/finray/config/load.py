@@ -312,6 +312,9 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
     field = sections()[section].model_fields.get(name) if section in sections() else None
     # Templates and instructions such as `{answer}` and `Answer: {answer}` are no YAML that anybody means.
     is_text = field is not None and field.annotation in (str, str | None)
+    if is_text and "\n" in text.strip() and not re.match(r"\s*[\"'|>]", text):
+        # YAML would join the lines.
+        return _set(data, path, text)
     try:
         value = parse_yaml(text, name=path)
     except ConfigError as error:

@@ -344,7 +344,7 @@ class Inspector:
 
     def _find(self, wanted: str) -> list[tuple[str, int]]:
         name, rows = next(iter(self.splits.items()))
-        if wanted.isdigit():
+        if wanted.isdecimal():
             if int(wanted) >= len(rows):
                 raise DataError(
                     f"there is no row {wanted}: {name} has {len(rows):,} rows",

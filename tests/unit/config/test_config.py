@@ -329,10 +329,20 @@ def test_a_number_sign_in_an_override_begins_no_comment() -> None:
     assert load_config(config, ["data.system=null"]).data.system is None
 
 
-@pytest.mark.parametrize("text", ["{answer}", "Answer: {answer}", r"Instruction: {instruction}\n{x}", "{{ messages }}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{answer}", "Answer: {answer}", r"Instruction: {instruction}\n{x}", "{{ messages }}"),
+        # YAML would make one line of these, and a comment of the second.
+        *("Line one\nLine two\n", "Title\n# Rules\n  Be brief.", "- one\n- two"),
+    ],
+)
 def test_a_template_in_an_override_is_text_as_it_stands(text: str) -> None:
     config = load_config(None, ["model.name=m", "data.source=d", f"model.chat_template={text}", f"data.system={text}"])
     assert (config.model.chat_template, config.data.system) == (text, text)
+    # YAML's own ways to write several lines.
+    for quoted in ('"one\\ntwo"', "|-\n  one\n  two"):
+        assert load_config(None, ["model.name=m", "data.source=d", f"data.system={quoted}"]).data.system == "one\ntwo"
     # A field that takes more than text still takes YAML.
     with pytest.raises(ConfigError, match=r"data.field_mapping"):
         load_config(None, ["model.name=m", "data.source=d", f"data.field_mapping=[{text}"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from tests.unit.config.test_convert import converted
+from tests.unit.config.test_convert import AXOLOTL, LLAMA_FACTORY, converted, fields
 
 SMALL = {"base_model": "m", "datasets": [{"path": "org/rows", "type": "alpaca"}]}
 
@@ -25,3 +26,23 @@ def test_a_secret_is_not_copied_into_the_config(tmp_path: Path) -> None:
     assert {"***" in one.key for one in found.lost if one.key.startswith((*keys, "ray_", "debug"))} == {True}
     assert "s3cr3t" not in found.text("theirs.yaml")
     assert "hf_abc" not in found.text("theirs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "pushes", "listed"),
+    [
+        (LLAMA_FACTORY, {"hub_model_id": "me/x"}, False, {"hub_model_id"}),
+        (LLAMA_FACTORY, {"hub_model_id": "me/x", "push_to_hub": False}, False, {"hub_model_id"}),
+        (LLAMA_FACTORY, {"hub_model_id": "me/x", "push_to_hub": True}, True, set()),
+        (LLAMA_FACTORY, {"push_to_hub": True}, False, {"push_to_hub"}),
+        (LLAMA_FACTORY, {"push_to_hub": False}, False, set()),
+        # For Axolotl the name is enough.
+        (AXOLOTL, {"hub_model_id": "me/x"}, True, set()),
+    ],
+)
+def test_a_run_that_does_not_push_there_does_not_push_here(
+    text: str, changes: dict[str, Any], pushes: bool, listed: set[str], tmp_path: Path
+) -> None:
+    text = yaml.safe_dump(yaml.safe_load(text) | changes)
+    assert fields(text, tmp_path).get("export.push_to_hub") == ("me/x" if pushes else None)
+    assert lost(text, tmp_path).keys() & {"hub_model_id", "push_to_hub"} == listed

@@ -246,7 +246,7 @@ def test_chosen_rows_are_shown(tokenizer: Any) -> None:
     assert [token.id for token in shown[0].tokens] == ids.tolist()
     assert [token.learned for token in shown[0].tokens] == mask.astype(bool).tolist()
     assert shown[0].supervised == rows.supervised[2]
-    for wrong in ("20", "rows.jsonl:99", "ows.jsonl:1"):
+    for wrong in ("20", "²", "rows.jsonl:99", "ows.jsonl:1"):
         with pytest.raises(DataError, match="there is no row"):
             inspect_rows(tokenizer, splits, chosen=[wrong])
 
