@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import yaml
 from finray.config import foreign, names
 from finray.config.convert_data import ForeignData
 from finray.config.converted import Converted, Lost
-from finray.config.foreign import AXOLOTL, LLAMA_FACTORY
+from finray.config.foreign import AXOLOTL, LLAMA_FACTORY, number, words
 from finray.config.load import build_config, read_yaml
 from finray.config.redact import redact
 from finray.config.replicas import legal_name
@@ -65,13 +64,22 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     assert tree is not None
     lines = {key.value: key.start_mark.line + 1 for key, _ in tree.value}
     for key in foreign.NUMBERS & set(raw):
-        raw[key] = _number(raw[key])
-        if not isinstance(raw[key], int | float | None):
-            raise ConfigError(
-                f"`{key}: {shown(raw[key])}` is not a number",
-                where=f"{path}: line {lines.get(key, 0)}",
-                repair="write a number, or leave the key out",
-            )
+        value = raw[key] = number(raw[key])
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            what = "a number"
+        elif key in foreign.LEAST and (
+            isinstance(value, bool) or not isinstance(value, int) or value < foreign.LEAST[key]
+        ):
+            what = f"a whole number of {foreign.LEAST[key]} or more"
+        else:
+            continue
+        raise ConfigError(
+            f"`{key}: {shown(value)}` is not {what}",
+            where=f"{path}: line {lines.get(key, 0)}",
+            repair="correct it, or leave the key out",
+        )
     reading = _Reading(system, raw, lines, path, workers, dataset_info)
     reading.read()
     return reading.checked()
@@ -208,7 +216,7 @@ class _Reading:
         if isinstance(added, Mapping):
             self.lose("tokens", names.NAMES["special_tokens"])
         elif added:
-            self.put("model.new_tokens", _words(added), self.key("tokens", "add_tokens", "new_special_tokens"))
+            self.put("model.new_tokens", words(added), self.key("tokens", "add_tokens", "new_special_tokens"))
         if (thinks := self.get("enable_thinking")) is not None:
             self.put("model.chat_template_arguments", {"enable_thinking": thinks}, "enable_thinking")
 
@@ -238,10 +246,12 @@ class _Reading:
         if isinstance(targets, str) and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)*", targets) and targets != "all":
             targets = [one.strip() for one in targets.split(",")]
         self.put("adapter.target_modules", "all-linear" if linear or targets in (None, "all") else targets)
+        if linear and any(not one.endswith("_proj") for one in words(targets)):
+            self.lose("lora_target_modules", "`adapter.target_modules` has all linear layers, or a list of your own")
         if self.system == AXOLOTL and targets is None and not linear:
             self.notes.append("the file names no layers for the adapter; adapter.target_modules is all-linear")
         if kept := self.get("additional_target", "lora_modules_to_save"):
-            self.put("adapter.modules_to_save", _words(kept), self.key("additional_target", "lora_modules_to_save"))
+            self.put("adapter.modules_to_save", words(kept), self.key("additional_target", "lora_modules_to_save"))
 
     def data(self) -> None:
         self.put("data.max_length", self.get("cutoff_len", "sequence_len", "max_seq_length"))
@@ -250,7 +260,9 @@ class _Reading:
             packs = bool(self.get("sample_packing"))
             found = [one for given in self.sources("datasets", "pretraining_dataset") for one in data.axolotl(given)]
             held = [one for given in self.sources("test_datasets") for one in data.axolotl(given)]
-            if self.raw.get("pretraining_dataset"):
+            if self.raw.get("datasets") and self.raw.get("pretraining_dataset"):
+                self.lose("pretraining_dataset", "`datasets` is read; further sources can be added to data.mix")
+            elif self.raw.get("pretraining_dataset"):
                 self.notes.append("all rows are prepared before the training; data.train_split takes a part of them")
             # Axolotl drops conversations that are too long. Plain text is cut into pieces.
             long = self.get("excess_length_strategy")
@@ -261,8 +273,8 @@ class _Reading:
             packs = bool(self.get("neat_packing") or self.get("packing"))
             packs |= pretraining and self.raw.get("packing") is None
             limit = self.get("max_samples")
-            found = [data.factory(one, limit) for one in _words(self.get("dataset"))]
-            held = [data.factory(one, limit) for one in _words(self.get("eval_dataset"))]
+            found = [data.factory(one, limit) for one in words(self.get("dataset"))]
+            held = [data.factory(one, limit, held=True) for one in words(self.get("eval_dataset"))]
             self.used.update(("dataset_dir", "preprocessing_num_workers"))
             if pretraining:
                 self.put("data.train_on", "all")
@@ -278,20 +290,47 @@ class _Reading:
             if all(learned):
                 self.put("data.train_on", learned[0])
             self.put("data.mix", found)
+        self.shares(found)
         if self.get("train_on_inputs") or self.get("train_on_prompt"):
             self.put("data.train_on", "all")
         self.put("data.packing", packs)
         share = self.get("val_size", "val_set_size")
         if held:
-            self.put("data.eval_source", held[0]["source"])
-            if "split" in held[0]:
-                self.put("data.eval_split", held[0]["split"])
-            if len(held) > 1:
-                self.notes.append("only one evaluation source is supported: data.eval_source")
+            self.held(held, "test_datasets" if self.system == AXOLOTL else "eval_dataset")
         elif share and 0 < share < 1:
             self.put("data.eval_ratio", share)
         elif share:
             self.lose("val_size" if "val_size" in self.raw else "val_set_size", "here a share: data.eval_ratio")
+
+    def held(self, held: list[dict[str, Any]], key: str) -> None:
+        """The evaluation rows: read with the data section's format and columns, without its subset and revision."""
+        first, here = held[0], self.out["data"]
+        self.put("data.eval_source", first["source"])
+        if "split" in first:
+            self.put("data.eval_split", first["split"])
+        for name in ("subset", "revision"):
+            if name in first:
+                self.lose(f"{key}.{name}", "not supported: `data.eval_source` has none of its own", first[name])
+        for name in ("format", "field_mapping", "input_template", "output_template"):
+            if first.get(name) != here.get(name):
+                self.lose(f"{key}.{name}", f"`data.{name}` is for the evaluation rows too", first.get(name))
+        if len(held) > 1:
+            self.notes.append("only one evaluation source is supported: data.eval_source")
+
+    def shares(self, found: list[dict[str, Any]]) -> None:
+        """LLaMA-Factory's probabilities of several datasets, as weights; `concat` takes all rows, as finray does."""
+        keys = ("mix_strategy", "interleave_probs")
+        strategy, shares = self.get(keys[0]) or "concat", [number(one) for one in words(self.get(keys[1]))]
+        if len(found) < 2 or strategy == "concat":
+            return
+        if len(shares) == len(found) and all(isinstance(one, int | float) and one > 0 for one in shares):
+            for one, share in zip(found, shares, strict=True):
+                one["weight"] = share
+            self.notes.append("a mix has as many rows as its sources; there it ends with the first or last of them")
+            return
+        for key in keys:
+            if self.raw.get(key) is not None:
+                self.lose(key, "set data.mix.N.weight, the share of each dataset")
 
     def sources(self, *keys: str) -> list[Any]:
         found = self.get(*keys) or []
@@ -339,10 +378,10 @@ class _Reading:
         options = self.get("lr_scheduler_kwargs") or {}
         options = dict(options) if isinstance(options, Mapping) else {"lr_scheduler_kwargs": options}
         for name in ("min_lr_rate", "min_lr"):
-            given, number = options.get(name), _number(options.pop(name, None))
-            if isinstance(number, int | float):
-                options[name] = number
-            elif number is not None:
+            given, rate = options.get(name), number(options.pop(name, None))
+            if isinstance(rate, int | float):
+                options[name] = rate
+            elif rate is not None:
                 self.lose(f"lr_scheduler_kwargs.{name}", "not a number", given)
         share = self.get("cosine_min_lr_ratio") or options.pop("min_lr_rate", None)
         if (least := share * self.out["train"]["learning_rate"] if share else options.pop("min_lr", None)) is not None:
@@ -358,7 +397,8 @@ class _Reading:
         elif isinstance(steps_up, float) and 0 < steps_up < 1:
             # A part of one step is a share of all, as Transformers takes it.
             self.put("train.warmup_ratio", steps_up)
-        elif steps_up is not None:
+        elif steps_up is not None and (steps_up or not ratio):
+            # 0 steps leave it to the ratio, as for Transformers.
             self.put("train.warmup_steps", steps_up)
         elif ratio is not None:
             self.put("train.warmup_ratio", ratio)
@@ -417,6 +457,8 @@ class _Reading:
         else:
             self.notes.append("all checkpoints are kept there, and the newest two here: checkpoint.keep_last")
         if evaluates:
+            if isinstance(greater := self.get("greater_is_better"), bool):
+                self.put("evaluation.metric_mode", "max" if greater else "min", "greater_is_better")
             self.interval("eval", "evaluation")
             if (patience := self.get("early_stopping_patience")) is not None:
                 stopping = {"patience": patience}
@@ -432,6 +474,8 @@ class _Reading:
             trackers_named.add("wandb")
         if self.get("use_mlflow") or self.raw.get("mlflow_tracking_uri") or self.raw.get("mlflow_experiment_name"):
             trackers_named.add("mlflow")
+        if self.raw.get("wandb_mode") == "disabled" and self.get("wandb_mode"):
+            trackers_named.discard("wandb")
         if "tensorboard" in trackers_named:
             self.put("tracking.tensorboard", True)
         if trackers := sorted(trackers_named & {"wandb", "mlflow"}):
@@ -440,7 +484,10 @@ class _Reading:
             self.lose("report_to", f"not supported: {', '.join(others)}")
         if self.get("use_tensorboard"):
             self.put("tracking.tensorboard", True)
-        self.put("tracking.log_every", max(1, int(self.get("logging_steps"))))
+        if (every := self.get("logging_steps")) >= 1:
+            self.put("tracking.log_every", int(every))
+        else:
+            self.lose("logging_steps", "set tracking.log_every to a number of steps")
 
     def interval(self, kind: str, section: str) -> None:
         """How often it saves or evaluates: in steps, or in parts of an epoch."""
@@ -505,6 +552,8 @@ class _Reading:
         elif self.get("fsdp", "fsdp_config"):
             self.put("parallel.strategy", "fsdp")
             kind = f"{self.raw.get('fsdp')} {self.fsdp('sharding_strategy')}".lower()
+            if isinstance(self.raw.get("fsdp_config"), str):
+                self.lose("fsdp_config", "the file is not read; set `parallel.cpu_offload` and others here")
             if self.fsdp("offload_params") or "offload" in kind:
                 self.put("parallel.cpu_offload", True)
             if self.fsdp("reshard_after_forward") is False or "shard_grad_op" in kind:
@@ -535,7 +584,11 @@ class _Reading:
             except ConfigError as error:
                 place = next((re.match(r"([a-z]+\.\w+)", one) for one in error.problems if "." in one[:40]), None)
                 section, _, name = (place[1] if place else "").partition(".")
-                if name not in self.out.get(section, {}) or f"{section}.{name}" in ("model.name", "data.source"):
+                if name not in self.out.get(section, {}) or f"{section}.{name}" in (
+                    "model.name",
+                    "data.source",
+                    "data.mix",
+                ):
                     raise
                 value = self.out[section].pop(name)
                 key = self.origin.get(f"{section}.{name}") or name
@@ -545,17 +598,3 @@ class _Reading:
                 self.lose(key, "not supported here" if secret else f"not supported: {why}", value)
         ordered = {one: self.out[one] for one in Config.model_fields if self.out.get(one)}
         return Converted(self.system, ordered, sorted(self.lost, key=lambda one: one.line), self.notes)
-
-
-def _words(text: Any) -> list[str]:
-    if isinstance(text, list):
-        return [str(one) for one in text]
-    return [one.strip() for one in str(text or "").split(",") if one.strip()]
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 takes `2e-5` for a text."""
-    for kind in (int, float) if isinstance(value, str) else ():
-        with suppress(ValueError):
-            return kind(value)
-    return None if value == "" else value

@@ -51,6 +51,8 @@ class _Listed(TypedDict, total=False):
     folder: str | None
     subset: str | None
     split: str | None
+    revision: str | None
+    num_samples: int | None
     formatting: str | None
     columns: dict[str, str | None] | None
     tags: dict[str, str | None] | None
@@ -81,12 +83,12 @@ class ForeignData:
 
     # --- LLaMA-Factory ----------------------------------------------------------------------------------------------
 
-    def factory(self, name: str, limit: int | None) -> dict[str, Any]:
-        """A dataset of LLaMA-Factory, by its name in `dataset_info.json`."""
+    def factory(self, name: str, limit: int | None, *, held: bool = False) -> dict[str, Any]:
+        """A dataset of LLaMA-Factory, by its name in `dataset_info.json`; ``held``: for evaluation."""
         folder = str(self.raw.get("dataset_dir") or "data")
         part = f"[:{limit}]" if limit else ""
         if folder == "ONLINE":
-            return {"source": name} | ({"split": f"train{part}"} if part else {})
+            return {"source": name} | ({"split": f"train{part}"} if part or held else {})
         remote = folder.removeprefix("REMOTE:") if folder.startswith("REMOTE:") else None
         table, where = dict[str, Any](), Path()
         tables = [self.dataset_info] if self.dataset_info else []
@@ -107,16 +109,40 @@ class ForeignData:
             )
             source = f"{folder if remote else 'data'}/{name}.json"
             return {"source": source} | ({"split": f"train{part}"} if part else {})
-        about = {**_TABLES.parsed(json.dumps({name: table[name]}).encode(), dict[str, _Listed], where)[name]}
+        about: dict[str, Any] = {
+            **_TABLES.parsed(json.dumps({name: table[name]}).encode(), dict[str, _Listed], where)[name]
+        }
         there = about.get("hf_hub_url") or about.get("cloud_file_name")
-        found: dict[str, Any] = {"source": there or f"{folder}/{about.get('file_name', name)}"}
+        found: dict[str, Any] = {"source": there or f"{folder}/{about.get('file_name') or name}"}
         if about.get("hf_hub_url") and about.get("folder"):
             found["source"] += f":{about['folder']}"
         if about.get("subset"):
             found["subset"] = about["subset"]
-        if about.get("split") or part:
-            found["split"] = f"{about.get('split') or 'train'}{part}"
+        read = {*_Listed.__annotations__} - ({"revision"} if not about.get("hf_hub_url") else set())
+        if about.get("hf_hub_url") and about.get("revision"):
+            found["revision"] = about["revision"]
+        if (most := about.get("num_samples")) is not None:
+            self.note(f"num_samples of {name} in dataset_info.json takes rows at random there, and the first ones here")
+            limit = min(most, limit or most)
+        if about.get("split") or limit or (held and about.get("hf_hub_url")):
+            found["split"] = self._first(name, about.get("split") or "train", limit)
+        known = ("messages", "tools", "prompt", "query", "response", "history", "system")
+        odd = [key for key, value in about.items() if key not in read and value]
+        odd += [f"columns.{key}" for key, column in (about.get("columns") or {}).items() if column and key not in known]
+        for key in odd:
+            self.note(f"{key} of {name} in dataset_info.json is not carried over")
         return found | self._factory_format(name, about)
+
+    def _first(self, name: str, split: str, limit: int | None) -> str:
+        """The first rows of a split, which may be a slice."""
+        if not limit:
+            return split
+        if (match := re.fullmatch(r"(\w+)(?:\[(\d*):(\d*)\])?", split)) is None:
+            self.note(f"max_samples of {name} is not applied to {split}: a split takes one slice")
+            return split
+        start = int(match[2] or 0)
+        stop = min(start + limit, int(match[3])) if match[3] else start + limit
+        return f"{match[1]}[{start or ''}:{stop}]"
 
     def _factory_format(self, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
         columns, tags = about.get("columns") or {}, about.get("tags") or {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ NUMBERS = {
     *("learning_rate", "cosine_min_lr_ratio", "num_train_epochs", "num_epochs", "max_steps", "ray_num_workers"),
     *("warmup_steps", "warmup_ratio", "val_size", "val_set_size", "lora_rank", "lora_r", "logging_steps"),
     *("save_steps", "eval_steps", "saves_per_epoch", "evals_per_epoch", "dp_shard_size", "dp_replicate_size"),
+}
+# Those that are whole, and the least that they may be.
+LEAST = {
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "micro_batch_size", "batch_size", "gradient_accumulation_steps"), 1
+    ),
+    **{"ray_num_workers": 1, "lora_rank": 1, "lora_r": 1, "max_samples": 0},
 }
 SIZES = (*SAME_ROWS, "expert_parallel_size", "expert_model_parallel_size")
 # Keys that describe something else than how a model is tuned, and say so for a whole file.
@@ -257,8 +265,29 @@ SENTENCES = {
 def zero_of(config: Any) -> tuple[int | None, bool]:
     """The ZeRO stage of DeepSpeed's config, and whether it offloads; None if the file's name does not say the stage."""
     if isinstance(config, Mapping):
-        zero = config.get("zero_optimization") or {}
-        return zero.get("stage", 0), "offload_" in str(zero)
+        zero = config.get("zero_optimization") or 0
+        if not isinstance(zero, Mapping):
+            return zero if type(zero) is int else None, False
+        to = [one.get("device") for key, one in zero.items() if key.startswith("offload_") and isinstance(one, Mapping)]
+        return zero.get("stage", 0), "cpu" in to or "nvme" in to
     name = Path(str(config)).name
     stage = re.search(r"z(?:ero)?_?([0-3])", name)
     return int(stage[1]) if stage else None, "offload" in name or "cpu" in name
+
+
+def words(text: Any) -> list[str]:
+    """A list, or what commas separate."""
+    if isinstance(text, list):
+        return [str(one) for one in text]
+    return [one.strip() for one in str(text or "").split(",") if one.strip()]
+
+
+def number(value: Any) -> Any:
+    """YAML 1.1 takes `2e-5` for a text."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            value = kind(value)
+            break
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return None if value == "" else value

@@ -401,7 +401,6 @@ def test_what_is_lost_of_a_source_of_axolotl(source: dict[str, Any], lost: list[
             {"deepspeed": None, "dp_shard_size": 4, "tensor_parallel_size": 2},
             {"cluster.num_workers": 8, "train.global_batch_size": 32, "parallel.strategy": "fsdp"},
         ),
-        ({"micro_batch_size": 0}, {}),
         ({"plugins": ["axolotl.integrations.other.Plugin", "axolotl.integrations.liger.LigerPlugin"]}, {}),
         (
             {"chat_template": "jinja", "chat_template_jinja": "{{ messages }}"},
