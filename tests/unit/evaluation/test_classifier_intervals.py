@@ -79,18 +79,19 @@ def test_precision_and_recall_of_each_class() -> None:
 
 
 def test_f1_of_several_labels_is_compared() -> None:
-    random = np.random.default_rng(2)
-    truth = random.random((ROWS, 3)) < (0.6, 0.3, 0.2)
-    said = truth ^ (random.random((ROWS, 3)) < 0.2)
+    random, names = np.random.default_rng(2), (*NAMES, "d")
+    truth = random.random((ROWS, 4)) < (0.6, 0.3, 0.2, 0.3)
+    said = truth ^ (random.random((ROWS, 4)) < 0.2)
 
     def named(row: Sequence[bool]) -> tuple[str, ...]:
-        return tuple(name for name, there in zip(NAMES, row, strict=True) if there)
+        return tuple(name for name, there in zip(names, row, strict=True) if there)
 
     predicted = [Classification(named(row)) for row in said]
     totals, found, others = _statistics(
-        ScoreSums("multi_label", NAMES), [named(row) for row in truth], {"m": predicted}
+        ScoreSums("multi_label", names), [named(row) for row in truth], {"m": predicted}
     )
     assert set(totals) == {"accuracy", "f1_macro", "f1_weighted", "eval_loss"}
+    assert [name for name, one in totals.items() if not one.is_share] == ["eval_loss"]
     assert "recall_c" in others["m"]
     for name, average in (("f1_macro", "macro"), ("f1_weighted", "weighted")):
 
@@ -114,6 +115,19 @@ def test_pearsons_correlation_of_numbers_far_from_zero() -> None:
         ROWS,
         near=0.04,
     )
+    assert [(name, one.is_share, one.lower_is_better) for name, one in totals.items()] == [
+        ("mean_squared_error", False, True),
+        ("pearson", False, False),
+    ]
+
+
+def test_pearsons_correlation_of_a_resample_is_around_its_own_means() -> None:
+    def of(x: Any, y: Any) -> float:
+        return Pearson().total(np.array([x.sum(), y.sum(), x @ x, y @ y, x @ y]), len(x))
+
+    x, y = np.array([0.1, 0.2, 0.4, 0.3]), np.array([0.7, 0.5, 0.6, 0.9])
+    assert of(x, y) == pytest.approx(pearsonr(x, y)[0])
+    assert of(np.full(4, 0.5), y) == of(x, np.full(4, 0.5)) == 0.0
 
 
 def interval_of_auroc(truth: Any, scores: Any) -> Interval:

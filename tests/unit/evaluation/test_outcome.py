@@ -200,7 +200,7 @@ def test_a_confusion_matrix_of_up_to_twelve_classes_is_shown(found: Comparison, 
 def test_scores_and_answers_are_written_as_they_are_shown(found: Comparison, tmp_path: Path) -> None:
     said = replace(found, predictions=(replace(ASKED, prompt="warum? äöü"), ASKED), sentences=("äöü ist besser.",))
     write(said)
-    assert "äöü ist besser." in (tmp_path / "metrics.json").read_text(encoding="utf-8")
+    assert '\n    "äöü ist besser."\n' in (tmp_path / "metrics.json").read_text(encoding="utf-8")
     assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8")) == json.loads(json.dumps(said.json()))
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [one.json() for one in said.predictions]

@@ -6,20 +6,18 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
-from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError, DataError, FinrayError
 from finray.evaluation.scores.base import Answered, OwnScore, Score, SummedScore, blaming, score_named
 from finray.evaluation.scores.bertscore import _LAYERS, BERTScore
-from finray.evaluation.scores.code import pass_at_k, passes
 from finray.evaluation.scores.match import _last_boxed, normalized, number_in
 from tests.support.pairs import json_pairs, pairs
 
@@ -320,9 +318,16 @@ def test_precision_recall_and_f1_of_bertscore_are_computed_once(encoder: Path) -
     assert 0 < recall.value(some) < 1
 
 
-def test_an_encoder_that_cannot_be_loaded_is_named(encoder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pickled", [False, True])
+def test_an_encoder_that_cannot_be_loaded_is_named(encoder: Path, tmp_path: Path, pickled: bool) -> None:
     shutil.copytree(encoder, tmp_path / "broken")
-    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no weights")
+    weights = tmp_path / "broken" / "model.safetensors"
+    if pickled:
+        # Plain tensors, which Transformers would read.
+        torch.save(load_file(weights), tmp_path / "broken" / "pytorch_model.bin")
+        weights.unlink()
+    else:
+        weights.write_bytes(b"no weights")
     with pytest.raises(FinrayError, match="encoder") as caught:
         score("bertscore", encoder=str(tmp_path / "broken")).value(answered([("a", "b")]))
     assert str(tmp_path / "broken") in str(caught.value)
@@ -403,95 +408,10 @@ def test_a_byte_level_tokenizer_gets_a_text_as_inside_of_another(name: str, begi
     assert asked == [{"truncation": True, "max_length": 65536}] * 3
 
 
-@pytest.mark.parametrize(("tries", "k"), [(1, 1), (5, 1), (5, 3), (8, 8), (10, 2)])
-def test_pass_at_k_is_the_share_of_draws_with_a_right_one(tries: int, k: int) -> None:
-    for right in range(tries + 1):
-        draws = list(combinations(range(tries), k))
-        share = Fraction(sum(any(one < right for one in draw) for draw in draws), len(draws))
-        assert pass_at_k(right, tries, k) == pytest.approx(float(share))
-
-
-CHECKER = """
-import os, sys, time
-def check(answer, row):
-    if answer == "secret":
-        return "HF_TOKEN" not in os.environ and not os.listdir(".")
-    space = {}
-    exec(answer, space)
-    return space["f"](row["given"]) == row["wanted"]
-"""
-
-
-@pytest.fixture
-def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "my_check.py").write_text(CHECKER)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    return "my_check:check"
-
-
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("def f(x): return x + 1", True),
-        ("def f(x): return x + 2", False),
-        ("def f(x): return", False),
-        ("this is no code", False),
-        ("import os\nos._exit(0)", False),
-        ("raise SystemExit(0)", False),
-        ("print('True')\ndef f(x): return 0", False),
-        ("secret", True),
-    ],
-)
-def test_a_checker_says_what_is_right(checker: str, answer: str, right: bool) -> None:
-    assert passes(checker, answer, {"given": 3, "wanted": 4}, seconds=20, memory_mb=1024) is right
-
-
-def test_what_a_checker_prints_is_not_seen(checker: str, capfd: pytest.CaptureFixture[str]) -> None:
-    noisy = "import sys\nprint('out')\nprint('err', file=sys.stderr)\ndef f(x): return x + 1"
-    assert passes(checker, noisy, {"given": 3, "wanted": 4}, seconds=20, memory_mb=1024)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    "answer",
-    ["while True: pass", "import time\ntime.sleep(100)", "f = 'x' * 2 ** 33", "open('big', 'w').write('x' * 2 ** 28)"],
-)
-def test_code_that_takes_too_much_is_wrong_and_ends(checker: str, answer: str) -> None:
-    assert passes(checker, answer, {"given": 3, "wanted": 4}, seconds=3, memory_mb=512) is False
-
-
 def test_a_function_of_your_own_is_better_the_less_it_is_where_its_name_says_so() -> None:
     """As in training, and in a report."""
     for name, less in (("my:word_error_rate", True), ("my.errors:closeness", False), ("my:eval_loss", True)):
         assert OwnScore(lambda answers, references: 0.0, name).lower_is_better is less
-
-
-def test_pass_at_k_is_over_all_attempts_of_a_row(checker: str) -> None:
-    good, bad = "def f(x): return x + 1", "def f(x): return x"
-    found = score("pass_at_k", checker=checker, run_code=True, k=2, attempts=3)
-    some = [
-        Answered((good, bad, bad), "", {"given": 1, "wanted": 2}),
-        Answered((bad, bad, bad), "", {"given": 1, "wanted": 2}),
-    ]
-    statistics = found.statistics(some)
-    assert statistics is not None
-    assert statistics.tolist() == [[pytest.approx(2 / 3)], [0.0]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({}, "checker"),
-        ({"checker": "my_check:check"}, "run_code"),
-        ({"checker": "my_check:check", "run_code": True, "k": 2}, "attempts"),
-        ({"checker": "no_such:check", "run_code": True}, "checker"),
-    ],
-)
-def test_code_is_run_only_where_everything_was_asked_for(checker: str, settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        score("pass_at_k", **settings)
-    assert caught.value.where == f"evaluation.scoring.{field}"
 
 
 def test_the_likeliest_choice_counts_and_by_length_another_may() -> None:

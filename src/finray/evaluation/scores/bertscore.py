@@ -17,7 +17,7 @@ import torch
 
 from finray.config.evaluation import ScoringConfig
 from finray.config.schema import ModelConfig
-from finray.errors import ConfigError, FinrayError
+from finray.errors import ConfigError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, loading_options, not_loaded
@@ -117,11 +117,9 @@ class BERTScore(SummedScore):
         from transformers import AutoModel
 
         model = ModelConfig(name=str(self.settings.encoder))
-        tokenizer = load_tokenizer(model)
+        tokenizer, options = load_tokenizer(model), loading_options(model)
         try:
-            encoder = AutoModel.from_pretrained(**loading_options(model), dtype=torch.float32, use_safetensors=True)
-        except FinrayError:
-            raise
+            encoder = AutoModel.from_pretrained(**options, dtype=torch.float32, use_safetensors=True)
         except Exception as error:
             raise not_loaded("encoder", model, error) from None
         layers = int(encoder.config.num_hidden_layers)
