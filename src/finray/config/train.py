@@ -84,8 +84,7 @@ class TrainConfig(Section):
         Field(
             "cosine",
             description="Shape of the decay after warm-up. `wsd` (warm-up, stable, decay) stays at the peak and falls "
-            "at the end. With "
-            "`warmup_steps`, `constant` and `inverse_sqrt` do not depend on the number of steps.",
+            "at the end. With `warmup_steps`, `constant` and `inverse_sqrt` do not depend on the number of steps.",
         )
     )
     schedule_options: ScheduleOptions | None = Field(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +76,7 @@ def add_lora(
                 for module in wrapped.modules():
                     if isinstance(module, LoraLayer):
                         module.set_adapter([NAME, PISSA_RESIDUAL])
-    except (ValueError, TypeError, re.error) as error:
+    except (ValueError, TypeError) as error:
         raise ModelError(
             f"the adapter cannot be added: {str(error).splitlines()[0]}",
             where="adapter.modules_to_save" if "modules_to_save" in str(error) else "adapter.target_modules",

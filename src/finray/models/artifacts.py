@@ -177,7 +177,7 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     return model
 
 
-def merge(model: Any) -> Any:
+def merge_adapter(model: Any) -> Any:
     """The Transformers model with the weights of its adapter added.
 
     Embedding and head may share their weight, while only one of them has an adapter: then they no longer do.

@@ -24,8 +24,7 @@ from finray.errors import ModelError, require_package
 from finray.files import hold, remove_abandoned
 from finray.limits import cut
 from finray.models.adapters import load_adapter
-from finray.models.artifacts import Artifact, load_artifact, load_as_trained
-from finray.models.artifacts import merge as merge_adapter
+from finray.models.artifacts import Artifact, load_artifact, load_as_trained, merge_adapter
 from finray.models.loading import DTYPES, load_model
 from finray.models.quantized import BITS
 from finray.pretrained.tokenizers import load_tokenizer

@@ -126,11 +126,6 @@ def _per_element(bits: int, dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits // bits
 
 
-def _paths(name: str) -> list[str]:
-    """A module's name, and those of all that it is part of."""
-    return list(accumulate(name.split("."), lambda path, part: f"{path}.{part}"))
-
-
 def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
     """Replace the linear layers of a model on the meta device by quantized ones; returns their number.
 
@@ -150,7 +145,8 @@ def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
         and id(module) in body
         and module is not head
         and (module.in_features if bits == 8 else module.weight.numel()) % fill == 0
-        and not any(path.endswith(one) for one in keep for path in _paths(name))
+        # It, or what it is part of, as PEFT compares names.
+        and not any(path.endswith(tuple(keep)) for path in accumulate(name.split("."), "{}.{}".format))
     ]
     if not found:
         raise ModelError(

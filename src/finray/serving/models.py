@@ -24,7 +24,7 @@ from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.engines.vllm import VLLMEngine
 from finray.evaluation.generate import Asking
-from finray.models.artifacts import Artifact, load_artifact, merge
+from finray.models.artifacts import Artifact, load_artifact, merge_adapter
 from finray.models.loading import DTYPES, load_model
 from finray.models.many_adapters import ManyAdapters, PlainLora, read_plain_lora
 from finray.pretrained.tokenizers import load_tokenizer
@@ -294,7 +294,7 @@ class Models:
         settings, device = self._settings, inference_device()
         dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
         if self._artifact.is_adapter and lora is None:
-            model = merge(load_artifact(self._artifact, dtype=dtype)).to(device).eval()
+            model = merge_adapter(load_artifact(self._artifact, dtype=dtype)).to(device).eval()
         else:
             model = load_model(self._base, dtype=dtype).to(device).eval()
         engine = TransformersEngine.of(model, tokenizer, batch_size=settings.slots, notify=notify)

@@ -15,7 +15,7 @@ import torch
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.models import export as module
-from finray.models.artifacts import load_artifact, merge, read_artifact
+from finray.models.artifacts import load_artifact, merge_adapter, read_artifact
 from finray.models.export import Exported, convert_gguf, export
 from finray.pretrained.tokenizers import load_tokenizer
 from tests.support import tiny
@@ -168,7 +168,7 @@ def test_an_adapter_on_one_of_two_tied_tables_is_merged_into_that_one(
     with torch.no_grad():
         expected = tuned(input_ids=tokens).logits
         assert not torch.allclose(expected, tuned.get_base_model()(input_ids=tokens + 1).logits, atol=0.1)
-        merged = merge(load_artifact(read_artifact(tmp_path / "tuned"), dtype=torch.float32))
+        merged = merge_adapter(load_artifact(read_artifact(tmp_path / "tuned"), dtype=torch.float32))
         torch.testing.assert_close(merged(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
         folder = export(read_artifact(tmp_path / "tuned"), tmp_path / "out", merge=True, dtype="fp32").folder
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -211,27 +211,25 @@ def test_a_metric_that_no_evaluation_has_is_named_with_those_there_are(make: Mak
     assert (caught.value.where, caught.value.repair) == ("evaluation.metric", "use one of: eval_loss")
 
 
-@pytest.mark.parametrize(("metric", "changed"), [("", False), ("eval_loss", False), ("accuracy", True)])
-def test_the_best_value_of_another_metric_is_forgotten(make: Make, metric: str, changed: bool) -> None:
-    state = TrainState(step=9, position=27, updates=9, metric=metric, best=0.5, stale_evaluations=3)
+@pytest.mark.parametrize(
+    ("metric", "mode", "said"),
+    [
+        *(("", "", ""), ("eval_loss", "", ""), ("eval_loss", "min", "")),
+        ("accuracy", "max", "eval_loss now chooses the best checkpoint, instead of accuracy"),
+        ("accuracy", "", "eval_loss now chooses the best checkpoint, instead of accuracy"),
+        ("eval_loss", "max", "the best checkpoint now has the smallest eval_loss"),
+    ],
+)
+def test_the_best_value_of_another_metric_or_direction_is_forgotten(
+    make: Make, metric: str, mode: str, said: str
+) -> None:
+    known: dict[str, Any] = {"metric": metric, "metric_mode": mode, "best": 0.5, "stale_evaluations": 3}
+    state = TrainState(step=9, position=27, updates=9, **known)
     made = make(held_out=[1.0], state=state)
-    said = "eval_loss now chooses the best checkpoint, instead of accuracy; its best value starts over"
-    assert made.said == ([Note(said, 9)] if changed else [])
-    assert state.metric == "eval_loss"
+    assert made.said == ([Note(f"{said}; its best value starts over", 9)] if said else [])
+    assert (state.metric, state.metric_mode) == ("eval_loss", "min")
     made.run()
-    assert (state.best, state.stale_evaluations) == ((1.0, 0) if changed else (0.5, 4))
-
-
-@pytest.mark.parametrize(("mode", "changed"), [("", False), ("min", False), ("max", True)])
-def test_the_best_value_of_the_other_direction_is_forgotten(make: Make, mode: str, changed: bool) -> None:
-    known = {"metric": "eval_loss", "metric_mode": mode, "best": 1.5, "stale_evaluations": 3}
-    state = TrainState(step=9, position=27, updates=9, **known)  # type: ignore[arg-type]
-    made = make(held_out=[2.0], state=state)
-    said = "the best checkpoint now has the smallest eval_loss; its best value starts over"
-    assert made.said == ([Note(said, 9)] if changed else [])
-    assert state.metric_mode == "min"
-    made.run()
-    assert (state.best, state.stale_evaluations) == ((2.0, 0) if changed else (1.5, 4))
+    assert (state.best, state.stale_evaluations) == ((1.0, 0) if said else (0.5, 4))
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from finray.evaluation.engines.base import (
 )
 from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.models import attention
-from finray.models.artifacts import load_artifact, merge
+from finray.models.artifacts import load_artifact, merge_adapter
 from finray.models.head import chunk_rows
 from finray.models.packed import PackedModel
 from finray.models.packing_cache import packing_of_config
@@ -120,7 +120,7 @@ class TransformersEngine:
         model = load_artifact(loading.artifact, dtype=loading.dtype).to(loading.device)
         self._is_merged = loading.merge and loading.artifact.is_adapter
         if self._is_merged:
-            model = merge(model)
+            model = merge_adapter(model)
         reorder(model)
         self._hold(model, loading.tokenizer, loading.batch_size, loading.notify)
 
