@@ -36,7 +36,7 @@ _WITHOUT_EFFECT = frozenset(
         "past_key_values",
         "position_embeddings",
         "position_ids",
-        "read_positions_K",
+        "first_tokens_S",
         "return_dict",
         "use_cache",
     }
@@ -115,7 +115,7 @@ def packed_attention(
 
     Args:
         module: the attention module; it is causal unless its ``is_causal`` says otherwise.
-        query: (1, H, T, D).
+        query: (1, H, T, D); or (1, H, S, D) if only the first token of each row asks, without causality and window.
         key: (1, H_kv, T, D) with H a multiple of H_kv.
         value: (1, H_kv, T, D).
         attention_mask: must be None; row lengths define the rows.
@@ -130,7 +130,7 @@ def packed_attention(
         others: arguments without effect on the result.
 
     Returns:
-        (1, T, H, D) and None.
+        (1, T, H, D) or (1, S, H, D), and None.
 
     Raises:
         RuntimeError: the model did not pass the row lengths to its attention, or needs something unsupported.
@@ -162,8 +162,11 @@ def packed_attention(
             options["enable_gqa"] = True
         elif groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        cu_queries, most = cu_seq_lens_q, max_length_q
+        if query.shape[2] != key.shape[2]:
+            cu_queries, most = torch.arange(len(cu_seq_lens_q), dtype=torch.int32, device=query.device), 1
         flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return kernel(*flat, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)[None], None
+        return kernel(*flat, cu_queries, cu_seq_lens_q, most, max_length_q, **options)[None], None
     lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
     scores = Scores(scaling, sliding_window, softcap, causal)
     return _attend_to_rows(query, key, value, tuple(lengths), scores, dropout), None
@@ -178,19 +181,31 @@ def _attend_to_rows(
     dropout: float,
 ) -> torch.Tensor:
     """Attention within each row: (1, T, H, D). Many short rows are batched with others of about their length."""
+    first_only = query.shape[2] != key.shape[2]
     if sum(length <= BATCHED_UP_TO for length in lengths) < BATCHED_FROM:
         # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
-        rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
-        return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows], dim=1)
+        queries = torch.split(query, 1 if first_only else list(lengths), dim=2)
+        keys, values = torch.split(key, list(lengths), dim=2), torch.split(value, list(lengths), dim=2)
+        each = zip(queries, keys, values, strict=True)
+        return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in each], dim=1)
     batches, heads, width = _batches(lengths), query.shape[1], value.shape[-1]
     # By number of heads, of which keys and values may have fewer.
     slots = {count: torch.from_numpy(_slots(lengths, count)).to(query.device) for count in {heads, key.shape[1]}}
-    padded, outputs = [_padded(one, batches, slots[one.shape[1]]) for one in (query, key, value)], []
-    for (rows, length), q, k, v in zip(batches, *padded, strict=True):
+    in_order = np.concatenate([batch.rows for batch in batches])
+    if first_only:
+        by_row = query[0].transpose(0, 1)[in_order, :, None]
+        asking = torch.split(by_row, [len(batch.rows) for batch in batches])
+    else:
+        asking = tuple(_padded(query, batches, slots[heads]))
+    padded, outputs = [_padded(one, batches, slots[one.shape[1]]) for one in (key, value)], []
+    for (rows, length), q, k, v in zip(batches, asking, *padded, strict=True):
         own = [lengths[row] for row in rows]
         attended = attend(q, k, v, scores, dropout=dropout, lengths=own if min(own) < length else None)
         outputs.append(attended.flatten(0, 2))
     found: torch.Tensor = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    if first_only:
+        _, at = np.unique(in_order, return_index=True)
+        return found.view(1, -1, heads, width)[:, torch.from_numpy(at)]
     found = _Unpadded.apply(found, slots[heads][len(found) :])  # type: ignore[no-untyped-call]
     return found.view(1, -1, heads, width)
 

@@ -80,7 +80,7 @@ class PackedModel:
         self._has_token_types = "token_type_ids" in takes and getattr(self.inner.config, "type_vocab_size", 0) > 1
         self._device = device
         self._attention = attention_name
-        self._reads_some = attention_name == attention.NAME and pooled.read_only_some(self._body)
+        self._reads_first = attention_name == attention.NAME and pooled.read_only_first(self._body)
         self._has_plain_head: bool | None = None
 
     def autocast(self) -> torch.autocast:
@@ -109,8 +109,8 @@ class PackedModel:
 
         A classifier's forward pass is its body, then a head that reads the first token of each row, the last one, or
         all. So the body runs over packed rows; then the model runs with its body replaced by the hidden states,
-        gathered by rows. First and last token are enough unless the head averages over the row; the last layer is then
-        computed for these only, where :mod:`finray.models.pooled` knows it.
+        gathered by rows. First and last token are enough unless the head averages over the row; the first alone is
+        where :mod:`finray.models.pooled` knows the last layer, which is then computed for no other.
         """
         types = {"token_type_ids": batch.token_types_1T} if self._has_token_types else {}
         logits: torch.Tensor
@@ -120,7 +120,10 @@ class PackedModel:
         tokens_T, starts_S, stops_S = batch.tokens_1T[0], batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
         padding = self.inner.config.get_text_config().pad_token_id
         reads_ends = getattr(self.inner.config, "classifier_pooling", "cls") in ("cls", "bos")
-        if reads_ends:
+        if self._reads_first:
+            index_SL = starts_S[:, None]
+            mask_SL = torch.ones_like(index_SL)
+        elif reads_ends:
             # A decoder pools the last token that is not padding.
             at_T = torch.arange(len(tokens_T), device=tokens_T.device)
             if padding is not None:
@@ -131,11 +134,10 @@ class PackedModel:
             within_L = torch.arange(max(batch.lengths), device=tokens_T.device)
             index_SL = (starts_S[:, None] + within_L).minimum(stops_S[:, None] - 1)
             mask_SL = (within_L < (stops_S - starts_S)[:, None]).long()
-        reads_some = reads_ends and self._reads_some
-        some = {"read_positions_K": index_SL.flatten()} if reads_some else {}
-        output = self._call(self._body, batch, **types, **some)
+        first = {"first_tokens_S": starts_S} if self._reads_first else {}
+        output = self._call(self._body, batch, **types, **first)
         hidden = output.last_hidden_state[0]
-        hidden_KH = hidden if reads_some else hidden.index_select(0, index_SL.flatten())
+        hidden_KH = hidden if self._reads_first else hidden.index_select(0, index_SL.flatten())
         output.last_hidden_state = hidden_KH.view(*index_SL.shape, -1)
         if output.get("pooler_output") is not None:
             output.pooler_output = self._body.pooler(output.last_hidden_state)

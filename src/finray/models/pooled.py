@@ -1,7 +1,7 @@
-"""The last layer of an encoder whose head reads only some of the tokens.
+"""The last layer of an encoder whose head reads only the first token of each row.
 
-The other tokens of the last layer are needed as keys and values, and for nothing after them. So everything after its
-attention is computed for the tokens that the head reads: in a model of six layers, a seventh less arithmetic.
+The other tokens of the last layer are needed as keys and values, and for nothing else. So its queries, and everything
+after its attention, are computed for the first tokens only: in a model of six layers, a seventh less arithmetic.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 # Transformers' layers with the forward pass that `_forward` repeats: attention, then `attention.output` with the
-# residual sum, then the feed-forward part. All other layers compute all tokens.
+# residual sum, then the feed-forward part. The heads of all these models read first tokens. Other layers compute all.
 _KINDS = ("BertLayer", "CamembertLayer", "ElectraLayer", "RobertaLayer", "XLMRobertaLayer")
 
 
-def read_only_some(body: Any) -> bool:
-    """Have the last layer of an encoder take ``read_positions_K``; returns whether it does."""
+def read_only_first(body: Any) -> bool:
+    """Have the last layer of an encoder take ``first_tokens_S``; returns whether it does."""
     layers = getattr(getattr(body, "encoder", None), "layer", None)
     if not isinstance(layers, torch.nn.ModuleList) or type(layers[-1]).__name__ not in _KINDS or body.config.is_decoder:
         return False
@@ -30,17 +30,24 @@ def _forward(
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *others: Any,
-    read_positions_K: torch.Tensor | None = None,
+    first_tokens_S: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The layer's outputs (1, K, H) at the given positions, or all of them."""
+    """The layer's outputs (1, S, H) for the first token of each row, given their positions, or for all tokens."""
     output: torch.Tensor
-    if read_positions_K is None:
+    if first_tokens_S is None:
         output = type(self).forward(self, hidden_states, attention_mask, *others, **kwargs)
         return output
-    attention = self.attention
-    # The others belong to decoders.
-    attended, _ = attention.self(hidden_states, attention_mask, **kwargs)
-    taken = (one.index_select(1, read_positions_K) for one in (attended, hidden_states))
-    output = self.feed_forward_chunk(attention.output(*taken))
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # The other arguments belong to decoders.
+    own, first = self.attention.self, hidden_states.index_select(1, first_tokens_S)
+    query, key, value = (
+        project(states).unflatten(-1, (own.num_attention_heads, own.attention_head_size)).transpose(1, 2)
+        for project, states in ((own.query, first), (own.key, hidden_states), (own.value, hidden_states))
+    )
+    attend = ALL_ATTENTION_FUNCTIONS[own.config._attn_implementation]
+    dropout = own.dropout.p if self.training else 0.0
+    attended, _ = attend(own, query, key, value, attention_mask, dropout=dropout, scaling=own.scaling, **kwargs)
+    output = self.feed_forward_chunk(self.attention.output(attended.flatten(2), first))
     return output
