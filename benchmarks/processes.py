@@ -20,12 +20,14 @@ from typing import IO, Any
 import psutil
 
 from case import BenchmarkError, Result
+from finray.planning.placement import KERNEL_CACHE
 
 TIMEOUT_S = 3600.0
 PEERS = Path(__file__).resolve().parent / "peers"
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 # Each run gets its own value; one inherited from the caller would favour one side.
-_CLEARED = ("GLIBC_TUNABLES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAY_ADDRESS", "LD_PRELOAD", "PYTHONPATH")
+_OF_LIBRARIES = ("GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS", "LD_PRELOAD", "PYTHONPATH")
+_CLEARED = (*_OF_LIBRARIES, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "RAY_ADDRESS")
 
 
 def environment(*, threads: int, allocator: str | None = None, source: Path = SOURCE) -> dict[str, str]:
@@ -33,13 +35,14 @@ def environment(*, threads: int, allocator: str | None = None, source: Path = SO
 
     Args:
         threads: for OpenMP and for the tokenizers library.
-        allocator: value of GLIBC_TUNABLES.
+        allocator: value of GLIBC_TUNABLES; with it comes finray's limit for oneDNN's cache.
         source: the `src` of the checkout to import `finray` from.
     """
     env = {name: value for name, value in os.environ.items() if name not in _CLEARED}
     env |= {"OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env |= {} if allocator is None else {"GLIBC_TUNABLES": allocator}
+    if allocator is not None:
+        env |= {"GLIBC_TUNABLES": allocator, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNEL_CACHE)}
     return env | {"PYTHONPATH": str(source)}
 
 

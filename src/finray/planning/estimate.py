@@ -18,6 +18,7 @@ from typing import Literal
 from finray.models.head import chunk_rows
 from finray.planning.blueprint import Blueprint
 from finray.planning.layers import Arithmetic, LayerMemory
+from finray.planning.placement import KERNEL_CACHE
 
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 FP32 = 4
@@ -31,9 +32,8 @@ RAY_WORKER = 85 * MIB
 TOKENIZER_ENTRY = 680
 # CUDA context and kernels; not in what torch's allocator counts.
 CUDA_CONTEXT = 600 * MIB
-# oneDNN keeps the code it generates for each shape of a bf16 product on a CPU: so many at most, of about so much each;
-# and products of different shapes in the attention of one row, forward and backward (models/attention.py).
-KERNEL_CACHE = 1024
+# What oneDNN keeps of the code it generates for a shape of a bf16 product on a CPU; and the shapes in the attention of
+# one row, forward and backward (models/attention.py).
 KERNEL = 600 * 1024
 KERNELS_PER_ROW = 6
 # Share of allocations in a step that is lost to fragmentation. On a CPU workers keep freed memory, because mapping it

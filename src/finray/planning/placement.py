@@ -20,6 +20,9 @@ Node = Mapping[str, float]
 # For processes that are started directly; see finray.training.allocator for why workers do the rest. The first
 # one, huge pages, is the one that arrives.
 ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+# Shapes of bf16 products whose code oneDNN keeps on a CPU. Its own 1024 fill 600 MiB, between tensors in the heap, and
+# still do not hold those of all lengths in a run. One micro-batch needs some 30, and 6 for each length of its rows.
+KERNEL_CACHE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,8 @@ def worker_environment(
             ("GLIBC_TUNABLES",): ALLOCATOR,
             ("OMP_NUM_THREADS",): str(threads),
             ("TOKENIZERS_PARALLELISM",): "false",
+            # The second is its older name.
+            ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"): str(KERNEL_CACHE),
             # torch prefers the second, older name.
             ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
         },

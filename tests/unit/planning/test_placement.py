@@ -138,6 +138,10 @@ def test_threads_follow_the_placement_and_the_users_own_variables_win() -> None:
     assert env["TOKENIZERS_PARALLELISM"] == "true"
     assert env["X"] == "1"
     assert "mmap_max" in env["GLIBC_TUNABLES"]
+    assert env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in worker_environment(
+        asked(), threads=3, environ={"DNNL_PRIMITIVE_CACHE_CAPACITY": "9"}
+    )
     assert worker_environment(asked(), threads=3, environ={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 
 
