@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -199,6 +199,15 @@ class _Results:
         return [self._known[key] for key in keys]
 
 
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    """How lm-eval wants answers of one request to be generated."""
+    until = options.get("until") or []
+    until = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
+    heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
+    most = int(options.get("max_gen_toks", _MOST_TOKENS))
+    return Sampling(most, heat, float(options.get("top_p", 1.0)), stop=until)
+
+
 def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
     """The engine as an lm-eval model."""
     from lm_eval.api.model import TemplateLM
@@ -228,11 +237,8 @@ def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
             return list(engine.tokenizer(string, **special)["input_ids"])
 
         def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
-            return str(
-                engine.tokenizer.apply_chat_template(
-                    chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-            )
+            apply = engine.tokenizer.apply_chat_template
+            return str(apply(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt))
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             sizes = [len(context) + len(tokens) for _, context, tokens in requests]
@@ -268,12 +274,8 @@ def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
             for number, request in enumerate(requests):
                 groups.setdefault(repr(request.args[1]), []).append(number)
             for numbers in groups.values():
-                options = requests[numbers[0]].args[1]
-                until = options.get("until") or []
-                until = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
-                most = int(options.get("max_gen_toks", _MOST_TOKENS))
-                heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
-                sampling = Sampling(most, heat, float(options.get("top_p", 1.0)), stop=until)
+                sampling = _sampling(requests[numbers[0]].args[1])
+                most = sampling.max_new_tokens
                 prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
                 self.too_long += [len(one) + most for one in prompts if len(one) + most > limit]
                 prompts = [one[-max(1, limit - most) :] for one in prompts]

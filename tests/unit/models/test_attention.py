@@ -275,6 +275,49 @@ def test_the_kernel_of_a_gpu_is_given_the_same_rows(
     assert asked == [{"enable_gqa": True} if takes_groups and shared == 2 else {}]
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, (8, 1, 7, 6) * 4, (3,) * 20], ids=["few", "many", "equal"])
+@pytest.mark.parametrize("shared", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_tokens_that_ask_alone_are_answered_as_among_all(
+    dtype: torch.dtype, shared: int, lengths: tuple[int, ...]
+) -> None:
+    """Outputs and gradients; so an encoder's last layer computes them, if its head reads nothing else."""
+    tensors = [(part / 2).requires_grad_() for part in parts(4, shared, dtype, lengths)]
+    starts = (torch.tensor([0, *lengths[:-1]])).cumsum(0)
+
+    def attention_of(query: torch.Tensor) -> torch.Tensor:
+        return packed_attention(Encoder(), query, *tensors[1:], None, segment_lengths=lengths)[0]
+
+    found = attention_of(tensors[0][:, :, starts])
+    among_all = attention_of(tensors[0])[:, starts]
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found, among_all, rtol=tolerance, atol=tolerance)
+    by_one = by_hand(*(one.detach() for one in tensors), causal=False, lengths=lengths)[:, starts]
+    torch.testing.assert_close(found.double(), by_one, rtol=tolerance, atol=tolerance)
+    gradients = [torch.autograd.grad(out.sin().sum(), tensors) for out in (found, among_all)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_the_kernel_of_a_gpu_is_told_that_each_row_asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def varlen(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
+        asked.append((len(query), cu_q.tolist(), cu_q.dtype, max_q, len(key), cu_k.tolist(), max_k, options))
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(attention, "_varlen", lambda: (varlen, True))
+    query, key, value = (part.as_subclass(OnAGpu) for part in parts(4, 4, torch.bfloat16))
+    bounds = torch.tensor([0, 1, 8, 12], dtype=torch.int32)
+    found, _ = packed_attention(
+        *(Encoder(), query[:, :, [0, 1, 8]], key, value, None),
+        **{"segment_lengths": LENGTHS, "cu_seq_lens_q": bounds, "max_length_q": 7},
+    )
+    assert found.shape == (1, 3, 4, 8)
+    every = {"scale": None, "window_size": (-1, -1)}
+    assert asked == [(3, [0, 1, 2, 3], torch.int32, 1, 12, [0, 1, 8, 12], 7, every)]
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
