@@ -7,14 +7,13 @@ still running.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from finray.config.identity import settled
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
-from finray.config.tasks import SPECS, task_spec
+from finray.config.tasks import task_spec
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.plan import remarks_on_files
 from finray.data.dataset.prepare import Preparation, start_preparation
@@ -60,7 +59,7 @@ from finray.runtime import failures
 from finray.runtime.keepers import Keepers
 from finray.runtime.logs import RecordLog
 from finray.runtime.nodes import token_file
-from finray.runtime.preload import PRELOAD
+from finray.runtime.preload import PRELOAD, needed
 from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
 from finray.runtime.pulses import end_hanging
@@ -281,16 +280,8 @@ def _early(config: Config) -> dict[str, str]:
 
     The others are those that Ray Train gives to every worker: the text of the environment must be the same.
     """
-    modules = ["ray.train.torch", "finray.training.assemble"]
-    if config.model.task in SPECS:
-        modules.append(f"finray.tasks.{config.model.task}")
-    if config.adapter.method != "none":
-        modules.append("peft")
-    with suppress(OSError, ValueError, KeyError):
-        kind = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))["model_type"]
-        modules.append(f"transformers.models.{kind}.modeling_{kind}")
     given = {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
-    return {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **given, PRELOAD: ",".join(modules)}
+    return {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **given, PRELOAD: ",".join(needed(config))}
 
 
 def fit(

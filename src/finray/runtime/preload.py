@@ -6,12 +6,53 @@ Ray imports what ``RAY_preload_python_modules`` names once a process has connect
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import json
 import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finray.config.schema import Config
 
 PRELOAD = "FINRAY_PRELOAD"
 
-for _module in filter(None, os.environ.get(PRELOAD, "").split(",")):
-    # A broken library is reported where it is used.
-    with contextlib.suppress(Exception):
-        importlib.import_module(_module)
+
+def needed(config: Config) -> list[str]:
+    """The modules that take a training worker long to import."""
+    from finray.config.tasks import SPECS
+
+    modules = ["ray.train.torch", "finray.training.assemble"]
+    if config.model.task in SPECS:
+        modules.append(f"finray.tasks.{config.model.task}")
+    if config.adapter.method != "none":
+        modules.append("peft")
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        kind = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))["model_type"]
+        modules.append(f"transformers.models.{kind}.modeling_{kind}")
+    return modules
+
+
+def import_all(modules: Iterable[str]) -> None:
+    """Import modules, without what nobody uses: garbage collection, which would take a quarter of the time to find that
+    everything is in use, and PEFT's import of bitsandbytes. A broken library is reported where it is used."""
+    was_on = gc.isenabled()
+    gc.disable()
+    for name in modules:
+        with contextlib.suppress(Exception):
+            if name == "peft":
+                from finray import compat
+
+                with compat.without_bitsandbytes():
+                    importlib.import_module(name)
+            importlib.import_module(name)
+    # What is there now stays: later collections need not look at it.
+    gc.freeze()
+    if was_on:
+        gc.enable()
+
+
+if os.environ.get(PRELOAD):
+    import_all(os.environ[PRELOAD].split(","))

@@ -32,6 +32,7 @@ from finray.publishing.hub import Target
 from finray.records import Beat, Note, Record, RunSummary
 from finray.runtime import failures
 from finray.runtime.logs import LogCopy
+from finray.runtime.preload import import_all, needed
 from finray.runtime.progress import RESIZE, Address, Sender, ask
 from finray.training.pulse import Pulse
 
@@ -143,6 +144,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
 
 
 def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
+    config = build_config(spec.config, source="driver")
+    # Most were imported when the process started, if this machine's Ray is ours.
+    import_all(needed(config))
     import torch
 
     from finray.parallel import make_strategy
@@ -150,7 +154,6 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
     from finray.training.allocator import keep_freed_memory
 
     torch.set_num_threads(spec.threads)
-    config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
     strategy = make_strategy(config, spec.resolved, _join_group(heart.pulse, shared_gpus=spec.shared_gpus))
     run_dir = Path(spec.run_dir)
