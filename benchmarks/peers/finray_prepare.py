@@ -11,6 +11,7 @@ without Ray: finding and opening the dataset, packing it, and making the first b
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,11 @@ def first_batch(config: Any, split: Any, plan: Any) -> None:
 
 def main() -> None:
     job: PrepareJob = measuring.job(PrepareJob)
+    # As the command does; other checkouts may not.
+    with suppress(ImportError):
+        from finray.runtime.preload import collect_seldom
+
+        collect_seldom()
     config = finray_api.build_config(job.config, source="benchmark")
     marks = [time.perf_counter()]
     with finray_api.connected(config.cluster) as ray:

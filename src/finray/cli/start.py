@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -18,9 +17,9 @@ def main() -> None:
     """Run the command; a signal before :func:`finray.cli.main.main` answers for them ends it with one line."""
     for one in _MESSAGES:
         signal.signal(one, _end)
-    # Collecting garbage while libraries are imported takes a sixth of the time to a first answer, and finds little: they
-    # create what stays. Python's own values are 700, 10, 10.
-    gc.set_threshold(2_000, 20, 100)
+    from finray.runtime.preload import collect_seldom
+
+    collect_seldom()
     from finray.cli.main import main as run
 
     try:

@@ -38,6 +38,7 @@ from finray.records import Note
 from finray.reporting.run import PreparedData
 from finray.runtime import cluster as clusters
 from finray.runtime.failures import last_line, lost_process
+from finray.runtime.preload import collect_seldom
 from finray.runtime.watch import SILENCE_S, waiting_for
 
 # Set if workers only tokenize; also keeps Ray from using their processes for anything else.
@@ -265,6 +266,7 @@ def _writer(reference: Any) -> PartWriter:
     """The part writer with its tokenizer, loaded once per process."""
     import ray
 
+    collect_seldom()
     plain, root, secrets = ray.get(reference)
     accept(secrets)
     config = build_config(plain, source="driver")
