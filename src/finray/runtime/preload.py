@@ -49,15 +49,13 @@ def collect_seldom() -> None:
 def import_all(modules: Iterable[str]) -> None:
     """Import modules, without what nobody uses: garbage collection, which would take a quarter of the time to find that
     everything is in use, and PEFT's import of bitsandbytes. A broken library is reported where it is used."""
+    from finray.compat import without_bitsandbytes
+
     was_on = gc.isenabled()
     gc.disable()
     for name in modules:
-        with contextlib.suppress(Exception):
-            if name == "peft":
-                from finray import compat
-
-                with compat.without_bitsandbytes():
-                    importlib.import_module(name)
+        around = without_bitsandbytes() if name == "peft" else contextlib.nullcontext()
+        with contextlib.suppress(Exception), around:
             importlib.import_module(name)
     # What is there now stays: later collections need not look at it.
     gc.freeze()
