@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
     import torch.distributed as dist
 
     config = finray_api.build_config(job.config, source="benchmark")
+    # As a worker does; other checkouts may not.
+    with suppress(ImportError):
+        from finray.runtime.preload import import_all, needed
+
+        import_all(name for name in needed(config) if not name.startswith("ray."))
     finray_api.keep_freed_memory(but_large=config.parallel.strategy != "ddp")
     alone = measuring.world_size() == 1
     if not alone or config.parallel.strategy != "ddp":
