@@ -191,8 +191,8 @@ def _attend_to_rows(
     batches, heads, width = _batches(lengths), query.shape[1], value.shape[-1]
     # By number of heads, of which keys and values may have fewer.
     slots = {count: torch.from_numpy(_slots(lengths, count)).to(query.device) for count in {heads, key.shape[1]}}
-    in_order = np.concatenate([batch.rows for batch in batches])
     if first_only:
+        in_order = np.concatenate([batch.rows for batch in batches])
         by_row = query[0].transpose(0, 1)[in_order, :, None]
         asking = torch.split(by_row, [len(batch.rows) for batch in batches])
     else:

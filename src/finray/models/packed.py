@@ -109,8 +109,8 @@ class PackedModel:
 
         A classifier's forward pass is its body, then a head that reads the first token of each row, the last one, or
         all. So the body runs over packed rows; then the model runs with its body replaced by the hidden states,
-        gathered by rows. First and last token are enough unless the head averages over the row; the first alone is
-        where :mod:`finray.models.pooled` knows the last layer, which is then computed for no other.
+        gathered by rows. First and last token are enough unless the head averages over the row. If
+        :mod:`finray.models.pooled` knows the last layer, the first is enough, and that layer computes no other.
         """
         types = {"token_type_ids": batch.token_types_1T} if self._has_token_types else {}
         logits: torch.Tensor

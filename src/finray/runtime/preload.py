@@ -1,6 +1,8 @@
-"""Imported by every process of a Ray that we start; a training worker imports its libraries while others prepare.
+"""How finray's processes import libraries without spending time on what nobody uses.
 
-Ray imports what ``RAY_preload_python_modules`` names once a process has connected; see :mod:`finray.runtime.cluster`.
+Every process of a Ray that we start imports this module; a training worker then imports its libraries while others
+prepare. Ray imports what ``RAY_preload_python_modules`` names once a process has connected; see
+:mod:`finray.runtime.cluster`.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def test_first_tokens_that_ask_alone_are_answered_as_among_all(
 ) -> None:
     """Outputs and gradients; so an encoder's last layer computes them, if its head reads nothing else."""
     tensors = [(part / 2).requires_grad_() for part in parts(4, shared, dtype, lengths)]
-    starts = (torch.tensor([0, *lengths[:-1]])).cumsum(0)
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
 
     def attention_of(query: torch.Tensor) -> torch.Tensor:
         return packed_attention(Encoder(), query, *tensors[1:], None, segment_lengths=lengths)[0]
