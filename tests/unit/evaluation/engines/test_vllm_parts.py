@@ -377,8 +377,9 @@ def test_what_fails_before_vllm_has_the_model_is_an_error_too_and_what_was_merge
         raise RuntimeError("the driver is odd")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "device_count", odd)
+    # Before: it may ask for the devices, too.
     loading = replace(Loading.of(artifact_of(adapter), merge=True), device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", odd)
     with pytest.raises(ModelError, match="vLLM cannot load the model: the driver is odd"):
         VLLMEngine(loading)
     assert not list(tmp_path.iterdir())
