@@ -26,7 +26,7 @@ import fsspec
 from finray.config.paths import is_url
 from finray.errors import DataError, DataUnavailable
 from finray.files import FileKind, digest_of, first_line
-from finray.pretrained import hub, remote
+from finray.pretrained import remote
 
 
 def _zstd(stream: IO[bytes]) -> Any:
@@ -77,8 +77,8 @@ def filesystem(name: str) -> tuple[Any, str]:
 @lru_cache
 def _require_answer(url: str) -> None:
     """Refuse an unresponsive server: the libraries would wait for minutes, twice."""
-    if hub.unreachable(url) == hub.no_answer():
-        raise DataUnavailable(f"the server gave {hub.no_answer()}", where=url, repair=_SILENT)
+    if (waited := remote.unanswered(url)) is not None:
+        raise DataUnavailable(f"the server gave {waited}", where=url, repair=_SILENT)
 
 
 @contextmanager

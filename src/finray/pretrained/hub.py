@@ -5,14 +5,28 @@ Its client would try for minutes and log many lines; if the Hub does not answer,
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
+import time
 
 TIMEOUT_S = 6.0
+# With a storage that was silent before: a command must end within 15 s.
+_WITH_OTHERS_S = 8.0
+# For so long, an address that said nothing is not asked again.
+_KNOWN_S = 10.0
 _VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _lock = threading.Lock()
 _refusals: list[str | None] = []
+# By address: when it was given up, and after how many seconds.
+_silent: dict[str, tuple[float, float]] = {}
+
+
+class Silence(str):
+    """Why a server cannot be reached: it gives no answer."""
+
+    __slots__ = ()
 
 
 def refusal() -> str | None:
@@ -24,7 +38,8 @@ def refusal() -> str | None:
         if not _refusals:
             endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
             is_offline = os.environ.get(_VARIABLES[0], "").upper() in ("1", "ON", "YES", "TRUE")
-            reason = None if is_offline else unreachable(endpoint)
+            left_s = _WITH_OTHERS_S - sum(waited for _, waited in _silent.values())
+            reason = None if is_offline else unreachable(endpoint, min(TIMEOUT_S, max(left_s, 1.0)))
             _refusals.append(None if reason is None else f"the Hub was tried at {endpoint}: {reason}")
             if reason is not None:
                 os.environ.update(dict.fromkeys(_VARIABLES, "1"))
@@ -35,18 +50,27 @@ def refusal() -> str | None:
         return _refusals[0]
 
 
-def unreachable(url: str) -> str | None:
-    """Why a web server cannot be reached, or :func:`no_answer`; None where it answers, whatever that is."""
+def unreachable(url: str, within_s: float) -> str | None:
+    """Why a web server cannot be reached, a :class:`Silence` among it; None where it answers, whatever that is.
+
+    Args:
+        url: address of the server.
+        within_s: seconds that an answer may take. Who took longer is not asked again for a while.
+    """
     # Not at the start of every command.
     import urllib.error
     import urllib.request
 
-    outcome: list[str | None] = [no_answer()]
+    since, waited = _silent.get(url, (-math.inf, 0.0))
+    if time.monotonic() - since < _KNOWN_S:
+        return Silence(f"no answer within {waited:g} s")
+    silence = Silence(f"no answer within {within_s:g} s")
+    outcome: list[str | None] = [silence]
 
     def probe() -> None:
         try:
             request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "finray"})
-            urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
+            urllib.request.urlopen(request, timeout=within_s).close()
         except urllib.error.HTTPError:
             pass  # An answer.
         except (OSError, ValueError) as error:
@@ -59,10 +83,7 @@ def unreachable(url: str) -> str | None:
     # Looking a name up knows no limit of time.
     thread = threading.Thread(target=probe, name="finray-hub", daemon=True)
     thread.start()
-    thread.join(TIMEOUT_S)
-    return outcome[0]
-
-
-def no_answer() -> str:
-    """The message about a server that does not answer in time."""
-    return f"no answer within {TIMEOUT_S:g} s"
+    thread.join(within_s)
+    if (reason := outcome[0]) is silence:
+        _silent[url] = time.monotonic(), within_s
+    return reason

@@ -11,6 +11,8 @@ from typing import Any
 
 from finray.pretrained import hub
 
+# Of the first question: a server on a machine at full load has taken more than six seconds.
+FIRST_S = 7.0
 CONNECT_S = 5.0
 # A store may be silent while it joins the parts of an upload, or copies an object; a web server only reads.
 READ_S = 15.0
@@ -53,13 +55,19 @@ def silence(fs: Any, scheme: str) -> tuple[str, str] | None:
             address = fs.base
     if address is None or address in _answered:
         return None
-    if hub.unreachable(address) == hub.no_answer():
-        return address, hub.no_answer()
+    if (waited := unanswered(address)) is not None:
+        return address, waited
     _answered.add(address)
     return None
 
 
-class Silence(OSError):
+def unanswered(url: str) -> str | None:
+    """For how long a server was asked that gives no answer, in words; None if it answers or refuses."""
+    reason = hub.unreachable(url, FIRST_S)
+    return reason if isinstance(reason, hub.Silence) else None
+
+
+class FellSilent(OSError):
     """Storage that answered before says nothing any more."""
 
 
@@ -67,4 +75,4 @@ def _give_up(attempts: int, caught_exception: Exception | None = None, **_: Any)
     """Called by botocore before it tries a request again, which it does five times, and s3fs five times that."""
     timed_out = type(caught_exception).__name__ in ("ReadTimeoutError", "ConnectTimeoutError")
     if attempts > 1 and timed_out:
-        raise Silence(f"no answer within {READ_S:g} s, twice") from None
+        raise FellSilent(f"no answer within {READ_S:g} s, twice") from None

@@ -28,12 +28,13 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         monkeypatch.setenv(name, "us-east-1")
+    monkeypatch.setattr(hub, "_silent", {})
 
 
 @pytest.fixture
 def mute(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server that accepts and says nothing."""
-    monkeypatch.setattr(hub, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(remote, "FIRST_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
@@ -103,7 +104,7 @@ def test_the_address_is_also_asked_where_no_variable_names_it(mute: str, monkeyp
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(remote, "_answered", set())
     asked = list[str]()
-    monkeypatch.setattr(hub, "unreachable", lambda url: asked.append(url) or hub.no_answer())
+    monkeypatch.setattr(remote, "unanswered", lambda url: asked.append(url) or "no answer")
     with pytest.raises(DataError):
         storage.filesystem("s3://bucket/rows.jsonl")
     google = SimpleNamespace(base="https://google/storage/v1/")
@@ -121,7 +122,7 @@ def test_storage_that_answered_is_not_asked_again_and_a_run_that_goes_on_does_no
 ) -> None:
     asked = list[str]()
     monkeypatch.setattr(remote, "_answered", set())
-    monkeypatch.setattr(hub, "unreachable", lambda url: asked.append(url))
+    monkeypatch.setattr(remote, "unanswered", lambda url: asked.append(url))
     monkeypatch.setenv("AWS_ENDPOINT_URL", mute)
     Objects("s3://bucket/runs", patient=True)
     assert asked == []

@@ -300,7 +300,7 @@ def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", None])
 def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
-    monkeypatch.setattr(storage.hub, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(storage.remote, "FIRST_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = f"http://127.0.0.1:{listening.getsockname()[1]}"
         if variable is not None:
@@ -312,7 +312,7 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_files_behind_a_url_by_name_pattern_and_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.hub, "unreachable", lambda url: None)
+    monkeypatch.setattr(storage.remote, "unanswered", lambda url: None)
     folder = Folder(f"memory:///{uuid.uuid4()}/a")
     for name in ("b.jsonl", "a.jsonl", "deep/c.csv", "d[1].jsonl"):
         folder.write(name, b"{}")

@@ -14,7 +14,7 @@ import pytest
 
 from finray.config.schema import ModelConfig
 from finray.errors import DataError, ModelError
-from finray.pretrained import hub
+from finray.pretrained import hub, remote
 from finray.pretrained.tokenizers import load_tokenizer
 
 
@@ -30,6 +30,8 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "_refusals", [])
+    monkeypatch.setattr(hub, "_silent", {})
+    monkeypatch.setattr(remote, "FIRST_S", 0.5)
     monkeypatch.setattr(hub, "TIMEOUT_S", 0.5)
 
 
@@ -46,7 +48,7 @@ def test_a_hub_that_says_nothing_is_given_up_once_and_for_all(silent: str, monke
     assert hub.refusal() == f"the Hub was tried at {silent}: no answer within 0.5 s"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert huggingface_hub.constants.is_offline_mode()
-    monkeypatch.setattr(hub, "unreachable", lambda url: pytest.fail("it was asked again"))
+    monkeypatch.setattr(hub, "unreachable", lambda url, within_s: pytest.fail("it was asked again"))
     assert hub.refusal() is not None
 
 
@@ -115,7 +117,7 @@ def test_whatever_answers_is_there(status: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_nobody_is_asked_where_the_user_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(hub, "unreachable", lambda url: pytest.fail("it was asked"))
+    monkeypatch.setattr(hub, "unreachable", lambda url, within_s: pytest.fail("it was asked"))
     assert hub.refusal() is None
 
 
@@ -125,3 +127,27 @@ def test_a_model_without_a_tokenizer_is_told_what_is_missing(tiny_model_dir: Pat
         ModelError, match=r"cannot be loaded: there is no file of a tokenizer, such as `tokenizer.json`"
     ):
         load_tokenizer(ModelConfig(name=str(tmp_path)))
+
+
+def test_a_silent_server_is_asked_once_in_a_while(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited, join = [1000.0], list[float | None](), threading.Thread.join
+    monkeypatch.setattr(hub.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: (waited.append(timeout), join(self))[1])
+    assert hub.unreachable(silent, 0.3) == "no answer within 0.3 s"
+    assert hub.unreachable(silent, 0.5) == "no answer within 0.3 s"
+    now[0] += 10
+    assert hub.unreachable(silent, 0.5) == "no answer within 0.5 s"
+    assert waited == [0.3, 0.5]
+
+
+def test_the_hub_is_asked_for_a_shorter_time_after_a_silent_storage(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[float]()
+    monkeypatch.setattr(hub, "unreachable", lambda url, within_s: asked.append(within_s))
+    monkeypatch.setattr(hub, "TIMEOUT_S", 6.0)
+    for silences, limit in ({}, 6.0), ({"a": (0.0, 7.0)}, 1.0), ({"a": (0.0, 5.0)}, 3.0):
+        monkeypatch.setattr(hub, "_silent", silences)
+        monkeypatch.setattr(hub, "_refusals", [])
+        assert hub.refusal() is None
+        assert asked.pop() == limit
