@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from finray.data.dataset import parts
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import Part, Settings, plan, plan_streams
+from finray.data.formats.examples import Labelled, Text
 from finray.data.storage import Folder
+from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing
@@ -124,3 +127,51 @@ def test_a_row_that_takes_too_long_ends_the_part_where_other_bad_rows_are_droppe
     assert (found.message, found.repair, found.overdue) == ("is slow (data.converter)", "look for a loop", True)
     assert str(found.where).endswith("rows.jsonl:3")
     assert seen == ["one", "bad", "one", "bad", "slow"], "the next row would take as long"
+
+
+@pytest.mark.parametrize(("case", "ahead"), [("short", True), ("long", False), ("may end", False)])
+def test_the_next_rows_are_tokenized_while_the_last_ones_are_written_unless_they_are_long(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, ahead: bool
+) -> None:
+    monkeypatch.setattr(parts, "_ROWS_AT_A_TIME", 2)
+    if case == "long":
+        monkeypatch.setattr(parts, "_MOST_AHEAD", 13)
+    writer, (part,) = planned(preparing, put("rows.jsonl", lines([{"text": "the cat"}] * 6)), tmp_path / "p")
+    did = list[str]()
+    texts, rows = Tokenizer.texts, Tokenizer.rows
+    monkeypatch.setattr(Tokenizer, "texts", lambda *given: (did.append("texts"), texts(*given))[1])
+    monkeypatch.setattr(Tokenizer, "rows", lambda *given: (did.append("rows"), rows(*given))[1])
+    assert writer.write(part, enough=(lambda: False) if case == "may end" else None).rows == 6
+    assert did == (["texts", "texts", "rows", "texts", "rows", "rows"] if ahead else ["texts", "rows"] * 3)
+
+
+@pytest.mark.parametrize("later", ['{"text": 1}', "not JSON"])
+def test_the_first_bad_row_is_named_although_a_later_one_was_met_before(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    monkeypatch.setattr(parts, "_ROWS_AT_A_TIME", 2)
+    rows = ['{"text": "one"}', '{"text": null}', '{"text": "two"}', later, '{"text": "three"}', ""]
+    source = put("rows.jsonl", rows[0])
+    writer, (part,) = planned(preparing, source, tmp_path / "p")
+    # Planning reads the first rows, too.
+    source.write_text("\n".join(rows), encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        writer.write(part)
+    assert str(caught.value.where).endswith("rows.jsonl:2")
+    dropping, _ = planned(preparing, source, tmp_path / "q", on_bad_row="drop")
+    found = dropping.write(part)
+    assert found.rows == 3
+    assert [row.number for row in found.bad] == [2, 4]
+
+
+def test_a_text_is_truncated_while_a_thread_tokenizes(preparing: Preparing) -> None:
+    """Truncation is a setting of the Rust library, which cannot change before the thread has ended."""
+    encoder = Tokenizer(preparing.tokenizer, train_on="all", max_length=4, on_too_long="truncate")
+    texts = encoder.texts([Text("the cat " * 2000)] * 100)
+    with ThreadPoolExecutor(1) as thread:
+        tokenizing = thread.submit(encoder.tokenize, texts)
+        (found,) = encoder.encode([Labelled("the cat sleeps", "a", "a dog sleeps")])
+        was_at_work = not tokenizing.done()
+    assert was_at_work
+    assert len(found.rows[0].ids) == 4
+    assert len(encoder.encode([Text("the cat " * 9)])[0].rows) > 1, "it truncates nothing else"

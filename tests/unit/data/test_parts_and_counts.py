@@ -169,8 +169,8 @@ def test_a_preparation_that_is_cancelled_while_it_is_planned_has_no_part_for_a_h
 def test_an_answer_without_text_at_either_end_is_nothing_to_learn(at: int) -> None:
     tokenizer = Tokenizer(families.tokenizer("chatml"), train_on="assistant", max_length=4096, on_too_long="error")
     ids = families.tokenizer("chatml")("what dog", add_special_tokens=False)["input_ids"]
-    assert tokenizer._spans_by_width(_Job("what dog", ((at, at),)), ids) == []
-    assert tokenizer._spans_by_width(_Job("what dog", ((0, 8),)), ids) == [(0, len(ids))]
+    jobs = [_Job("what dog", ((at, at),)), _Job("what dog", ((0, 8),))]
+    assert tokenizer._spans_by_width(jobs, [ids, ids]) == [[], [(0, len(ids))]]
 
 
 def test_a_colon_after_a_directory_names_what_is_inside_and_after_another_name_what_is_on_the_hub(

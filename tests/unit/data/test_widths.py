@@ -6,6 +6,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import processors
 
 from finray.data.formats.examples import Chat, Completion, Example, Message, Text
@@ -59,9 +61,9 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[Places | None]:
     """What was found by widths."""
     found: list[Places | None] = []
 
-    def places(self: Any, text: str, ids: Any, own: Any = Widths.places) -> Places | None:
-        found.append(own(self, text, ids))
-        return found[-1]
+    def places(self: Any, *given: Any, own: Any = Widths.places) -> list[Places | None]:
+        found.extend(placed := own(self, *given))
+        return placed
 
     monkeypatch.setattr(Widths, "places", places)
     return found
@@ -74,6 +76,14 @@ def test_masks_by_widths_are_those_by_offsets(
 ) -> None:
     tokenizer = families.tokenizer(name)
     by_widths = encoded(tokenizer, train_on, monkeypatch, many=0)
+    # All in one batch, too.
+    encoder = Tokenizer(tokenizer, train_on=train_on, max_length=64, on_too_long="truncate")  # type: ignore[arg-type]
+    good = [
+        (example, found) for example, found in zip(examples(), by_widths, strict=True) if isinstance(found, Encoded)
+    ]
+    assert encoder.encode([example for example, _ in good]) == [found for _, found in good]
+    placed.clear()
+    assert by_widths == encoded(tokenizer, train_on, monkeypatch, many=0)
     count = sum(place is not None for place in placed)
     assert by_widths == encoded(tokenizer, train_on, monkeypatch, many=1_000_000)
     is_bytes = families.FAMILIES[name].words != "sentencepiece"
@@ -102,8 +112,33 @@ def test_tokens_that_do_not_add_up_to_their_text_have_no_places() -> None:
     assert widths is not None
     text = "a dog é 漢"
     ids = backend.encode(text, add_special_tokens=False).ids
-    places = widths.places(text, ids)
-    assert places is not None
-    assert places.border(len("a dog é 漢")) == len(ids)
-    assert widths.places(text, ids[1:]) is None
-    assert widths.places(text + " ", ids) is None
+    end = len(text)
+    assert widths.places([text], [ids], [[end]]) == [{end: (len(ids), True)}]
+    assert widths.places([text, text + " ", text], [ids[1:], ids, ids], [[0], [1], [end]]) == [
+        None,
+        None,
+        {end: (len(ids), True)},
+    ]
+
+
+@given(rows=st.lists(st.tuples(st.text("a é漢🎉\n", max_size=12), st.booleans()), min_size=1, max_size=6))
+def test_places_among_other_texts_are_those_of_each_token(rows: list[tuple[str, bool]]) -> None:
+    backend = families.tokenizer("smollm2").backend_tokenizer
+    widths = Widths.of(backend)
+    assert widths is not None
+    encodings = [backend.encode(text, add_special_tokens=False) for text, _ in rows]
+    # Of some, the last token is missing.
+    ids = [encoding.ids[: len(encoding.ids) - cut] for encoding, (_, cut) in zip(encodings, rows, strict=True)]
+    found = widths.places([text for text, _ in rows], ids, [range(len(text) + 1) for text, _ in rows])
+    for (text, cut), encoding, own, places in zip(rows, encodings, ids, found, strict=True):
+        if cut or not text:
+            assert places is None
+            continue
+        assert places is not None
+        # A character of several bytes may have several tokens: it begins in the first.
+        firsts = [start for start, _ in encoding.offsets]
+        for at in range(len(text)):
+            token, is_first = places[at]
+            assert token == next(number for number, (low, high) in enumerate(encoding.offsets) if low <= at < high)
+            assert is_first == (at in firsts)
+        assert places[len(text)] == (len(own), True)

@@ -10,8 +10,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ from finray.data.formats.examples import Chat, Example
 from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
 from finray.data.sources.pieces import bad_row, read_piece
 from finray.data.storage import Folder
-from finray.data.tokenize.encode import Encoded, Tokenizer, Tokens
+from finray.data.tokenize.encode import Encoded, Texts, Tokenizer, Tokens
+from finray.data.tokenize.widths import joined_ids
 from finray.errors import DataError
 
 TOKENS = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8()))])
@@ -44,6 +47,8 @@ INDEX = pa.schema(
 # Type of the column `label` in the index.
 LABEL_TYPES = {"single_label": pa.string(), "multi_label": pa.list_(pa.string()), "regression": pa.float64()}
 _ROWS_AT_A_TIME = 256
+# Characters of a batch up to which the next one begins before its end.
+_MOST_AHEAD = 4 * 2**20
 
 Convert = Callable[[Mapping[str, Any]], list[Example]]
 
@@ -60,6 +65,22 @@ class _SourceRow:
     group: Any = None
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Rows that are being tokenized, or the error that kept them from it."""
+
+    rows: list[_SourceRow]
+    examples: list[list[Example]] = field(default_factory=list)
+    texts: Texts | None = None
+    encodings: Future[tuple[list[Any], list[Any]]] | None = None
+    error: DataError | None = None
+
+    @property
+    def characters(self) -> int:
+        """To tokenize, without labelled texts, which are short."""
+        return 0 if self.texts is None else sum(len(job.text) for job in self.texts.jobs)
+
+
 class PartWriter:
     """Writes parts.
 
@@ -74,7 +95,7 @@ class PartWriter:
         self._encoder = encoder
         self._folder = folder
 
-    def write(self, part: Part, *, enough: Callable[[], bool] = lambda: False) -> PartResult:
+    def write(self, part: Part, *, enough: Callable[[], bool] | None = None) -> PartResult:
         """Write the files of a part, then its result file, unless that exists; returns the result.
 
         Args:
@@ -99,16 +120,20 @@ class PartWriter:
         convert = converter_of(part.row_format, has_chat_template=self._encoder.has_chat_template)
         rows = self._rows(part, passed, bad)
         try:
-            with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files:
+            with (
+                closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files,
+                ThreadPoolExecutor(1, "finray-tokenize") as thread,
+            ):
+                begin = partial(self._begin, convert=convert, thread=thread)
                 began = False
-                while batch := list(islice(rows, _ROWS_AT_A_TIME)):
-                    if began and enough():
+                for batch in _with_next(rows, begin, ahead=enough is None):
+                    if began and enough is not None and enough():
                         # Ranges that were not reached are not ranges without rows.
                         reached = 1 + max(at for at, count in enumerate(passed) if count)
                         pieces, passed = pieces[:reached], passed[:reached]
                         break
                     began = True
-                    for row, examples, encoded in self._encode_each(part, batch, convert, bad):
+                    for row, examples, encoded in self._encode_each(part, batch, begin, bad):
                         if part.row_format.system and part.row_format.kind != "alpaca":
                             files.counts["system_unused"] += sum(not isinstance(one, Chat) for one in examples)
                         try:
@@ -131,7 +156,7 @@ class PartWriter:
                 index_file=index_file,
                 pieces=pieces,
                 passed=tuple(passed),
-                bad=tuple(bad),
+                bad=tuple(sorted(bad, key=lambda row: (row.piece, row.number))),
                 lost=tuple(files.lost),
                 cut=tuple(files.cut),
                 **files.counts,
@@ -169,15 +194,15 @@ class PartWriter:
         bad.append(BadRowNote(piece, number, row.message))
 
     def _encode_each(
-        self, part: Part, batch: list[_SourceRow], convert: Convert, bad: list[BadRowNote]
+        self, part: Part, batch: _Batch, begin: Callable[[list[_SourceRow]], _Batch], bad: list[BadRowNote]
     ) -> Iterator[tuple[_SourceRow, list[Example], list[Encoded]]]:
         """Rows with their results; one by one after an error, to name the bad row."""
         try:
-            yield from self._encode(batch, convert)
+            yield from self._encoded(batch)
         except DataError:
-            for row in batch:
+            for row in batch.rows:
                 try:
-                    yield from self._encode([row], convert)
+                    yield from self._encoded(begin([row]))
                 except DataError as error:
                     message = error.message if error.where is None else f"{error.message} ({error.where})"
                     refusal = DataError(message, repair=error.repair)
@@ -188,15 +213,54 @@ class PartWriter:
                         raise late from None
                     self._refuse(part, row.piece, row.number, refusal, bad)
 
-    def _encode(
-        self, rows: list[_SourceRow], convert: Convert
-    ) -> list[tuple[_SourceRow, list[Example], list[Encoded]]]:
-        examples = [convert(row.value) for row in rows]
-        if (group_by := self._settings.data.group_by) is not None:
-            for row in rows:
-                row.group = column(row.value, group_by)
-        encoded = iter(self._encoder.encode([example for own in examples for example in own]))
-        return [(row, own, list(islice(encoded, len(own)))) for row, own in zip(rows, examples, strict=True)]
+    def _begin(self, rows: list[_SourceRow], *, convert: Convert, thread: Executor) -> _Batch:
+        """Have rows tokenized in a thread, in which Rust leaves Python to this one."""
+        batch = _Batch(rows)
+        try:
+            batch.examples = [convert(row.value) for row in rows]
+            if (group_by := self._settings.data.group_by) is not None:
+                for row in rows:
+                    row.group = column(row.value, group_by)
+            batch.texts = self._encoder.texts([example for own in batch.examples for example in own])
+        except DataError as error:
+            # Its turn comes after that of the rows before it.
+            batch.error = error
+        else:
+            batch.encodings = thread.submit(self._encoder.tokenize, batch.texts)
+        return batch
+
+    def _encoded(self, batch: _Batch) -> list[tuple[_SourceRow, list[Example], list[Encoded]]]:
+        if batch.error is not None:
+            raise batch.error
+        assert batch.texts is not None
+        assert batch.encodings is not None
+        encoded = iter(self._encoder.rows(batch.texts, batch.encodings.result()))
+        each = zip(batch.rows, batch.examples, strict=True)
+        return [(row, own, list(islice(encoded, len(own)))) for row, own in each]
+
+
+def _with_next(
+    rows: Iterator[_SourceRow], begin: Callable[[list[_SourceRow]], _Batch], *, ahead: bool
+) -> Iterator[_Batch]:
+    """Rows in batches, each of which has begun; with ``ahead`` the next one has, too, so that two cores are busy."""
+    before: _Batch | None = None
+    try:
+        while some := list(islice(rows, _ROWS_AT_A_TIME)):
+            batch = begin(some)
+            if before is not None:
+                yield before
+            before = batch
+            # Encodings take some 80 bytes per token.
+            if not ahead or batch.characters > _MOST_AHEAD:
+                yield batch
+                before = None
+    except DataError:
+        # A row that cannot be read is named after the bad ones before it.
+        if before is not None:
+            yield before
+        raise
+    if before is not None:
+        yield before
 
 
 class _ArrowFiles:
@@ -257,12 +321,13 @@ class _ArrowFiles:
                 counts["truncated"] += tokens.truncated
                 if tokens.truncated and len(self.cut) < NAMED_ROWS:
                     self.cut.append((row.piece, row.number))
-                if tokens.label is None and not tokens.supervised:
+                supervised = tokens.supervised
+                if tokens.label is None and not supervised:
                     counts["unlearnable"] += 1
                     continue
                 counts["rows"] += 1
                 counts["tokens"] += len(tokens.ids)
-                counts["supervised"] += tokens.supervised
+                counts["supervised"] += supervised
                 if tokens.label is not None:
                     self._require_like_the_first(tokens.label)
                 self._waiting.append((row, tokens))
@@ -301,11 +366,10 @@ class _ArrowFiles:
         lengths = np.fromiter((len(tokens.ids) for _, tokens in waiting), dtype=np.int32, count=len(waiting))
         offsets = np.zeros(len(waiting) + 1, dtype=np.int32)
         np.cumsum(lengths, out=offsets[1:])
-        ids = np.empty(int(offsets[-1]), dtype=np.int32)
+        ids = joined_ids([tokens.ids for _, tokens in waiting])
         mask = np.zeros(len(ids), dtype=np.uint8)
         bounds = list(pairwise(offsets.tolist()))
         for (_, tokens), (start, stop) in zip(waiting, bounds, strict=True):
-            ids[start:stop] = tokens.ids
             if tokens.token_types:
                 mask[start:stop] = tokens.token_types
             for low, high in tokens.spans:

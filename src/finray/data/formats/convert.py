@@ -403,8 +403,11 @@ def _message(item: Any, place: str) -> Message:
     if role not in ROLES:
         hint = did_you_mean(raw_role, [*ROLES, *_ALIASES])
         raise DataError(f"{place}: unknown role `{raw_role}`{hint}", repair=f"use one of {', '.join(ROLES)}")
-    extra = {key: item[key] for key in _KEPT if item.get(key) is not None}
     content = item.get("content", item.get("value"))
+    if len(item) == 2 and isinstance(content, str) and raw_role not in _CALLS:
+        # Nothing but these two, as in most rows.
+        return Message(role, content)
+    extra = {key: item[key] for key in _KEPT if item.get(key) is not None}
     if raw_role in _CALLS:
         extra["tool_calls"] = _calls(_decoded(content, place, strict=True), place)
         content = ""

@@ -34,6 +34,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARKER = "\ue000{}\ue001"
 # Other roles of a tool's results: OpenAI's before there were tools, and Llama's.
 _RESULT_ROLES = ("function", "ipython")
+_OF_TOOLS = frozenset(("tool", *_RESULT_ROLES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class ChatRenderer:
                 repair="set model.chat_template to a Jinja file, or give rows with `prompt` and `completion`",
             )
         self._tokenizer = tokenizer
-        self._special = tuple(token for token in special_tokens if token)
+        # Longest first, because one special token may be the start or the end of another.
+        self._special = tuple(sorted(filter(None, special_tokens), key=len, reverse=True))
         source = str(tokenizer.chat_template)
         self._dated = "strftime_now" in source
         self._renders_tools = re.search(r"\btools\b", source) is not None
@@ -95,10 +97,7 @@ class ChatRenderer:
         self._compiled: dict[bool, Any] = {}
         self._outlines: Outlines | None = None
         self._variables = {**tokenizer.special_tokens_map, **(arguments or {})}
-        # Longest first, because one special token may be a prefix of another.
-        self._any_special = re.compile(
-            "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
-        )
+        self._any_special = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
 
     def render(
         self,
@@ -225,7 +224,7 @@ class ChatRenderer:
             if not self._special or not text.endswith(self._special, start, bare):
                 # Trailing white space belongs to the answer only if a token follows it.
                 return bare
-            stop = bare - max(len(token) for token in self._special if text.endswith(token, start, bare))
+            stop = bare - len(next(token for token in self._special if text.endswith(token, start, bare)))
 
     # --- rendering --------------------------------------------------------------------------------------------------
 
@@ -274,6 +273,8 @@ class ChatRenderer:
         """The conversation without what the template does not support (tools and their calls become text), notes, and
         the new index of each message.
         """
+        if not chat.tools and not any(one.extra or one.role in _OF_TOOLS for one in chat.messages):
+            return chat, set(), list(range(len(chat.messages)))
         messages: list[Message] = []
         places: list[int] = []
         notes: set[str] = set()

@@ -6,17 +6,18 @@ prompt and answer, the two sides are tokenized separately, as a server does: it 
 
 from __future__ import annotations
 
+import copy
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 from finray.data.formats.examples import Chat, Completion, Example, Label, Labelled, Text
 from finray.data.tokenize.chat import ChatRenderer, Span
-from finray.data.tokenize.widths import Widths
+from finray.data.tokenize.widths import Places, Widths
 from finray.errors import DataError
 
 TrainOn = Literal["completion", "assistant", "last_assistant", "all"]
@@ -90,6 +91,16 @@ class _Job:
     def has_borders(self) -> bool:
         """Whether a trained span begins or ends within the text."""
         return any(0 < border < len(self.text) for span in self.spans for border in span)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A batch to tokenize: its examples, the jobs and the notes of each, all jobs, and whether they need no offsets."""
+
+    examples: Sequence[Example]
+    planned: list[tuple[list[_Job], frozenset[str]]]
+    jobs: list[_Job]
+    without_offsets: bool
 
 
 class Tokenizer:
@@ -166,44 +177,79 @@ class Tokenizer:
         return Widths.of(self._backend)
 
     @cached_property
+    def _truncating(self) -> Any:
+        """A tokenizer of its own: how one truncates is a setting, which a thread at work would meet, or keep waiting."""
+        return copy.deepcopy(self._tokenizer)
+
+    @cached_property
     def _trims(self) -> bool:
         """Whether offsets exclude the spaces of a token."""
         offsets = self._backend.encode("a  b", add_special_tokens=False).offsets
         return bool(sum(stop - start for start, stop in offsets) < len("a  b"))
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
-        """Tokenize a batch.
+        """Tokenize a batch: :meth:`texts`, :meth:`tokenize` and :meth:`rows`.
 
         Raises:
             DataError: an example cannot be tokenized; ``where`` is left to the caller, who knows file and row.
         """
+        texts = self.texts(examples)
+        return self.rows(texts, self.tokenize(texts))
+
+    def texts(self, examples: Sequence[Example]) -> Texts:
+        """What a batch has to tokenize.
+
+        Raises:
+            DataError: as :meth:`encode`.
+        """
         planned = [self._jobs(example) for example in examples]
         jobs = [job for own, _ in planned for job in own]
-        labelled = [
-            example.text if example.text_pair is None else (example.text, example.text_pair)
-            for example in examples
-            if isinstance(example, Labelled)
-        ]
         without_offsets = not any(job.has_borders for job in jobs) or (
             len(jobs) >= _MANY_TEXTS and self._widths is not None
         )
-        encode_batch = self._backend.encode_batch_fast if without_offsets else self._backend.encode_batch
+        return Texts(examples, planned, jobs, without_offsets)
+
+    def tokenize(self, texts: Texts) -> tuple[list[Any], list[Any]]:
+        """Tokenize by the Rust library, in any thread: it lets other threads run Python meanwhile.
+
+        Returns:
+            Encodings of the jobs, and of the labelled texts.
+
+        Raises:
+            DataError: as :meth:`encode`.
+        """
+        encode_batch = self._backend.encode_batch_fast if texts.without_offsets else self._backend.encode_batch
+        labelled = [
+            example.text if example.text_pair is None else (example.text, example.text_pair)
+            for example in texts.examples
+            if isinstance(example, Labelled)
+        ]
         try:
-            encodings = iter(encode_batch([job.text for job in jobs], add_special_tokens=False))
+            encodings = encode_batch([job.text for job in texts.jobs], add_special_tokens=False)
             # With the special tokens that classifiers are trained with, such as [CLS] and [SEP].
-            uncut = iter(self._backend.encode_batch_fast(labelled) if labelled else ())
+            return encodings, self._backend.encode_batch_fast(labelled) if labelled else []
         except (TypeError, UnicodeEncodeError):
             raise DataError(
                 "the text holds half of a surrogate pair, which is not a valid character",
                 repair="write the row again from clean text",
             ) from None
+
+    def rows(self, texts: Texts, encodings: tuple[list[Any], list[Any]]) -> list[Encoded]:
+        """The result for each example of a batch.
+
+        Raises:
+            DataError: as :meth:`encode`.
+        """
+        found, uncut = encodings[0], iter(encodings[1])
+        ids = [encoding.ids for encoding in found]
+        unknown = [None] * len(ids)
+        spans = self._spans_by_width(texts.jobs, ids) if texts.without_offsets else unknown
+        tokens = map(self._tokens, texts.jobs, ids, spans, unknown if texts.without_offsets else found)
         return [
             self._labelled(example, next(uncut))
             if isinstance(example, Labelled)
-            else self._encoded(
-                [self._tokens(job, next(encodings), without_offsets) for job in own], notes, isinstance(example, Text)
-            )
-            for example, (own, notes) in zip(examples, planned, strict=True)
+            else self._encoded(list(islice(tokens, len(own))), notes, isinstance(example, Text))
+            for example, (own, notes) in zip(texts.examples, texts.planned, strict=True)
         ]
 
     # --- what to tokenize -------------------------------------------------------------------------------------------
@@ -261,7 +307,9 @@ class Tokenizer:
             dropped += not pieces
             dropped_tokens += 0 if pieces else len(whole.ids)
             cut += sum(len(whole.ids) - len(piece.ids) for piece in pieces if piece.truncated)
-            lost += bool(pieces) and bool(whole.supervised) and not any(piece.supervised for piece in pieces)
+            # Most rows fit.
+            if pieces and pieces[0] is not whole:
+                lost += bool(whole.supervised) and not any(piece.supervised for piece in pieces)
             rows += pieces
         return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
 
@@ -272,8 +320,7 @@ class Tokenizer:
             if not self._fit(Tokens(ids, ()), chunked=False):
                 return Encoded([], dropped=1, dropped_tokens=len(ids))
             # The longer one of two texts is truncated first; special tokens stay.
-            cut = self._tokenizer(example.text, example.text_pair, truncation=True, max_length=self._max_length)
-            self._backend.no_truncation()
+            cut = self._truncating(example.text, example.text_pair, truncation=True, max_length=self._max_length)
             ids, types = cut["input_ids"], cut.get("token_type_ids", ())
         if not ids:
             raise DataError("the text has no tokens", repair="fill or remove the row, or set data.on_bad_row to drop")
@@ -286,12 +333,10 @@ class Tokenizer:
         )
         return Encoded([row], truncated_tokens=excess)
 
-    def _tokens(self, job: _Job, encoding: Any, without_offsets: bool) -> Tokens:
-        ids: list[int] = encoding.ids
-        spans = self._spans_by_width(job, ids) if without_offsets else None
+    def _tokens(self, job: _Job, ids: list[int], spans: list[Span] | None, encoding: Any) -> Tokens:
+        """The row of a job; if the spans are not known yet, from the encoding, or from a new one with offsets."""
         if spans is None:
-            if without_offsets:
-                encoding = self._backend.encode(job.text, add_special_tokens=False)
+            encoding = encoding or self._backend.encode(job.text, add_special_tokens=False)
             spans = _token_spans(encoding, job, self._special_ids)
             if spans is None or any(
                 self._differs_alone(job.text, start, ids, encoding.char_to_token) for start, _ in job.spans
@@ -327,24 +372,36 @@ class Tokenizer:
             )
         return ids, spans
 
-    def _spans_by_width(self, job: _Job, ids: list[int]) -> list[Span] | None:
-        """As :func:`_token_spans`; None if that needs offsets, or if a text must be cut at a border."""
-        text = job.text
-        if not job.has_borders:
-            return [(0, len(ids)) for start, stop in job.spans if start < stop]
-        places = self._widths.places(text, ids) if self._widths is not None else None
-        if places is None:
-            return None
-        spans = []
+    def _spans_by_width(self, jobs: Sequence[_Job], ids: Sequence[list[int]]) -> list[list[Span] | None]:
+        """As :func:`_token_spans`, of each job; None if that needs offsets, or if a text must be cut at a border."""
+        found: list[list[Span] | None] = [
+            None if job.has_borders else [(0, len(own)) for start, stop in job.spans if start < stop]
+            for job, own in zip(jobs, ids, strict=True)
+        ]
+        bordered = [at for at, spans in enumerate(found) if spans is None]
+        if self._widths is None or not bordered:
+            return found
+        characters = []
+        for job in (jobs[at] for at in bordered):
+            runs = [start - _run_before(job.text, start) for start, _ in job.spans]
+            characters.append([*runs, *(border for span in job.spans for border in span)])
+        every = self._widths.places([jobs[at].text for at in bordered], [ids[at] for at in bordered], characters)
+        for at, places in zip(bordered, every, strict=True):
+            if places is not None:
+                found[at] = self._spans_at(jobs[at], ids[at], places)
+        return found
+
+    def _spans_at(self, job: _Job, ids: list[int], places: Places) -> list[Span] | None:
+        text, spans = job.text, []
         for start, stop in job.spans:
             if start < len(text) and (run := _run_before(text, start)):
                 if self._trims and " " in text[start - run : start + 1]:
                     return None
-                if self._differs_alone(text, start, ids, places.token_at):
+                if self._differs_alone(text, start, ids, lambda character: places[character][0]):
                     return None
             if start < stop:
-                first, last = places.border(start), places.border(stop)
-                if first is None or last is None:
+                (first, is_border), (last, is_border_too) = places[start], places[stop]
+                if not (is_border and is_border_too):
                     return None
                 spans.append((first, last))
         return spans

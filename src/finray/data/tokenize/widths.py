@@ -6,9 +6,10 @@ SmolLM and others) tokens are the bytes of their text, so widths give the same r
 
 from __future__ import annotations
 
+import struct
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,25 +21,14 @@ _PROBE = "a é \n\n漢 🎉's 12!"
 _UNKNOWN = 2**40
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """End positions of the tokens of a text, in bytes."""
+# Of characters of a text: the token in which each begins, and whether it is the first of that token.
+Places = dict[int, tuple[int, bool]]
 
-    text: str
-    ends: npt.NDArray[np.int64]
 
-    def _byte(self, character: int) -> int:
-        return character if self.text.isascii() else len(self.text[:character].encode())
-
-    def token_at(self, character: int) -> int:
-        """The token in which the character begins."""
-        return int(self.ends.searchsorted(self._byte(character), side="right"))
-
-    def border(self, character: int) -> int | None:
-        """Number of tokens before a character; None if a token straddles that position."""
-        before = self.token_at(character)
-        reached = int(self.ends[before - 1]) if before else 0
-        return before if reached == self._byte(character) else None
+def joined_ids(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """The token ids of rows, one row after the other. From lists of Python's numbers, three times as fast as NumPy."""
+    count = sum(map(len, rows))
+    return np.frombuffer(struct.pack(f"{count}i", *chain.from_iterable(rows)), dtype=np.int32)
 
 
 class Widths:
@@ -73,12 +63,38 @@ class Widths:
             widths[vocabulary.get(backend.model.unk_token, 0)] = _UNKNOWN
         return cls(widths, composes=composes)
 
-    def places(self, text: str, ids: Sequence[int]) -> Places | None:
-        """The token positions in a text; None if the widths do not add up to it.
+    def places(
+        self, texts: Sequence[str], ids: Sequence[Sequence[int]], characters: Sequence[Sequence[int]]
+    ) -> list[Places | None]:
+        """Where some characters of each text are; None for a text to which the widths of its tokens do not add up.
 
         A token that absorbs adjacent white space stands for more bytes than its width; no token stands for fewer.
+
+        Args:
+            texts: the texts.
+            ids: tokens of each.
+            characters: positions in each text, up to its length.
         """
-        ends = self._widths[np.array(ids, dtype=np.int64)].cumsum()
-        length = len(text) if text.isascii() else len(text.encode())
-        is_same = not self._composes or unicodedata.is_normalized("NFC", text)
-        return Places(text, ends) if is_same and len(ends) and ends[-1] == length else None
+        # All texts are one: of token k, and of the end of the last one.
+        starts = np.concatenate([[0], self._widths[joined_ids(ids)].cumsum()])
+        bounds = np.cumsum([0, *map(len, ids)])
+        before, sizes = starts[bounds].tolist(), np.diff(starts[bounds]).tolist()
+        is_ascii = [text.isascii() for text in texts]
+        fits = [
+            size == (len(text) if ascii else len(text.encode()))
+            and size > 0
+            and (ascii or not self._composes or unicodedata.is_normalized("NFC", text))
+            for text, ascii, size in zip(texts, is_ascii, sizes, strict=True)
+        ]
+        wanted = [
+            start + (at if ascii else len(text[:at].encode()))
+            for text, some, ascii, start, fit in zip(texts, characters, is_ascii, before, fits, strict=False)
+            if fit
+            for at in some
+        ]
+        found = starts.searchsorted(wanted, side="right") - 1
+        pairs = zip(found.tolist(), (starts[found] == wanted).tolist(), strict=True)
+        return [
+            {at: (token - first, is_first) for at, (token, is_first) in zip(some, pairs, strict=False)} if fit else None
+            for some, first, fit in zip(characters, bounds.tolist(), fits, strict=False)
+        ]
