@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from finray.data.sampling.collate import LabelledBatch, collate_labelled
 from finray.models import attention, pooled
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
-from finray.models.packed import PackedModel
+from finray.models.packed import FilledRows, PackedModel
 from finray.models.packing_check import check_packing_of
 from tests.support import tiny
 
@@ -107,6 +107,41 @@ def test_a_row_is_what_it_is_alone_whatever_lies_beside_it(family: str) -> None:
         changed = model.logits_SC(batch_of([rows(seed=9, typed=family in TYPED)[0], *items[1:]]))
     assert not torch.allclose(changed[0], together[0], atol=1e-3)
     assert torch.equal(changed[1:], together[1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_what_they_are_without_the_one_that_fills_up(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.build_classifier(family).eval()
+    ours, lengths = packed(model), (9, 8, 7, 5) * 25
+    monkeypatch.setitem(globals(), "LABELS", np.arange(100) % 3)
+    batch = batch_of(rows(lengths, typed=family in TYPED), LABELS)
+    filled = FilledRows(batch)
+    # 725 tokens; 22 and more would be a 32nd of them.
+    assert (filled.tokens_1T.shape, filled.lengths[:-1], filled.lengths[-1]) == ((1, 736), batch.lengths, 11)
+    assert filled.positions_1T[0, -11:].tolist() == [*range(11)]
+    assert filled.cu_seqlens.tolist() == [*batch.cu_seqlens.tolist(), 736]
+    assert_same(model, ours._logits_SC(filled)[:100], ours._logits_SC(batch))
+
+
+@pytest.mark.parametrize(("tokens", "filled"), [(1, 1), (63, 63), (65, 66), (127, 128), (1345, 1376), (9001, 9024)])
+def test_rows_are_filled_up_by_a_32nd_at_most(tokens: int, filled: int) -> None:
+    found = FilledRows(batch_of(rows((tokens,)), LABELS[:1]))
+    assert found.tokens_1T.shape == found.token_types_1T.shape == found.positions_1T.shape == (1, filled)
+    assert sum(found.lengths) == filled == found.cu_seqlens[-1]
+    assert 32 * (filled - tokens) <= tokens
+
+
+@pytest.mark.parametrize(("precision", "tokens"), [("bf16", 736), ("fp32", 725)])
+def test_rows_are_filled_up_in_bf16_where_each_number_of_tokens_is_compiled(precision: str, tokens: int) -> None:
+    attention.register()
+    model = tiny.build_classifier("bert").eval()
+    model.set_attn_implementation(attention.NAME)
+    ours = PackedModel(model, precision=precision, attention_name=attention.NAME, device=CPU)
+    seen = list[int]()
+    model.base_model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    with torch.no_grad(), ours.autocast():
+        found = ours.logits_SC(batch_of(rows((9, 8, 7, 5) * 25, typed=True), np.arange(100) % 3))
+    assert (seen, len(found)) == ([tokens], 100)
 
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)

@@ -178,7 +178,7 @@ class Tokenizer:
 
     @cached_property
     def _truncating(self) -> Any:
-        """A tokenizer of its own: how one truncates is a setting, which a thread at work would meet, or keep waiting."""
+        """A tokenizer of its own: truncation is a setting, which a thread at work would meet, or keep waiting."""
         return copy.deepcopy(self._tokenizer)
 
     @cached_property
