@@ -17,7 +17,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,7 +73,6 @@ def filesystem(name: str) -> tuple[Any, str]:
     return fs, path
 
 
-@lru_cache
 def _require_answer(url: str) -> None:
     """Refuse an unresponsive server: the libraries would wait for minutes, twice."""
     if (waited := remote.unanswered(url)) is not None:

@@ -20,7 +20,7 @@ from finray.models.loading import DTYPES
 from finray.models.saved_layout import without_adapter
 
 # oneDNN compiles the bf16 products of each number of tokens, and keeps them between tensors in the heap. Those of a
-# classifier's batches all differ. Multiples: 240 MiB and 3 % of the step less for MiniLM and SST-2, 1.2 % more tokens.
+# classifier's batches all differ. Multiples save 240 MiB and 3 % of a step of MiniLM on SST-2, for 1.2 % more tokens.
 TOKENS_OF = 64
 # Tokens for comparing our head with the model's own: few, to save memory.
 _HEAD_CHECK_TOKENS = 64
@@ -116,9 +116,10 @@ class PackedModel:
         gathered by rows. First and last token are enough unless the head averages over the row. If
         :mod:`finray.models.pooled` knows the last layer, the first is enough, and that layer computes no other.
 
-        On a CPU in bf16, one more row brings the number of tokens to a multiple of up to :data:`TOKENS_OF`.
+        On a CPU in bf16, unused tokens bring the number of tokens to a multiple; see :class:`FilledRows`.
         """
-        if self.precision == "bf16" and self._device.type == "cpu" and self._attention is not None:
+        varied = self._attention is not None and len(set(batch.lengths)) > 1
+        if varied and self.precision == "bf16" and self._device.type == "cpu":
             return self._logits_SC(FilledRows(batch))[: len(batch.lengths)]
         return self._logits_SC(batch)
 
@@ -211,19 +212,22 @@ class PackedModel:
 
 
 class FilledRows:
-    """A classifier's rows, and one more of unused tokens: a multiple of a power of two, for a 32nd of them at most."""
+    """The rows of a classifier, and after them rows of unused tokens, none longer than the longest.
+
+    They bring the number of tokens to a multiple of a power of two: of :data:`TOKENS_OF` at most, and so small that at
+    most a 32nd is added.
+    """
 
     def __init__(self, batch: LabelledRows) -> None:
-        count = batch.tokens_1T.shape[1]
+        count, longest = batch.tokens_1T.shape[1], max(batch.lengths)
         step = min(TOKENS_OF, 1 << max(count // 32, 1).bit_length() - 1)
         more = -count % step
-        self.lengths = (*batch.lengths, more) if more else batch.lengths
+        self.lengths = (*batch.lengths, *(min(longest, more - at) for at in range(0, more, longest)))
         self.tokens_1T, self.token_types_1T = (F.pad(one, (0, more)) for one in (batch.tokens_1T, batch.token_types_1T))
-        self.positions_1T, self.cu_seqlens = batch.positions_1T, batch.cu_seqlens
-        if more:
-            own = torch.arange(more, device=batch.positions_1T.device)
-            self.positions_1T = torch.cat([batch.positions_1T[0], own])[None]
-            self.cu_seqlens = F.pad(batch.cu_seqlens, (0, 1), value=count + more)
+        own = torch.arange(more, device=batch.positions_1T.device) % longest
+        self.positions_1T = torch.cat([batch.positions_1T[0], own])[None]
+        cumulative = [0, *itertools.accumulate(self.lengths)]
+        self.cu_seqlens = torch.tensor(cumulative, dtype=torch.int32, device=batch.cu_seqlens.device)
 
 
 class JoinedRows:

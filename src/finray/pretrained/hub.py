@@ -12,7 +12,7 @@ import threading
 import time
 
 TIMEOUT_S = 6.0
-# With a storage that was silent before: a command must end within 15 s.
+# Together with a storage that was silent just before: a command must end within 15 s.
 _WITH_OTHERS_S = 8.0
 # For so long, an address that said nothing is not asked again.
 _KNOWN_S = 10.0
@@ -38,7 +38,8 @@ def refusal() -> str | None:
         if not _refusals:
             endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
             is_offline = os.environ.get(_VARIABLES[0], "").upper() in ("1", "ON", "YES", "TRUE")
-            left_s = _WITH_OTHERS_S - sum(waited for _, waited in _silent.values())
+            recent = (waited for since, waited in list(_silent.values()) if time.monotonic() - since < _KNOWN_S)
+            left_s = _WITH_OTHERS_S - sum(recent)
             reason = None if is_offline else unreachable(endpoint, min(TIMEOUT_S, max(left_s, 1.0)))
             _refusals.append(None if reason is None else f"the Hub was tried at {endpoint}: {reason}")
             if reason is not None:
@@ -55,9 +56,10 @@ def unreachable(url: str, within_s: float) -> str | None:
 
     Args:
         url: address of the server.
-        within_s: seconds that an answer may take. Who took longer is not asked again for a while.
+        within_s: seconds that an answer may take. A server that took longer is not asked again for ten seconds.
     """
     # Not at the start of every command.
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -71,8 +73,8 @@ def unreachable(url: str, within_s: float) -> str | None:
         try:
             request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "finray"})
             urllib.request.urlopen(request, timeout=within_s).close()
-        except urllib.error.HTTPError:
-            pass  # An answer.
+        except (urllib.error.HTTPError, http.client.HTTPException):
+            pass  # An answer, though maybe not one in HTTP.
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             if not isinstance(reason, TimeoutError):

@@ -41,9 +41,9 @@ def options(scheme: str) -> dict[str, Any]:
 
 
 def silence(fs: Any, scheme: str) -> tuple[str, str] | None:
-    """The address of a storage that gives no answer, and for how long; None if it answers, whatever that is.
+    """The address of a storage that gives no answer, and how long that took, in words; None if it answers.
 
-    An answer is remembered. The S3 file system is told to give up at the second silence in a row.
+    The S3 file system is told to give up at the second silence in a row.
     """
     address = None
     # An error here is met again, and reported, when the storage is used.
@@ -53,18 +53,24 @@ def silence(fs: Any, scheme: str) -> tuple[str, str] | None:
             fs.s3.meta.events.register_first("needs-retry.s3", _give_up, unique_id="finray")
         elif scheme in _GOOGLE:
             address = fs.base
-    if address is None or address in _answered:
-        return None
-    if (waited := unanswered(address)) is not None:
-        return address, waited
-    _answered.add(address)
-    return None
+    waited = None if address is None else unanswered(address)
+    return None if address is None or waited is None else (address, waited)
 
 
 def unanswered(url: str) -> str | None:
-    """For how long a server was asked that gives no answer, in words; None if it answers or refuses."""
-    reason = hub.unreachable(url, FIRST_S)
-    return reason if isinstance(reason, hub.Silence) else None
+    """That and how long the server of a URL gave no answer, in words; None if it answers, whatever that is, or refuses.
+
+    An answer is remembered.
+    """
+    # The URL may be malformed.
+    scheme, _, rest = url.partition("://")
+    server = f"{scheme}://{rest.split('/')[0]}/"
+    if server in _answered:
+        return None
+    if isinstance(reason := hub.unreachable(server, FIRST_S), hub.Silence):
+        return reason
+    _answered.add(server)
+    return None
 
 
 class FellSilent(OSError):

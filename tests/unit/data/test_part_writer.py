@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,23 @@ def test_the_next_rows_are_tokenized_while_the_last_ones_are_written_unless_they
     assert did == (["texts", "texts", "rows", "texts", "rows", "rows"] if ahead else ["texts", "rows"] * 3)
 
 
+def test_rows_after_enough_are_not_converted(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_ROWS_AT_A_TIME", 2)
+    seen, own = list[str](), parts.converter_of
+
+    def converter_of(*given: Any, **options: Any) -> Any:
+        convert = own(*given, **options)
+        return lambda row: (seen.append(row["text"]), convert(row))[1]
+
+    monkeypatch.setattr(parts, "converter_of", converter_of)
+    rows = [{"text": text} for text in ("one", "two", "three", "four")]
+    writer, (part,) = planned(preparing, put("rows.jsonl", lines(rows)), tmp_path / "p")
+    assert writer.write(part, enough=lambda: True).rows == 2
+    assert seen == ["one", "two"]
+
+
 @pytest.mark.parametrize("later", ['{"text": 1}', "not JSON"])
 def test_the_first_bad_row_is_named_although_a_later_one_was_met_before(
     preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
@@ -164,14 +181,22 @@ def test_the_first_bad_row_is_named_although_a_later_one_was_met_before(
     assert [row.number for row in found.bad] == [2, 4]
 
 
-def test_a_text_is_truncated_while_a_thread_tokenizes(preparing: Preparing) -> None:
-    """Truncation is a setting of the Rust library, which cannot change before the thread has ended."""
+def test_a_thread_that_tokenizes_does_not_meet_the_truncation_of_another_text(preparing: Preparing) -> None:
     encoder = Tokenizer(preparing.tokenizer, train_on="all", max_length=4, on_too_long="truncate")
-    texts = encoder.texts([Text("the cat " * 2000)] * 100)
+    own, texts = encoder._tokenizer, encoder.texts([Text("the cat " * 9)])
+
     with ThreadPoolExecutor(1) as thread:
-        tokenizing = thread.submit(encoder.tokenize, texts)
+        begun = list[Future[Any]]()
+
+        def truncating(*given: Any, **options: Any) -> Any:
+            found = own(*given, **options)
+            begun.append(thread.submit(encoder.tokenize, texts))
+            # As long as truncation is set, it waits.
+            assert not wait(begun, timeout=0.2).done
+            return found
+
+        encoder._tokenizer = truncating
         (found,) = encoder.encode([Labelled("the cat sleeps", "a", "a dog sleeps")])
-        was_at_work = not tokenizing.done()
-    assert was_at_work
-    assert len(found.rows[0].ids) == 4
-    assert len(encoder.encode([Text("the cat " * 9)])[0].rows) > 1, "it truncates nothing else"
+        assert len(found.rows[0].ids) == 4
+        ((whole,), _) = begun[0].result()
+    assert len(whole.ids) > 9

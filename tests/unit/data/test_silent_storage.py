@@ -122,14 +122,16 @@ def test_storage_that_answered_is_not_asked_again_and_a_run_that_goes_on_does_no
 ) -> None:
     asked = list[str]()
     monkeypatch.setattr(remote, "_answered", set())
-    monkeypatch.setattr(remote, "unanswered", lambda url: asked.append(url))
+    monkeypatch.setattr(hub, "unreachable", lambda url, within_s: asked.append(url))
     monkeypatch.setenv("AWS_ENDPOINT_URL", mute)
     Objects("s3://bucket/runs", patient=True)
     assert asked == []
-    for _ in range(2):
+    for name in ("a", "b"):
         Objects("s3://bucket/runs")
         storage.filesystem("s3://bucket/rows.jsonl")
-    assert asked == [mute]
+        # All files of a server have one answer.
+        storage.find(f"{mute}/{name}.jsonl")
+    assert asked == [f"{mute}/"]
 
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])

@@ -117,9 +117,9 @@ def test_rows_are_what_they_are_without_the_one_that_fills_up(family: str, monke
     batch = batch_of(rows(lengths, typed=family in TYPED), LABELS)
     filled = FilledRows(batch)
     # 725 tokens; 22 and more would be a 32nd of them.
-    assert (filled.tokens_1T.shape, filled.lengths[:-1], filled.lengths[-1]) == ((1, 736), batch.lengths, 11)
-    assert filled.positions_1T[0, -11:].tolist() == [*range(11)]
-    assert filled.cu_seqlens.tolist() == [*batch.cu_seqlens.tolist(), 736]
+    assert (filled.tokens_1T.shape, filled.lengths) == ((1, 736), (*batch.lengths, 9, 2))
+    assert filled.positions_1T[0, -11:].tolist() == [*range(9), 0, 1]
+    assert filled.cu_seqlens.tolist() == [*batch.cu_seqlens.tolist(), 734, 736]
     assert_same(model, ours._logits_SC(filled)[:100], ours._logits_SC(batch))
 
 
@@ -131,8 +131,12 @@ def test_rows_are_filled_up_by_a_32nd_at_most(tokens: int, filled: int) -> None:
     assert 32 * (filled - tokens) <= tokens
 
 
-@pytest.mark.parametrize(("precision", "tokens"), [("bf16", 736), ("fp32", 725)])
-def test_rows_are_filled_up_in_bf16_where_each_number_of_tokens_is_compiled(precision: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("precision", "lengths", "tokens"),
+    [("bf16", (9, 8, 7, 5) * 25, 736), ("fp32", (9, 8, 7, 5) * 25, 725), ("bf16", (5,) * 145, 725)],
+)
+def test_rows_of_several_lengths_are_filled_up_in_bf16(precision: str, lengths: tuple[int, ...], tokens: int) -> None:
+    """There each number of tokens is compiled."""
     attention.register()
     model = tiny.build_classifier("bert").eval()
     model.set_attn_implementation(attention.NAME)
@@ -140,8 +144,8 @@ def test_rows_are_filled_up_in_bf16_where_each_number_of_tokens_is_compiled(prec
     seen = list[int]()
     model.base_model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
     with torch.no_grad(), ours.autocast():
-        found = ours.logits_SC(batch_of(rows((9, 8, 7, 5) * 25, typed=True), np.arange(100) % 3))
-    assert (seen, len(found)) == ([tokens], 100)
+        found = ours.logits_SC(batch_of(rows(lengths, typed=True), np.arange(len(lengths)) % 3))
+    assert (seen, len(found)) == ([tokens], len(lengths))
 
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)

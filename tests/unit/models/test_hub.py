@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -146,8 +147,28 @@ def test_the_hub_is_asked_for_a_shorter_time_after_a_silent_storage(
     asked = list[float]()
     monkeypatch.setattr(hub, "unreachable", lambda url, within_s: asked.append(within_s))
     monkeypatch.setattr(hub, "TIMEOUT_S", 6.0)
-    for silences, limit in ({}, 6.0), ({"a": (0.0, 7.0)}, 1.0), ({"a": (0.0, 5.0)}, 3.0):
+    now = time.monotonic()
+    for silences, limit in (
+        ({}, 6.0),
+        ({"a": (now, 7.0)}, 1.0),
+        ({"a": (now, 5.0)}, 3.0),
+        ({"a": (now - 10, 7.0)}, 6.0),
+    ):
         monkeypatch.setattr(hub, "_silent", silences)
         monkeypatch.setattr(hub, "_refusals", [])
         assert hub.refusal() is None
         assert asked.pop() == limit
+
+
+def test_a_server_that_speaks_something_else_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-x\r\n")
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        assert hub.unreachable(f"http://127.0.0.1:{server.getsockname()[1]}", 30.0) is None
+        thread.join()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,7 +48,7 @@ INDEX = pa.schema(
 # Type of the column `label` in the index.
 LABEL_TYPES = {"single_label": pa.string(), "multi_label": pa.list_(pa.string()), "regression": pa.float64()}
 _ROWS_AT_A_TIME = 256
-# Characters of a batch up to which the next one begins before its end.
+# The next batch is begun before this one is written only if this one has at most so many characters.
 _MOST_AHEAD = 4 * 2**20
 
 Convert = Callable[[Mapping[str, Any]], list[Example]]
@@ -72,13 +73,8 @@ class _Batch:
     rows: list[_SourceRow]
     examples: list[list[Example]] = field(default_factory=list)
     texts: Texts | None = None
-    encodings: Future[tuple[list[Any], list[Any]]] | None = None
-    error: DataError | None = None
-
-    @property
-    def characters(self) -> int:
-        """To tokenize, without labelled texts, which are short."""
-        return 0 if self.texts is None else sum(len(job.text) for job in self.texts.jobs)
+    encodings: Future[tuple[list[Any], list[Any]]] = field(default_factory=Future)
+    error: Exception | None = None
 
 
 class PartWriter:
@@ -120,19 +116,14 @@ class PartWriter:
         convert = converter_of(part.row_format, has_chat_template=self._encoder.has_chat_template)
         rows = self._rows(part, passed, bad)
         try:
-            with (
-                closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files,
-                ThreadPoolExecutor(1, "finray-tokenize") as thread,
-            ):
-                begin = partial(self._begin, convert=convert, thread=thread)
-                began = False
-                for batch in _with_next(rows, begin, ahead=enough is None):
-                    if began and enough is not None and enough():
+            with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files:
+                begin = partial(self._begin, convert=convert)
+                for batch in _with_next(rows, begin, enough):
+                    if batch is None:
                         # Ranges that were not reached are not ranges without rows.
                         reached = 1 + max(at for at, count in enumerate(passed) if count)
                         pieces, passed = pieces[:reached], passed[:reached]
                         break
-                    began = True
                     for row, examples, encoded in self._encode_each(part, batch, begin, bad):
                         if part.row_format.system and part.row_format.kind != "alpaca":
                             files.counts["system_unused"] += sum(not isinstance(one, Chat) for one in examples)
@@ -213,8 +204,9 @@ class PartWriter:
                         raise late from None
                     self._refuse(part, row.piece, row.number, refusal, bad)
 
-    def _begin(self, rows: list[_SourceRow], *, convert: Convert, thread: Executor) -> _Batch:
-        """Have rows tokenized in a thread, in which Rust leaves Python to this one."""
+    def _begin(self, rows: list[_SourceRow], *, convert: Convert) -> _Batch:
+        """Have rows tokenized in a thread, in which Rust leaves Python to this one. A process that ends does not wait
+        for it."""
         batch = _Batch(rows)
         try:
             batch.examples = [convert(row.value) for row in rows]
@@ -222,36 +214,52 @@ class PartWriter:
                 for row in rows:
                     row.group = column(row.value, group_by)
             batch.texts = self._encoder.texts([example for own in batch.examples for example in own])
-        except DataError as error:
+        except Exception as error:
             # Its turn comes after that of the rows before it.
             batch.error = error
         else:
-            batch.encodings = thread.submit(self._encoder.tokenize, batch.texts)
+            threading.Thread(target=self._tokenize, args=(batch,), name="finray-tokenize", daemon=True).start()
         return batch
+
+    def _tokenize(self, batch: _Batch) -> None:
+        assert batch.texts is not None
+        try:
+            batch.encodings.set_result(self._encoder.tokenize(batch.texts))
+        except BaseException as error:
+            # Raised where the result is wanted.
+            batch.encodings.set_exception(error)
 
     def _encoded(self, batch: _Batch) -> list[tuple[_SourceRow, list[Example], list[Encoded]]]:
         if batch.error is not None:
             raise batch.error
         assert batch.texts is not None
-        assert batch.encodings is not None
         encoded = iter(self._encoder.rows(batch.texts, batch.encodings.result()))
+        # They are large, and the next ones wait.
+        batch.encodings = Future()
         each = zip(batch.rows, batch.examples, strict=True)
         return [(row, own, list(islice(encoded, len(own)))) for row, own in each]
 
 
 def _with_next(
-    rows: Iterator[_SourceRow], begin: Callable[[list[_SourceRow]], _Batch], *, ahead: bool
-) -> Iterator[_Batch]:
-    """Rows in batches, each of which has begun; with ``ahead`` the next one has, too, so that two cores are busy."""
+    rows: Iterator[_SourceRow], begin: Callable[[list[_SourceRow]], _Batch], enough: Callable[[], bool] | None
+) -> Iterator[_Batch | None]:
+    """Rows in batches that were begun, each after the next one was begun too, so that two cores are busy.
+
+    With ``enough``, which is asked before each batch but the first, there is no next one, and None is the end.
+    """
     before: _Batch | None = None
+    has_begun = False
     try:
         while some := list(islice(rows, _ROWS_AT_A_TIME)):
-            batch = begin(some)
+            if enough is not None and has_begun and enough():
+                yield None
+                return
+            batch, has_begun = begin(some), True
             if before is not None:
                 yield before
             before = batch
             # Encodings take some 80 bytes per token.
-            if not ahead or batch.characters > _MOST_AHEAD:
+            if enough is not None or (batch.texts is not None and batch.texts.characters > _MOST_AHEAD):
                 yield batch
                 before = None
     except DataError:

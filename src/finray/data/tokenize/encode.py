@@ -6,7 +6,7 @@ prompt and answer, the two sides are tokenized separately, as a server does: it 
 
 from __future__ import annotations
 
-import copy
+import threading
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -102,6 +102,12 @@ class Texts:
     jobs: list[_Job]
     without_offsets: bool
 
+    @property
+    def characters(self) -> int:
+        """Characters to tokenize."""
+        labelled = (len(one.text) + len(one.text_pair or "") for one in self.examples if isinstance(one, Labelled))
+        return sum(len(job.text) for job in self.jobs) + sum(labelled)
+
 
 class Tokenizer:
     """Turns examples into tokens with a Transformers fast tokenizer.
@@ -150,6 +156,8 @@ class Tokenizer:
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self._special_texts = sorted(str(added[number].content) for number in self._special_ids)
         self._tails: dict[str, list[int]] = {}
+        # Truncation is a setting of the tokenizer: a thread that begins to tokenize meanwhile would truncate, too.
+        self._lock = threading.Lock()
         self._has_types = "token_type_ids" in tokenizer.model_input_names
 
     @property
@@ -175,11 +183,6 @@ class Tokenizer:
     @cached_property
     def _widths(self) -> Widths | None:
         return Widths.of(self._backend)
-
-    @cached_property
-    def _truncating(self) -> Any:
-        """A tokenizer of its own: truncation is a setting, which a thread at work would meet, or keep waiting."""
-        return copy.deepcopy(self._tokenizer)
 
     @cached_property
     def _trims(self) -> bool:
@@ -225,9 +228,10 @@ class Tokenizer:
             if isinstance(example, Labelled)
         ]
         try:
-            encodings = encode_batch([job.text for job in texts.jobs], add_special_tokens=False)
-            # With the special tokens that classifiers are trained with, such as [CLS] and [SEP].
-            return encodings, self._backend.encode_batch_fast(labelled) if labelled else []
+            with self._lock:
+                encodings = encode_batch([job.text for job in texts.jobs], add_special_tokens=False)
+                # With the special tokens that classifiers are trained with, such as [CLS] and [SEP].
+                return encodings, self._backend.encode_batch_fast(labelled) if labelled else []
         except (TypeError, UnicodeEncodeError):
             raise DataError(
                 "the text holds half of a surrogate pair, which is not a valid character",
@@ -320,7 +324,9 @@ class Tokenizer:
             if not self._fit(Tokens(ids, ()), chunked=False):
                 return Encoded([], dropped=1, dropped_tokens=len(ids))
             # The longer one of two texts is truncated first; special tokens stay.
-            cut = self._truncating(example.text, example.text_pair, truncation=True, max_length=self._max_length)
+            with self._lock:
+                cut = self._tokenizer(example.text, example.text_pair, truncation=True, max_length=self._max_length)
+                self._backend.no_truncation()
             ids, types = cut["input_ids"], cut.get("token_type_ids", ())
         if not ids:
             raise DataError("the text has no tokens", repair="fill or remove the row, or set data.on_bad_row to drop")

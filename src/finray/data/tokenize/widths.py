@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import unicodedata
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,7 @@ Places = dict[int, tuple[int, bool]]
 
 def joined_ids(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
     """The token ids of rows, one row after the other. From lists of Python's numbers, three times as fast as NumPy."""
-    count = sum(map(len, rows))
-    return np.frombuffer(struct.pack(f"{count}i", *chain.from_iterable(rows)), dtype=np.int32)
+    return np.frombuffer(b"".join([struct.pack(f"{len(row)}i", *row) for row in rows]), dtype=np.int32)
 
 
 class Widths:
@@ -75,7 +73,7 @@ class Widths:
             ids: tokens of each.
             characters: positions in each text, up to its length.
         """
-        # All texts are one: of token k, and of the end of the last one.
+        # All texts are treated as one: the first byte of each token, and the end of the last.
         starts = np.concatenate([[0], self._widths[joined_ids(ids)].cumsum()])
         bounds = np.cumsum([0, *map(len, ids)])
         before, sizes = starts[bounds].tolist(), np.diff(starts[bounds]).tolist()
