@@ -291,7 +291,8 @@ class _ArrowFiles:
         self._sink = pa.OSFile(str(self._scratch), "wb")
         self._tokens = pa.ipc.new_file(self._sink, TOKENS)
         self._index: list[pa.RecordBatch] = []
-        self._waiting: list[tuple[_SourceRow, Tokens]] = []
+        # Rows with their number of targets.
+        self._waiting: list[tuple[_SourceRow, Tokens, int]] = []
         self.counts: Counter[str] = Counter()
         self.kind: str | None = None
         self.longest = 0
@@ -314,21 +315,23 @@ class _ArrowFiles:
             self.kind = self.kind or type(example).__name__.lower()
             for note in one.notes:
                 counts[note] += 1
-            counts["dropped_too_long"] += one.dropped
-            counts["dropped_tokens"] += one.dropped_tokens
-            counts["truncated_tokens"] += one.truncated_tokens
-            counts["answers_lost"] += one.answers_lost
-            if one.answers_lost and len(self.lost) < NAMED_ROWS:
-                self.lost.append((row.piece, row.number))
-            # Rows whose answer was truncated have a separate counter.
-            counts["unlearnable"] -= one.answers_lost
+            if one.dropped or one.truncated_tokens or one.answers_lost:
+                counts["dropped_too_long"] += one.dropped
+                counts["dropped_tokens"] += one.dropped_tokens
+                counts["truncated_tokens"] += one.truncated_tokens
+                counts["answers_lost"] += one.answers_lost
+                if one.answers_lost and len(self.lost) < NAMED_ROWS:
+                    self.lost.append((row.piece, row.number))
+                # Rows whose answer was truncated have a separate counter.
+                counts["unlearnable"] -= one.answers_lost
             if "split_conversations" in one.notes:
                 counts["split_rows"] += len(one.rows)
                 counts["split_tokens"] += sum(len(tokens.ids) for tokens in one.rows)
             for tokens in one.rows:
-                counts["truncated"] += tokens.truncated
-                if tokens.truncated and len(self.cut) < NAMED_ROWS:
-                    self.cut.append((row.piece, row.number))
+                if tokens.truncated:
+                    counts["truncated"] += 1
+                    if len(self.cut) < NAMED_ROWS:
+                        self.cut.append((row.piece, row.number))
                 supervised = tokens.supervised
                 if tokens.label is None and not supervised:
                     counts["unlearnable"] += 1
@@ -338,7 +341,7 @@ class _ArrowFiles:
                 counts["supervised"] += supervised
                 if tokens.label is not None:
                     self._require_like_the_first(tokens.label)
-                self._waiting.append((row, tokens))
+                self._waiting.append((row, tokens, supervised))
                 if len(self._waiting) == ROWS_PER_BATCH:
                     self._flush()
 
@@ -371,13 +374,13 @@ class _ArrowFiles:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        lengths = np.fromiter((len(tokens.ids) for _, tokens in waiting), dtype=np.int32, count=len(waiting))
+        lengths = np.fromiter((len(tokens.ids) for _, tokens, _ in waiting), dtype=np.int32, count=len(waiting))
         offsets = np.zeros(len(waiting) + 1, dtype=np.int32)
         np.cumsum(lengths, out=offsets[1:])
-        ids = joined_ids([tokens.ids for _, tokens in waiting])
-        mask = np.zeros(len(ids), dtype=np.uint8)
+        ids = joined_ids([tokens.ids for _, tokens, _ in waiting])
+        content, mask = ids.data.cast("B"), np.zeros(len(ids), dtype=np.uint8)
         bounds = list(pairwise(offsets.tolist()))
-        for (_, tokens), (start, stop) in zip(waiting, bounds, strict=True):
+        for (_, tokens, _), (start, stop) in zip(waiting, bounds, strict=True):
             if tokens.token_types:
                 mask[start:stop] = tokens.token_types
             for low, high in tokens.spans:
@@ -390,20 +393,20 @@ class _ArrowFiles:
         self.longest = max(self.longest, int(lengths.max()))
         columns: dict[str, Any] = {
             "length": lengths,
-            "supervised": [tokens.supervised for _, tokens in waiting],
-            "source_row": [row.position for row, _ in waiting],
-            "piece": [row.piece for row, _ in waiting],
-            "number": [row.number for row, _ in waiting],
-            "digest": [_hash64(ids[start:stop].tobytes()) for start, stop in bounds],
+            "supervised": [supervised for _, _, supervised in waiting],
+            "source_row": [row.position for row, _, _ in waiting],
+            "piece": [row.piece for row, _, _ in waiting],
+            "number": [row.number for row, _, _ in waiting],
+            "digest": [_hash64(content[4 * start : 4 * stop]) for start, stop in bounds],
         }
         schema = INDEX
         first = waiting[0][0]
         if first.group is not None:
-            groups = (json.dumps(row.group, sort_keys=True, default=str) for row, _ in waiting)
+            groups = (json.dumps(row.group, sort_keys=True, default=str) for row, _, _ in waiting)
             columns["group"] = [_hash64(group.encode()) for group in groups]
             schema = schema.append(pa.field("group", pa.int64()))
         if self.problem is not None:
-            columns["label"] = [tokens.label for _, tokens in waiting]
+            columns["label"] = [tokens.label for _, tokens, _ in waiting]
             for label in columns["label"] if self.problem != "regression" else ():
                 self.labels.update((label,) if isinstance(label, str) else label)
             schema = schema.append(pa.field("label", LABEL_TYPES[self.problem]))
@@ -420,6 +423,6 @@ def _array(values: Any, kind: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)])
 
 
-def _hash64(content: bytes) -> int:
+def _hash64(content: bytes | memoryview) -> int:
     """A signed 64-bit hash: the first eight bytes of BLAKE2b, little-endian."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

@@ -173,9 +173,11 @@ def column(row: Columns, name: str) -> Any:
 
 
 def _look_up(row: Columns, name: str) -> Any:
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
+    value: Any = row.get(name, _MISSING)
+    if value is _MISSING:
+        value = row
+        for part in name.split("."):
+            value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
     # Python writes a missing number as NaN.
     return None if isinstance(value, float) and math.isnan(value) else value
 
@@ -227,14 +229,15 @@ def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) ->
             return _begun(Chat(messages, tools_of(_optional(row, columns, "tools"))), system)
         case "prompt_completion":
             prompt, completion = columns["prompt"], columns["completion"]
-            if not isinstance(column(row, prompt), list):
+            asked = column(row, prompt)
+            if not isinstance(asked, list):
                 prompt_text, answer_text = _text(row, prompt), _text(row, completion)
                 if not (row_format.as_chat and has_chat_template):
                     return Completion(prompt_text, answer_text)
                 return _begun(
                     Chat((Message("user", prompt_text), Message("assistant", answer_text))), row_format.system
                 )
-            before = messages_of(column(row, prompt), prompt)
+            before = messages_of(asked, prompt)
             after = messages_of(column(row, completion), completion)
             if before[-1].role == after[0].role == "assistant":
                 raise DataError("two assistant turns in a row, where the prompt ends and the completion begins")

@@ -90,7 +90,8 @@ class _Job:
     @property
     def has_borders(self) -> bool:
         """Whether a trained span begins or ends within the text."""
-        return any(0 < border < len(self.text) for span in self.spans for border in span)
+        end = len(self.text)
+        return any(0 < start < end or 0 < stop < end for start, stop in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
