@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 # memory of a GPU was in use, or storage did not answer. Such storage is given time first.
 TRIES = 3
 PAUSE_S = 30.0
+# Until Ray knows that a process has died, it may give the next task to it.
+LOST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class RayEvaluator:
         except Exception as error:
             # Ray has several errors for a killed process and a lost machine.
             lost = failures.lost_process(str(error))
+            after = self._clock() + LOST_S if lost is not None else after
             why = lost[0] if lost is not None else failures.describe(error)
         if job.tries == TRIES:
             return Evaluated(job.step, failure=f"{why}; it was tried {TRIES} times")
