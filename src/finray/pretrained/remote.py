@@ -53,8 +53,9 @@ def silence(fs: Any, scheme: str) -> tuple[str, str] | None:
             fs.s3.meta.events.register_first("needs-retry.s3", _give_up, unique_id="finray")
         elif scheme in _GOOGLE:
             address = fs.base
-    waited = None if address is None else unanswered(address)
-    return None if address is None or waited is None else (address, waited)
+    if address is None or (waited := unanswered(address)) is None:
+        return None
+    return address, waited
 
 
 def unanswered(url: str) -> str | None:
