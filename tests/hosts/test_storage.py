@@ -119,16 +119,18 @@ def test_a_host_that_others_have_lost_and_that_reaches_the_storage_changes_nothi
 
         return hosts.wait_until(looked, what, timeout=300)
 
+    def tracked(host: hosts.Host) -> list[Path]:
+        """The files of this run's tracker there, beside its folder; a host may have runs of other tests too."""
+        return list(_local_runs(host).glob(f"*/did-{host.name}-*"))
+
     def did(host: hosts.Host) -> list[str]:
-        """The steps of the run's worker there."""
-        root = Path(f"/proc/{host.pid}/root/tmp/home/.cache/finray/runs")
-        return [step for file in root.glob(f"*/did-{host.name}-*") for step in file.read_text().split()]
+        return [step for file in tracked(host) for step in file.read_text().split()]
 
     def at_work(*, beside: Collection[hosts.Host] = ()) -> hosts.Host | None:
         return next((one for one in cluster.workers if one not in beside and str(every + 2) in did(one)), None)
 
     lost = until(at_work, "a worker does its steps")
-    (attempt,) = {one.parent.joinpath(ATTEMPT_FILE).read_text() for one in _records(lost)}
+    (attempt,) = {file.with_name("run").joinpath(ATTEMPT_FILE).read_text() for file in tracked(lost)}
     others = [one for one in (cluster.head, *cluster.workers) if one is not lost]
     lost.cut_from(others)
     until(lambda: at_work(beside=[lost]), "another worker takes the run over")
@@ -157,9 +159,12 @@ def test_a_host_that_others_have_lost_and_that_reaches_the_storage_changes_nothi
     assert bucket.get(f"runs/run/{index[-1]['folder']}/{adapter}") == theirs.read_bytes()
 
 
+def _local_runs(host: hosts.Host) -> Path:
+    return Path(f"/proc/{host.pid}/root/tmp/home/.cache/finray/runs")
+
+
 def _records(host: hosts.Host) -> list[Path]:
-    root = Path(f"/proc/{host.pid}/root/tmp/home/.cache/finray/runs")
-    return list(root.glob("*/run/metrics.jsonl"))
+    return list(_local_runs(host).glob("*/run/metrics.jsonl"))
 
 
 def _steps(host: hosts.Host) -> int:
