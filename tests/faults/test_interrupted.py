@@ -69,7 +69,7 @@ def test_a_run_whose_head_process_is_killed_saves_a_checkpoint(
         while "saving a checkpoint" not in (line := process.stdout.readline()):
             assert line, "it ended"
         allow(output, 40)
-        _, err = process.communicate(timeout=gated.PATIENCE_S)
+        _, err = process.communicate(timeout=runs.PATIENCE_S)
     finally:
         process.kill()
         process.communicate()
@@ -94,7 +94,7 @@ def test_sigterm_has_the_exit_code_that_a_scheduler_is_given(
         while "saving a checkpoint" not in (line := process.stdout.readline()):
             assert line, "it ended"
         allow(tmp_path, 40)
-        _, err = process.communicate(timeout=gated.PATIENCE_S)
+        _, err = process.communicate(timeout=runs.PATIENCE_S)
     finally:
         process.kill()
         process.communicate()

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import forks, lacking, runs
+from tests.support import forks, gated, lacking, runs
+from tests.support.gated import allow
 from tests.support.group import run_group
 from tests.support.runs import Plain
 
@@ -38,15 +39,17 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
 ) -> None:
     """Each rank once, then the driver; the same command again ends as a run that nobody disturbed."""
     chance = random.Random(1)
-    config = runs.into(plain, tmp_path)
+    *targets, last = sorted(chance.sample(range(8, STEPS - 12), 3))
+    config = runs.into(gated.gated(plain, tmp_path), tmp_path)
+    # It cannot end before its driver is killed.
+    allow(tmp_path, last + 1)
     process = forks.Command("train", config)
     run_dir = tmp_path / "run"
-    *targets, last = sorted(chance.sample(range(8, STEPS - 12), 3))
     for number, step in enumerate(targets):
         runs.wait_for_step(run_dir, step, process)
         before = (run_dir / "workers.json").read_text(encoding="utf-8")
         kill_worker(run_dir, rank=number % 2)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + runs.PATIENCE_S
         while (run_dir / "workers.json").read_text(encoding="utf-8") == before:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "Ray did not restart the workers"
@@ -55,6 +58,7 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
     process.send_signal(signal.SIGKILL)
     process.communicate()
     runs.wait_for_no_group()
+    allow(tmp_path, STEPS)
     code, out, err = runs.finray("train", config)
     assert code == 0, out + err
     assert "resuming   at step" in out
@@ -100,16 +104,20 @@ def test_a_classifier_whose_worker_is_killed_goes_on_to_the_bit_and_with_fewer_w
     changes = {"train.max_steps": STEPS, "train.micro_batch_size": 2, "adapter.dropout": 0.2}
     changes |= {"checkpoint": {"every_steps": 7, "keep_last": 2}, "cluster": {"num_workers": 2, "max_failures": 0}}
     plain = classifier_run(changes)
-    config = runs.into(plain, tmp_path)
+    own = {"model.task": gated.CLASSIFIER}
+    config = runs.into(gated.gated(plain, tmp_path, own), tmp_path)
+    allow(tmp_path, 17)
     process = forks.Command("train", config)
     run_dir = tmp_path / "run"
     runs.wait_for_step(run_dir, 16, process)
     kill_worker(run_dir, rank=1)
-    out, err = process.communicate(timeout=120)
+    # The other one continues to the sum of a step.
+    allow(tmp_path, STEPS)
+    out, err = process.communicate(timeout=runs.PATIENCE_S)
     assert process.returncode == 2, out + err
     assert "Traceback" not in out + err
     shutil.copytree(run_dir, tmp_path / "alone" / "run")
-    alone = runs.into(plain, tmp_path / "alone", {"cluster.num_workers": 1})
+    alone = runs.into(gated.gated(plain, tmp_path / "alone", own), tmp_path / "alone", {"cluster.num_workers": 1})
     for command in (config, alone):
         code, out, err = runs.finray("train", command)
         assert code == 0, out + err

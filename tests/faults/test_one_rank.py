@@ -77,11 +77,21 @@ def test_a_worker_that_hangs_before_it_reports_is_named_with_its_stack_and_the_r
 ) -> None:
     monkeypatch.setattr(worker, "train_worker", lacking.hanging_worker)
     monkeypatch.setattr(pulses, "START_S", 0.0)
+    # 12 s: what stops a start is twice the time that stops a rank.
+    monkeypatch.setattr(pulses, "_FIRST", 2.0)
     mark = tmp_path / "mark"
-    cluster = {"num_workers": 1, "hang_seconds": 2, "env": {lacking.MARK: str(mark)}}
+    cluster = {"num_workers": 1, "hang_seconds": 6, "env": {lacking.MARK: str(mark)}}
     plain = tiny_run({"train.max_steps": 1, "cluster": cluster})
     said: list[Note] = []
-    done = driver.train(runs.config_of(plain), handle=lambda one: said.append(one) if isinstance(one, Note) else None)
+
+    def hear(record: Record) -> None:
+        if isinstance(record, Note):
+            said.append(record)
+            if record.level == "warning" and mark.exists():
+                # The next worker, which does not hang, has the time that it needs.
+                monkeypatch.setattr(pulses, "START_S", runs.PATIENCE_S)
+
+    done = driver.train(runs.config_of(plain), handle=hear)
     assert done.summary.step == 1
     who = f"a worker (pid {mark.read_text()} on "
     warnings = [one.message for one in said if one.level == "warning" and one.message.startswith(who)]

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import forks, runs
+from tests.support import forks, gated, runs
+from tests.support.gated import allow
 from tests.support.group import run_group
 from tests.support.runs import Plain
 
@@ -27,10 +28,18 @@ def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
     return tiny_run(changes | {"cluster.num_workers": 2}, rows=50, model=dropout_model)
 
 
-def end(process: subprocess.Popen[str] | forks.Command, signum: int) -> tuple[int, list[str]]:
-    """Send a signal; the exit code, and the lines of standard error."""
+def interrupt(process: subprocess.Popen[str] | forks.Command, signum: int) -> str:
+    """Send a signal; the line that says that it came."""
     process.send_signal(signum)
-    _, err = process.communicate(timeout=120)
+    assert process.stdout is not None
+    while "saving a checkpoint" not in (line := process.stdout.readline()):
+        assert line, "it ended"
+    return line
+
+
+def ended(process: subprocess.Popen[str] | forks.Command) -> tuple[int | None, list[str]]:
+    """Wait for the end; the exit code, and the lines of standard error."""
+    _, err = process.communicate(timeout=runs.PATIENCE_S)
     return process.returncode, err.strip().splitlines()
 
 
@@ -40,17 +49,20 @@ def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
     """Of a cluster that is joined: it keeps nothing of the run, so its CPUs are free."""
     import ray
 
-    config, run_dir = runs.into(plain, tmp_path), tmp_path / "run"
+    config, run_dir = runs.into(gated.gated(plain, tmp_path), tmp_path), tmp_path / "run"
     for signum, code, step, word in (
         (signal.SIGINT, 130, 8, "interrupted"),
         (signal.SIGTERM, 143, 30, "ended by SIGTERM"),
     ):
+        allow(tmp_path, step)
         process = forks.Command("train", config)
         runs.wait_for_step(run_dir, step, process)
-        ended, err = end(process, signum)
+        interrupt(process, signum)
+        allow(tmp_path, STEPS)
+        found = ended(process)
         saved = f"checkpoint-{runs.values(run_dir, 'step')[-1]:06d}"
         assert (run_dir / saved).is_dir()
-        assert (ended, err) == (code, [f"{word}; {saved} is saved; the same command continues: finray train {config}"])
+        assert found == (code, [f"{word}; {saved} is saved; the same command continues: finray train {config}"])
         assert not list(run_dir.glob(".tmp-*"))
         assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
     code, out, stderr = runs.finray("train", config)
@@ -63,7 +75,9 @@ def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
 
 
 def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp_path: Path) -> None:
-    config = runs.into(plain, tmp_path, {"cluster.num_workers": 1, "cluster.dashboard": True})
+    changes = {"cluster.num_workers": 1, "cluster.dashboard": True}
+    config = runs.into(gated.gated(plain, tmp_path), tmp_path, changes)
+    allow(tmp_path, 4)
     home = tmp_path / "home"
     home.mkdir()
     env = {"RAY_ADDRESS": None, "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(home / ".ray" / "auth_token")}
@@ -85,7 +99,9 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
     runs.wait_for_step(tmp_path / "run", 4, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) > 3
-    code, err = end(process, signal.SIGTERM)
+    interrupt(process, signal.SIGTERM)
+    allow(tmp_path, STEPS)
+    code, err = ended(process)
     assert (code, len(err)) == (143, 1), err
     assert "is saved" in err[0]
     _, alive = psutil.wait_procs(family, timeout=10)
@@ -95,17 +111,15 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
 def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """The workers are stopped, as if they hung: no checkpoint can be waited for."""
     changes = {"cluster.num_workers": 1, "checkpoint.grace_seconds": 37}
-    config, run_dir = runs.into(plain, tmp_path, changes), tmp_path / "run"
+    config, run_dir = runs.into(gated.gated(plain, tmp_path), tmp_path, changes), tmp_path / "run"
+    allow(tmp_path, 2)
     process = forks.Command("train", config)
     runs.wait_for_step(run_dir, 2, process)
     (worker,) = [psutil.Process(one["pid"]) for one in runs.read_workers(run_dir)]
     worker.suspend()
+    assert "for at most 37 s" in interrupt(process, signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    while "saving a checkpoint" not in (line := process.stdout.readline()):
-        assert line, "it ended"
-    assert "for at most 37 s" in line
-    code, err = end(process, signal.SIGINT)
+    code, err = ended(process)
     assert (code, len(err)) == (130, 1), err
     assert err[0].startswith("interrupted; no checkpoint has been saved yet; the same command continues: ")
     worker.wait(30)
@@ -135,9 +149,8 @@ ray._raylet.CoreWorker = signalled
 from finray.cli.start import main
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, "plan", str(config)], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", script, "plan", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=runs.PATIENCE_S)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     # Ray's core speaks first where the signal came to another thread, in C++.
     assert done.stderr.splitlines()[-1] == f"{word}; the same command starts over: finray plan {config}"

@@ -16,10 +16,12 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from finray.checkpoint import CheckpointStore
@@ -376,8 +378,9 @@ def _kill_worker(run: Victim, host: Host) -> None:
 
 def _kill_raylet(run: Victim, host: Host) -> None:
     for one in host.processes():
-        if one.name() == "raylet":
-            one.kill()
+        with suppress(psutil.NoSuchProcess):
+            if one.name() == "raylet":
+                one.kill()
 
 
 def _kill_head(run: Victim, host: Host) -> None:
@@ -500,8 +503,13 @@ def cut_off_and_writing(run: Victim, at: int, chance: random.Random) -> Kill:
     run.until(lambda: run.steps() >= at, f"step {at}")
     run.until(lambda: run.who.stat().st_mtime > run.starts()[-1].time - 1, "the worker says who it is")
     time.sleep(chance.random() * 0.3)
+    # A step is recorded before its checkpoint is there.
+    has_stored = at // EVERY * EVERY
+    run.until(lambda: max(CheckpointStore(run.run_dir).steps(), default=0) >= has_stored, "the last checkpoint")
     before, (host,), stored = len(run.starts()), run.hosts(), max(CheckpointStore(run.run_dir).steps(), default=0)
-    (file,) = (one for one in run.output.glob(f"did-{host.name}-*") if not one.with_suffix(".seen").exists())
+    files = (one for one in run.output.glob(f"did-{host.name}-*") if not one.with_suffix(".seen").exists())
+    # A worker may have taken another's place on the same host.
+    file = max(files, key=lambda one: one.stat().st_mtime)
     began = time.time()
     host.cut()
     run.until(lambda: len(run.starts()) > before, "another worker", mends=False)

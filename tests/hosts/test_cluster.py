@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ SMALL = ("--", "--num-cpus=1", "--object-store-memory=100000000")
 UP = ("cluster", "up", *SMALL)
 # A node without a network was given up after 15 s, and after 65 s by Ray's own values.
 GIVEN_UP_S = 40
+# What `finray cluster` says where a machine has too much else to do for Ray.
+BUSY = re.compile("Ray did not start|Ray cannot be reached|the head does not list its nodes")
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +36,39 @@ def cluster(bed: hosts.Bed) -> Iterator[list[hosts.Host]]:
     """Three hosts of one cluster; the first is its head."""
     made = [bed.host() for _ in range(3)]
     bystander = made[0].start("sleep", "4005")
-    done = made[0].finray(*UP)
+    done = patiently(made[0], *UP)
     assert done.code == 0, done.out + done.err
     assert f"finray cluster join {made[0].ip}:6379" in done.out
     for one in made[1:]:
         one.write(TOKEN, made[0].read(TOKEN), mode=0o600)
-        done = one.finray("cluster", "join", made[0].ip, *SMALL)
+        done = patiently(one, "cluster", "join", made[0].ip, *SMALL)
         assert done.code == 0, done.out + done.err
     yield made
     assert bystander.poll() is None
 
 
+def patiently(host: hosts.Host, *words: object, env: dict[str, str] | None = None) -> hosts.Done:
+    """`finray ...` on a host; again, three times at most, where the machine was too busy for Ray."""
+    for _ in range(4):
+        done = host.finray(*words, env=env)
+        if done.code == 0 or not BUSY.search(done.out + done.err):
+            break
+    return done
+
+
 def status(host: hosts.Host) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(host.check(sys.executable, "-m", "finray", "cluster", "status", "--json"))
+    done = patiently(host, "cluster", "status", "--json")
+    assert done.code == 0, done.out + done.err
+    found: dict[str, Any] = json.loads(done.out)
+    return found
+
+
+def commands(of: Iterable[hosts.Host]) -> list[str]:
+    """The command lines of what runs on hosts."""
+    found = []
+    for one in (one for host in of for one in host.processes()):
+        with suppress(psutil.NoSuchProcess):
+            found.append(" ".join(one.cmdline()))
     return found
 
 
@@ -54,9 +76,8 @@ def test_the_token_is_made_and_is_the_users_alone(cluster: list[hosts.Host]) -> 
     assert cluster[0].check("stat", "--format=%a", TOKEN) == "600\n"
     token = cluster[0].read(TOKEN).decode()
     assert len(token) == 64
+    assert not [one for one in commands(cluster) if token in one]
     for host in cluster:
-        for process in host.processes():
-            assert token not in " ".join(process.cmdline())
         assert token not in host.check("cat", "/tmp/finray-cluster-0/ray.log", "/tmp/finray-cluster-0/node.json")
 
 
@@ -93,6 +114,8 @@ for ip, port, tokens in json.loads(sys.argv[1]):
                 found.append([ip, port, token, str(answer.status)])
             except urllib.error.HTTPError as error:
                 found.append([ip, port, token, str(error.code)])
+            except OSError:
+                found.append([ip, port, token, "no answer"])
             continue
         method = GRPC.get(port, "CoreWorkerService/GetCoreWorkerStats" if 11000 <= port <= 11999 else "nothing")
         with grpc.insecure_channel(f"{ip}:{port}") as channel:
@@ -113,8 +136,10 @@ def open_to_all(host: hosts.Host) -> dict[int, str]:
         address, _, port = line.split()[3].rpartition(":")
         if not address.startswith("127."):
             named = re.search(r"pid=(\d+)", line)
-            command = host.read(f"/proc/{named[1]}/cmdline") if named else b""
-            found[int(port)] = command.replace(b"\0", b" ").decode()
+            # A process may have ended since.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                command = host.read(f"/proc/{named[1]}/cmdline") if named else b""
+                found[int(port)] = command.replace(b"\0", b" ").decode()
     return found
 
 
@@ -125,9 +150,12 @@ def require_refused(cluster: list[hosts.Host], ports: dict[str, set[int]]) -> No
     # The negative control: with the token, the same questions are answered.
     asked += [[cluster[0].ip, port, [right]] for port in (6379, 6380, 6384)]
     answers = json.loads(cluster[1].check(sys.executable, "-c", PROBE, json.dumps(asked)))
-    refused = {"401", "403", "UNAUTHENTICATED"}
-    assert [one for one in answers if one[2] != right and one[3] not in refused] == []
-    assert [one for one in answers if one[2] == right and one[3] in refused] == []
+    refused, silent = {"401", "403", "UNAUTHENTICATED"}, {"UNAVAILABLE", "no answer"}
+    assert [one for one in answers if one[2] == right and one[3] in {*refused, "no answer"}] == []
+    # A worker of Ray's may have ended meanwhile: then nobody listens there any more.
+    listening = {(host.ip, port) for host in cluster for port in open_to_all(host)}
+    bad = [one for one in answers if one[2] != right and one[3] not in refused]
+    assert [one for one in bad if one[3] not in silent or (one[0], one[1]) in listening] == []
 
 
 def test_every_socket_is_on_loopback_or_refuses_without_the_token(cluster: list[hosts.Host]) -> None:
@@ -228,20 +256,22 @@ def test_a_run_has_a_checkpoint_of_the_time_when_a_machine_goes(
     )
     assert training.poll() is None, said()
     goes = next(one for one in cluster[1:] if one.name in {who["host"] for who in runs.read_workers(run_dir)})
-    down = goes.start_finray("cluster", "down", "--within", 30, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    down = goes.start_finray("cluster", "down", "--within", 60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     hosts.wait_until(lambda: f"{goes.name} is about to be removed" in said(), "the run hears of it")
     # A step that has begun does not hear of it, the next one does.
     gated.allow(output, 5)
     hosts.wait_until(lambda: CheckpointStore(run_dir).steps() in ([4], [5]), "a checkpoint is saved")
     (saved,) = CheckpointStore(run_dir).steps()
-    assert "the runs that use this machine have 30 s to save a checkpoint" in down.communicate(timeout=120)[0]
+    told, _ = down.communicate(timeout=kills.PATIENCE_S)
+    assert "the runs that use this machine have 60 s to save a checkpoint" in told
     assert down.returncode == 0
     assert not goes.processes("ray.scripts")
     gated.allow(output, 9)
     assert training.wait(300) == 0, said()
     assert [one.header.step for one in read_starts(run_dir)] == [0, saved]
     assert goes.name not in {one["host"] for one in runs.read_workers(run_dir)}
-    assert goes.finray("cluster", "join", head.ip, *SMALL).code == 0
+    done = patiently(goes, "cluster", "join", head.ip, *SMALL)
+    assert done.code == 0, done.out + done.err
 
 
 TASK = """
@@ -322,7 +352,7 @@ def test_down_ends_what_was_started_here_and_nothing_else(cluster: list[hosts.Ho
     assert h3.processes("/raylet")
     done = h3.finray("cluster", "down")
     assert done.code == 0, done.out + done.err
-    assert [" ".join(one.cmdline()) for one in h3.processes()] == ["raylet 4006"]
+    assert commands([h3]) == ["raylet 4006"]
     assert other.poll() is None
     assert h3.finray("cluster", "down").out == "no cluster started by `finray cluster` runs on this machine\n"
     lost = hosts.wait_until(lambda: (found := status(h1))["lost"] and found, "the head knows")
@@ -360,16 +390,21 @@ def test_a_node_that_cannot_join_says_why(cluster: list[hosts.Host]) -> None:
     assert done.code == 2
     assert "no answer at 10.77.0.99:6379" in done.out + done.err
     # And one that joins with other versions all the same is complained of.
-    done = h3.finray("cluster", "join", h1.ip, "--any-version", *SMALL, env={"PYTHONPATH": path})
+    done = patiently(h3, "cluster", "join", h1.ip, "--any-version", *SMALL, env={"PYTHONPATH": path})
     assert done.code == 0, done.out + done.err
     assert "h3 has torch 1.0.0" in " ".join(status(h1)["complaints"])
 
 
 GIVEN_UP = """
-import sys, time
+import contextlib, sys, time
+from finray.errors import ClusterError
 from finray.runtime import nodes
 print("ready", flush=True)
-while any(one["alive"] and one["ip"] == sys.argv[2] for one in nodes.gcs_nodes(sys.argv[1], where="")):
+is_alive = True
+while is_alive:
+    # A busy head may not answer in time.
+    with contextlib.suppress(ClusterError):
+        is_alive = any(one["alive"] and one["ip"] == sys.argv[2] for one in nodes.gcs_nodes(sys.argv[1], where=""))
     time.sleep(0.2)
 print("given up", flush=True)
 """
@@ -392,14 +427,6 @@ def test_no_process_is_left_when_all_are_down(cluster: list[hosts.Host]) -> None
     for host in reversed(cluster):
         done = host.finray("cluster", "down")
         assert done.code == 0, done.out + done.err
-
-    def left() -> set[str]:
-        found = set()
-        for one in (one for host in cluster for one in host.processes()):
-            with suppress(psutil.NoSuchProcess):
-                found.add(" ".join(one.cmdline()))
-        return found
-
     # A part of Ray's dashboard looks once a second whether its parent is there.
-    hosts.wait_until(lambda: left() <= {"raylet 4006", "sleep 4005"}, "what Ray started has ended")
-    assert "sleep 4005" in left()
+    hosts.wait_until(lambda: {*commands(cluster)} <= {"raylet 4006", "sleep 4005"}, "what Ray started has ended")
+    assert "sleep 4005" in commands(cluster)

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import pytest
 from finray.tracking.starts import read_starts
 from tests.hosts import kills
 from tests.support import forks, gated, hosts, runs, tiny
-from tests.support.hosts import wait_until
 
 STEPS, EVERY = 60, 4
 # Seconds from a node that Ray lists to workers on it that are at work; and from a lost one to workers on the others.
-USED_WITHIN_S = 60
+# Where this machine is slow, so many times as long as the first workers took.
+USED_WITHIN_S, TIMES_AS_LONG = 60, 4
+until = partial(hosts.wait_until, timeout=kills.PATIENCE_S)
 
 
 @pytest.fixture
@@ -32,17 +34,13 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, cluster: kills.RayHosts,
     tiny.save_model("llama", bed.shared / "model", tokenizer)
     rows = tiny.write_chat_rows(bed.shared, 50)
     output = bed.shared / "runs"
-    plain = runs.tiny_run(
-        bed.shared / "model",
-        rows,
-        output,
-        {
-            "train.max_steps": STEPS,
-            "adapter.dropout": 0.2,
-            "checkpoint": {"every_steps": EVERY, "keep_last": 3, "asynchronous": False},
-            "cluster": {"num_workers": {"min": 1, "max": 3}, "cpus_per_worker": 2, "resize_seconds": 1},
-        },
-    )
+    changes = {
+        "train.max_steps": STEPS,
+        "adapter.dropout": 0.2,
+        "checkpoint": {"every_steps": EVERY, "keep_last": 3, "asynchronous": False},
+        "cluster": {"num_workers": {"min": 1, "max": 3}, "cpus_per_worker": 2, "resize_seconds": 1},
+    }
+    plain = runs.tiny_run(bed.shared / "model", rows, output, changes)
     config = runs.write_config(gated.gated(plain, output), bed.shared / "run.yaml")
     run_dir = output / "run"
 
@@ -57,37 +55,39 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, cluster: kills.RayHosts,
 
     def grown_by(host: hosts.Host, count: int) -> None:
         """Wait until there is room for so many; then let steps begin, one at a time, until so many are at work."""
-        wait_until(lambda: any(f"there is room for {count} workers" in line for line in said), f"room for {count}")
+        until(lambda: any(f"there is room for {count} workers" in line for line in said), f"room for {count}")
         while last_size() != count:
             assert started.poll() is None, said
             before = steps()
             gated.allow(output, before + 1)
-            wait_until(lambda before=before: steps() > before or last_size() == count, "a step or other workers")  # type: ignore[misc]
+            until(lambda before=before: steps() > before or last_size() == count, "a step or other workers")  # type: ignore[misc]
         seconds = read_starts(run_dir)[-1].time - cluster.noted(host, "listed")
         print(f"{count} workers are at work {seconds:.0f} s after Ray lists {host.name}")
-        assert seconds < USED_WITHIN_S
+        assert seconds < within_s
 
     gated.allow(output, 3)
     cluster.watch()
+    began = time.time()
     started = cluster.head.start_finray("train", config, f"cluster.address={cluster.address}", cwd=hosts.ROOT)
     said: list[str] = []
     threading.Thread(target=lambda: said.extend(iter(started.stdout.readline, "")), daemon=True).start()  # type: ignore[union-attr]
-    wait_until(lambda: steps() == 3, "three steps")
+    until(lambda: steps() == 3, "three steps")
     assert workers() == 1
+    within_s = max(USED_WITHIN_S, TIMES_AS_LONG * (read_starts(run_dir)[0].time - began))
     second = cluster.add()
     grown_by(second, 2)
     third = cluster.add()
     grown_by(third, 3)
     after_checkpoint = (steps() // EVERY + 1) * EVERY + 1
     gated.allow(output, after_checkpoint)
-    wait_until(lambda: steps() == after_checkpoint, "a checkpoint")
+    until(lambda: steps() == after_checkpoint, "a checkpoint")
     lost_at = time.time()
     third.kill()
     # No step is needed: Ray hears of the lost node, and those that are left start again.
-    wait_until(lambda: last_size() == 2, "two workers")
+    until(lambda: last_size() == 2, "two workers")
     seconds = read_starts(run_dir)[-1].time - lost_at
     print(f"2 workers are at work {seconds:.0f} s after {third.name} was lost")
-    assert seconds < USED_WITHIN_S
+    assert seconds < within_s
     with second.partitioned():
         gated.allow(output, STEPS)
         time.sleep(20)

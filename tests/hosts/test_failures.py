@@ -18,8 +18,9 @@ from tests.support import forks, hosts, lacking, runs, tiny
 from tests.support.group import run_group
 
 STEPS, EVERY = 8, 2
-# A rank's time-out, and how much later the driver may say so, which looks every few seconds and has a busy machine.
-HANG_S, SLACK_S = 6, 60
+# A rank's time-out, longer than a busy machine lets a rank wait for a CPU; and how much later the driver may say so,
+# which looks every few seconds, counts anew where it had no CPU itself, and then asks the rank for its stack.
+HANG_S, SLACK_S = 20, 120
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,7 @@ def configured(plain: runs.Plain, output: Path, task: str) -> Path:
 
 def train(cluster: kills.RayHosts, plain: runs.Plain, output: Path, task: str) -> hosts.Done:
     """Train a task to its end, from the head."""
+    cluster.mend()
     return cluster.head.finray("train", configured(plain, output, task), timeout=2 * kills.PATIENCE_S)
 
 
@@ -89,6 +91,7 @@ def test_a_rank_that_sleeps_on_another_host_is_named_with_its_stack_and_the_run_
 ) -> None:
     output = bed.shared / "sleeping"
     log, mark = bed.shared / "sleeping.log", output / "mark"
+    cluster.mend()
     with log.open("w") as stream:
         config = configured(runs.changed(plain, {"cluster.hang_seconds": HANG_S}), output, lacking.SLEEPING)
         training = cluster.head.start_finray("train", config, stdout=stream, stderr=stream)

@@ -54,11 +54,13 @@ def require_no_secret(cluster: kills.RayHosts, bed: hosts.Bed, bucket: s3.Bucket
             assert found == "", f"{secret[:4]}... on {host.name}"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def unshared(cluster: kills.RayHosts, plain: runs.Plain, bed: hosts.Bed, hosts_s3: s3.Server) -> runs.Plain:
     """The same with the rows behind a URL, and a model that each host has to itself, in its own `/tmp`."""
+    # A host that is turned on again has lost it.
+    cluster.mend()
     for host in (cluster.head, *cluster.workers):
-        host.check("cp", "-r", bed.shared / "model", OWN_MODEL)
+        host.check("cp", "-rT", bed.shared / "model", OWN_MODEL)
     rows = hosts_s3.bucket().upload(Path(plain["data"]["source"]), "rows.jsonl")
     return runs.changed(plain, {"model.name": OWN_MODEL, "data.source": rows})
 
@@ -85,8 +87,8 @@ def test_three_hosts_have_the_curve_of_one_machine(
     )
     assert (str(bed.shared) in yaml.safe_dump(changed)) == (storage == "disk")
     cluster.head.write("/tmp/run.yaml", yaml.safe_dump(changed).encode())
-    done = cluster.head.finray("train", "/tmp/run.yaml", timeout=500, env=SECRETS)
-    assert done.code == 0, done.out + done.err
+    train = hosts.Command(cluster.head, "train", "/tmp/run.yaml", log=tmp_path / "train.log", env=SECRETS)
+    assert train.wait(500) == 0, train.said()
     run_dir = shared / "run"
     if storage == "S3":
         run_dir = tmp_path / "from-s3"
@@ -96,7 +98,7 @@ def test_three_hosts_have_the_curve_of_one_machine(
     ranks = read_starts(run_dir)[-1].header.workers
     assert sorted(one.rpartition(" on ")[2] for one in ranks) == ["h2", "h3", "h4"]
     runs.assert_same_curve(run_dir, alone, rel=1e-5)
-    require_no_secret(cluster, bed, bucket, done.out + done.err)
+    require_no_secret(cluster, bed, bucket, train.said())
 
 
 def test_ranks_of_one_host_follow_each_other_so_that_shards_stay_within_it(
@@ -105,6 +107,7 @@ def test_ranks_of_one_host_follow_each_other_so_that_shards_stay_within_it(
     """Two hosts with two workers each, and the weights sharded over two ranks: only gradients go between hosts."""
     changes = {"cluster.num_workers": 4, "cluster.cpus_per_worker": 1, "parallel.shard_size": 2}
     changed = runs.changed(plain, kills.STRATEGIES["FSDP2"], changes, {"run.output_dir": str(bed.shared / "hybrid")})
+    cluster.mend()
     done = cluster.head.finray("train", runs.write_config(changed, bed.shared / "hybrid.yaml"), timeout=500)
     assert done.code == 0, done.out + done.err
     run_dir = bed.shared / "hybrid" / "run"
@@ -131,16 +134,17 @@ class Crashing(CausalLM):
 
 
 def test_no_secret_is_in_anything_that_is_left_of_a_crash(
-    cluster: kills.RayHosts, bed: hosts.Bed, hosts_s3: s3.Server, plain: runs.Plain
+    cluster: kills.RayHosts, bed: hosts.Bed, hosts_s3: s3.Server, plain: runs.Plain, tmp_path: Path
 ) -> None:
+    cluster.mend()
     bucket = hosts_s3.bucket()
     changes: runs.Plain = {"run.output_dir": bucket.url("runs"), "cluster.num_workers": 1, "cluster.max_failures": 0}
     changes["model.task"] = f"{__name__}:{Crashing.__name__}"
     config = runs.write_config(runs.changed(plain, changes), bed.shared / "crash.yaml")
-    done = cluster.head.finray("train", config, timeout=500, env=SECRETS)
-    assert done.code == 2, done.out + done.err
-    assert "401 for" in done.out + done.err
-    require_no_secret(cluster, bed, bucket, done.out + done.err)
+    train = hosts.Command(cluster.head, "train", config, log=tmp_path / "train.log", env=SECRETS)
+    assert train.wait(500) == 2, train.said()
+    assert "401 for" in train.said()
+    require_no_secret(cluster, bed, bucket, train.said())
 
 
 def test_a_ray_that_was_left_behind_is_in_nobodys_way(bed: hosts.Bed, plain: runs.Plain) -> None:

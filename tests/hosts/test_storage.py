@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from finray.checkpoint import manifest
 from finray.checkpoint.store import ATTEMPT_FILE
+from finray.config.paths import copy_path
 from tests.hosts import kills
-from tests.support import hosts, runs, s3, tiny
+from tests.support import gated, hosts, runs, s3, tiny
 from tests.support.group import run_group
 
 STEPS, STORED, IN_MEMORY = 60, 10, 2
@@ -41,33 +40,38 @@ def plain(bed: hosts.Bed, hosts_s3: s3.Server, tokenizer: Any) -> runs.Plain:
     return runs.tiny_run(bed.shared / "model", rows, bed.shared / "unused", changes)
 
 
+def held(plain: runs.Plain, shared: Path) -> runs.Plain:
+    """A run of which no worker does more steps than :func:`gated.allow` lets it, in the directory that hosts share."""
+    task, tracker = (f"{kills.__name__}:{one.__name__}" for one in (kills.LimitedLM, kills.Did))
+    env = {"LIMIT_FILE": str(shared / "limit")}
+    return runs.changed(plain, {"model.task": task, "tracking.trackers": [tracker], "cluster.env": env})
+
+
 def test_a_host_that_is_lost_costs_little_and_no_disk_is_shared(
     cluster: kills.RayHosts, plain: runs.Plain, tmp_path: Path, bed: hosts.Bed
 ) -> None:
     head = cluster.head
-    (bed.shared / "run.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
-    log = (bed.shared / "train.log").open("w")
-    words = ("train", bed.shared / "run.yaml", f"cluster.address={cluster.address}")
-    training = head.start_finray(*words, stdout=log, stderr=log)
-
-    def said() -> str:
-        return (bed.shared / "train.log").read_text(encoding="utf-8")
+    config = runs.write_config(held(plain, bed.shared), bed.shared / "run.yaml")
+    # The run must not be over before the host is lost.
+    gated.allow(bed.shared, STORED + 3)
+    words = ("train", config, f"cluster.address={cluster.address}")
+    training = hosts.Command(head, *words, log=bed.shared / "train.log")
 
     def workers_of() -> list[hosts.Host]:
-        assert training.poll() is None, said()
         return [host for host in cluster.workers if host.is_on and _records(host)]
 
     # Rank 0 writes the records on its host; the other host with a worker is lost.
-    (first,) = hosts.wait_until(workers_of, "records are written", timeout=240)
-    hosts.wait_until(lambda: _steps(first) > STORED + 2 or training.poll() is not None, "steps are done")
+    (first,) = training.until(workers_of, "records are written")
+    training.until(lambda: _steps(first) > STORED + 2, "steps are done")
     workers = json.loads((_records(first)[0].parent / "workers.json").read_text(encoding="utf-8"))
     (lost,) = (bed.hosts[one["host"]] for one in workers if one["host"] != first.name)
     lost.kill()
     done = _steps(first)
-    assert training.wait(420) == 0, said()
-    assert "from the cluster's memory" in said()
+    gated.allow(bed.shared, 10**9)
+    assert training.wait(420) == 0, training.said()
+    assert "from the cluster's memory" in training.said()
     # The steps since the last checkpoint in memory were done again; one may have been recorded later.
-    again = re.findall(r"checkpoint of step (\d+) from the cluster's memory", said())[0]
+    again = re.findall(r"checkpoint of step (\d+) from the cluster's memory", training.said())[0]
     assert done - IN_MEMORY <= int(again) <= done + 1
     url = f"{plain['run']['output_dir']}/run"
     read = "import sys, fsspec; sys.stdout.write(fsspec.open(sys.argv[1], 'rt').open().read())"
@@ -79,49 +83,31 @@ def test_a_host_that_is_lost_costs_little_and_no_disk_is_shared(
     run_group(runs.changed(plain, {"run.output_dir": str(undisturbed)}), undisturbed / "run", world_size=2)
     assert runs.trace(tmp_path / "stitched") == runs.trace(undisturbed / "run")
     # Any host has it.
-    answered = head.finray("generate", url, "hello", "--max-new-tokens", 2, timeout=300)
-    assert answered.code == 0, answered.err
+    words = ("generate", url, "hello", "--max-new-tokens", 2)
+    generate = hosts.Command(head, *words, log=bed.shared / "generate.log")
+    assert generate.wait(300) == 0, generate.said()
 
 
 def test_a_host_that_others_have_lost_and_that_reaches_the_storage_changes_nothing_there(
     cluster: kills.RayHosts, plain: runs.Plain, bed: hosts.Bed, hosts_s3: s3.Server, tmp_path: Path
 ) -> None:
     """Its worker trains on and uploads its next checkpoint, when another worker has already taken the run over."""
-    cluster.again(*(host for host in cluster.workers if not host.is_on))
-    every, steps, bucket, limit = 6, 30, hosts_s3.bucket(), bed.shared / "limit"
-    task, tracker = (f"{kills.__name__}:{one.__name__}" for one in (kills.LimitedLM, kills.Did))
+    cluster.mend()
+    every, steps, bucket = 6, 30, hosts_s3.bucket()
     plain = runs.changed(
-        plain,
+        held(plain, bed.shared),
         {"run.output_dir": bucket.url("runs"), "train.max_steps": steps, "cluster.num_workers": 1},
         {"checkpoint": {"every_steps": every, "in_memory_every": None, "keep_last": 10, "asynchronous": False}},
-        {"model.task": task, "tracking.trackers": [tracker], "cluster.env": {"LIMIT_FILE": str(limit)}},
     )
-    limit.write_text(str(every + 2))
-    log_file = bed.shared / "lost.log"
+    gated.allow(bed.shared, every + 2)
     words = ("train", runs.write_config(plain, bed.shared / "lost.yaml"), f"cluster.address={cluster.address}")
-
-    def started() -> subprocess.Popen[str]:
-        with log_file.open("w") as log:
-            return cluster.head.start_finray(*words, stdout=log, stderr=log)
-
-    training, silences = started(), 0
-
-    def until(true: Callable[[], Any], what: str) -> Any:
-        def looked() -> Any:
-            nonlocal training, silences
-            if training.poll() is not None:
-                said = log_file.read_text(encoding="utf-8")
-                # A command asks the storage once. When these hosts' machine stood still, so did the storage.
-                silences += 1 if re.search("error: s3:.* the storage gave no answer", said) else 3
-                assert silences < 3, said
-                training = started()
-            return true()
-
-        return hosts.wait_until(looked, what, timeout=300)
+    training = hosts.Command(cluster.head, *words, log=bed.shared / "lost.log")
+    # Where a host has its copy of the run; it may have those of other tests too.
+    folder = copy_path(bucket.url("runs/run")).parent.name
 
     def tracked(host: hosts.Host) -> list[Path]:
-        """The files of this run's tracker there, beside its folder; a host may have runs of other tests too."""
-        return list(_local_runs(host).glob(f"*/did-{host.name}-*"))
+        """The files of this run's tracker there, beside its folder."""
+        return list(_local_runs(host).glob(f"{folder}/did-{host.name}-*"))
 
     def did(host: hosts.Host) -> list[str]:
         return [step for file in tracked(host) for step in file.read_text().split()]
@@ -129,13 +115,13 @@ def test_a_host_that_others_have_lost_and_that_reaches_the_storage_changes_nothi
     def at_work(*, beside: Collection[hosts.Host] = ()) -> hosts.Host | None:
         return next((one for one in cluster.workers if one not in beside and str(every + 2) in did(one)), None)
 
-    lost = until(at_work, "a worker does its steps")
+    lost = training.until(at_work, "a worker does its steps")
     (attempt,) = {file.with_name("run").joinpath(ATTEMPT_FILE).read_text() for file in tracked(lost)}
     others = [one for one in (cluster.head, *cluster.workers) if one is not lost]
     lost.cut_from(others)
-    until(lambda: at_work(beside=[lost]), "another worker takes the run over")
-    limit.write_text(str(10**9))
-    assert training.wait(300) == 0, log_file.read_text(encoding="utf-8")
+    training.until(lambda: at_work(beside=[lost]), "another worker takes the run over")
+    gated.allow(bed.shared, 10**9)
+    assert training.wait(300) == 0, training.said()
     name, due = "runs/run/checkpoint-{:06d}-" + attempt[:8], 2 * every
     # It did the steps up to its next checkpoint, uploaded that, and was told.
     hosts.wait_until(lambda: str(due) in did(lost), "the lost worker does its steps")
@@ -150,7 +136,6 @@ def test_a_host_that_others_have_lost_and_that_reaches_the_storage_changes_nothi
 
     (tmp_path / "stitched").mkdir()
     (tmp_path / "stitched" / "metrics.jsonl").write_bytes(bucket.get("runs/run/metrics.jsonl"))
-    limit.write_text(str(10**9))
     alone = runs.changed(plain, {"model.task": "causal_lm", "run.output_dir": str(bed.shared / "alone")})
     run_group(runs.changed(alone, {"tracking.trackers": []}), bed.shared / "alone" / "run", world_size=1)
     assert runs.trace(tmp_path / "stitched") == runs.trace(bed.shared / "alone" / "run")

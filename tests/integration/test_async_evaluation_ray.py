@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from finray.data.sampling.collate import Batch
+from finray.records import Beat
 from finray.runtime import evaluator, pulses
 from finray.tasks.causal_lm import CausalLM
 from tests.support import lacking, runs
@@ -64,21 +65,34 @@ class StoppingLM(CausalLM):
         super().score(batch, sums)
 
 
+def evaluates(process: psutil.Process) -> bool:
+    """Whether Ray's title of it says so."""
+    return any("finray evaluation" in word for word in process.cmdline())
+
+
 @contextmanager
-def killing(times: int) -> Iterator[list[int]]:
-    """Kill the process of an evaluation so often, as soon as it is there."""
+def killing(times: int, run_dir: Path) -> Iterator[list[int]]:
+    """Kill the process of so many evaluations, as soon as it is there: each once, because Ray may give further attempts
+    to dead processes."""
     killed: list[int] = []
     over = threading.Event()
 
     def kill() -> None:
         while not over.wait(0.01) and len(killed) < times:
-            for process in psutil.process_iter(["pid", "cmdline"]):
-                named = any("finray evaluation" in word for word in process.info["cmdline"] or ())
-                if named and process.pid not in killed:
-                    with suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL)
-                    killed.append(process.pid)
-                    break
+            if len(evaluations(run_dir)) < len(killed):
+                # The last one is being repeated.
+                continue
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if process.pid in killed or not evaluates(process):
+                        continue
+                    # It may come to its end right now.
+                    process.suspend()
+                    if evaluates(process):
+                        process.kill()
+                        killed.append(process.pid)
+                        break
+                    process.resume()
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -109,8 +123,8 @@ def test_it_gives_the_numbers_of_inline_and_changes_no_bit_of_the_training(
         assert (beside / "final" / file).read_bytes() == (inline / "final" / file).read_bytes()
     assert "step 0/9  eval loss" in said
 
-    # Killed twice, an evaluation is begun again; what is killed each time is given up, and the run continues.
-    with killing(evaluator.TRIES - 1) as killed:
+    # Killed, an evaluation is begun again; what is killed each time is given up, and the run continues.
+    with killing(evaluator.TRIES - 1, tmp_path / "killed" / "run") as killed:
         disturbed, said = train(plain, tmp_path / "killed", {"evaluation.mode": "async"})
     assert len(killed) == evaluator.TRIES - 1
     # An attempt that Ray gives to a process that was just killed fails as well.
@@ -159,7 +173,7 @@ def test_a_driver_that_was_killed_has_lost_evaluations_done_again(plain: Plain, 
     changes = {"run.output_dir": str(tmp_path), "evaluation.mode": "async", "checkpoint.every_steps": 3}
     config = runs.write_config(changed(plain, changes), tmp_path / "run.yaml")
     process = runs.start_cli("train", str(config))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + runs.PATIENCE_S
     while not (tmp_path / "run" / "checkpoint-000006").is_dir():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
@@ -177,9 +191,18 @@ def test_a_driver_that_was_killed_has_lost_evaluations_done_again(plain: Plain, 
 def test_an_evaluator_that_stands_still_is_named_and_its_evaluation_repeated(
     plain: Plain, inline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulses, "START_S", 0.0)
+    hear = pulses.Pulses._hear_evaluation
+
+    def hear_and_be_impatient(self: pulses.Pulses, beat: Beat, now: float) -> None:
+        # Not before: the workers have the time that they need to start.
+        monkeypatch.setattr(pulses, "START_S", 0.0)
+        hear(self, beat, now)
+
+    monkeypatch.setattr(pulses.Pulses, "_hear_evaluation", hear_and_be_impatient)
+    # 12 s: what stops an evaluation is twice the time that stops a rank.
+    monkeypatch.setattr(pulses, "_FIRST", 2.0)
     mark = tmp_path / "mark"
-    cluster = {"hang_seconds": 2, "env": {lacking.MARK: str(mark)}}
+    cluster = {"hang_seconds": 6, "env": {lacking.MARK: str(mark)}}
     stopping = {"model.task": f"{__name__}:StoppingLM", "evaluation.mode": "async", "cluster": cluster}
     found, said = train(plain, tmp_path / "stopped", stopping)
     text = " ".join(said.split())

@@ -79,7 +79,7 @@ with socket.create_server(("127.0.0.1", 0)) as driver, cluster.connected(Cluster
 def test_a_process_started_early_has_the_environment_that_ray_train_asks_for() -> None:
     """Else Ray would start another one: nothing would fail, and the start would take as long as before."""
     env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found, preloaded, expected = json.loads(done.stdout.splitlines()[-1])
     assert preloaded

@@ -51,8 +51,7 @@ def test_workers_of_a_joined_cluster_get_the_users_token_and_variables(
     with clusters.connected(runs.config_of(plain).cluster):
         session = ray._private.worker.global_worker.node.get_session_dir_path()
     for folder in (result.run_dir, Path(session) / "logs"):
-        holding = [file for file in folder.rglob("*") if file.is_file() and b"hf_of_the_driver" in file.read_bytes()]
-        assert holding == []
+        assert runs.files_with(folder, b"hf_of_the_driver") == []
 
 
 def test_a_cluster_that_asks_for_a_token_is_shown_the_users_own(

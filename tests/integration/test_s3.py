@@ -271,7 +271,7 @@ def test_what_is_fetched_ahead_keeps_nobody_waiting_and_may_fail_once(
 _PREPARE = """
 import sys
 import finray.data.sources.pieces
-finray.data.sources.pieces.PIECE_BYTES = 4096
+finray.data.sources.pieces.PIECE_BYTES = 512
 from pathlib import Path
 from finray.config.load import load_config
 from finray.data.dataset.prepare import prepare_here
@@ -282,8 +282,10 @@ prepare_here(config)
 
 
 def test_a_killed_preparation_leaves_nothing_that_is_accepted_and_is_gone_on_with(
-    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # So many parts that most are left when it is killed.
+    monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 512)
     plain = on_s3(tiny_model_dir, rows, tmp_path, bucket)
     config = runs.config_of(plain)
     name = Path(prepare_here(config, root=tmp_path / "undisturbed")).name
@@ -295,7 +297,7 @@ def test_a_killed_preparation_leaves_nothing_that_is_accepted_and_is_gone_on_wit
     # Asking the server all the time would keep this process's imports waiting.
     assert process.stdout.readline() == "ready\n"
     prefix = f"prepared/{name}/"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + runs.PATIENCE_S
     while len(done := finished(bucket, prefix)) < 2:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -355,7 +357,7 @@ def test_training_from_s3_is_training_from_disk(
     assert runs.trace(tmp_path / "remote" / "second") == runs.trace(run_dir)
     assert bucket.asked("PUT", mark) == []
     assert [key for key in bucket.asked("GET", mark) if key.endswith((".arrow", ".jsonl"))] == []
-    assert median(runs.values(run_dir, "data_wait_s")[1:]) < 0.005
+    assert median(runs.values(run_dir, "data_wait_s")[1:]) < 0.05
 
     written = [path for path in (tmp_path / "remote").rglob("*") if path.is_file()]
     assert any(path.suffix == ".arrow" for path in written)
@@ -387,4 +389,4 @@ def test_a_storage_that_is_too_slow_shows_as_waiting(
     runs.run_alone(plain, tmp_path / "run")
     assert max(runs.values(tmp_path / "run", "data_wait_s")) > 0.1
     runs.run_alone(plain, tmp_path / "again")
-    assert median(runs.values(tmp_path / "again", "data_wait_s")) < 0.005
+    assert median(runs.values(tmp_path / "again", "data_wait_s")) < 0.05

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import forks, job_server, runs
-from tests.support.runs import Plain, changed
+from tests.support import forks, gated, job_server, runs
+from tests.support.gated import allow
+from tests.support.runs import Plain
 
 STEPS = 60
 SECRET = "a-secret-that-is-nowhere-to-be-read"
@@ -60,15 +61,12 @@ def until(what: Callable[[], Any], told: Callable[[], str]) -> Any:
 def test_a_run_is_sent_stopped_and_gone_on_with(
     tiny_run: Callable[..., Plain], tmp_path: Path, server: job_server.JobServer
 ) -> None:
-    go, run_dir = tmp_path / "go", tmp_path / "out" / "run"
+    output, run_dir = tmp_path / "out", tmp_path / "out" / "run"
     changes = {
-        "run.output_dir": str(tmp_path / "out"),
         "train.max_steps": STEPS,
         "checkpoint.every_steps": 10_000,
         "cluster.cpus_per_worker": 1,
         "prepare.num_workers": 1,
-        "model.task": "tests.support.job_server:SlowLM",
-        "cluster.env": {"FINRAY_TESTS_GO": str(go)},
         "tracking.trackers": ["my_parts.inside:LossFile"],
         "data.converter": "my_parts.inside:convert",
     }
@@ -76,7 +74,8 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
     parts.parent.mkdir(parents=True)
     parts.write_text(CODE)
     (tmp_path / "code" / ".env").write_text(f"KEY={SECRET}")
-    config = runs.write_config(changed(tiny_run(rows=16), changes), tmp_path / "run.yaml")
+    config = runs.write_config(gated.gated(tiny_run(rows=16), output, changes), tmp_path / "run.yaml")
+    allow(output, 2)
     env = {**server.env(), "MY_SECRET": SECRET}
 
     def finray(*words: object) -> tuple[int, str, str]:
@@ -100,6 +99,9 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
 
     code, out, err = finray("jobs", "stop", job)
     assert code == 0, err
+    # Its steps go on when the signal has come.
+    until(lambda: "saving a checkpoint" in logs(), logs)
+    allow(output, STEPS)
     until(lambda: json.loads(finray("jobs", "list", "--json")[1])["jobs"][0]["status"] == "stopped", logs)
     steps = runs.values(run_dir, "step")
     assert len(steps) < STEPS
@@ -107,7 +109,6 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
     first_log = logs()
     assert "is saved; the same command continues: finray submit" in first_log
 
-    go.touch()
     code, out, err = finray("submit", config, *sent)
     assert code == 0, out + err
     assert (run_dir / "final" / "adapter_model.safetensors").is_file(), out
@@ -118,8 +119,7 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
     assert seen == [str(number) for number in range(len(steps) + 1, STEPS + 1)]
     # Neither what was printed nor what Ray wrote down has the secret, and no file of the job keeps it.
     assert SECRET not in first_log + out + err
-    holding = [path for path in server.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-    assert holding == []
+    assert runs.files_with(server.folder, SECRET.encode()) == []
 
 
 def test_a_server_without_the_token_is_said(server: job_server.JobServer, tmp_path: Path) -> None:

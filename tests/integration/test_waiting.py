@@ -20,7 +20,8 @@ from finray.runtime import watch
 from finray.runtime.cluster import remove_orphans
 from finray.runtime.driver import train
 from finray.runtime.prepare import prepare
-from tests.support import runs
+from tests.support import gated, runs
+from tests.support.gated import allow
 from tests.support.runs import Plain
 
 
@@ -112,10 +113,14 @@ def test_a_run_that_fails_keeps_no_cpu(tiny_run: Callable[..., Plain], ray_clust
     assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
 
 
-def test_a_controller_that_dies_is_started_again(tiny_run: Callable[..., Plain], ray_cluster: str) -> None:
+def test_a_controller_that_dies_is_started_again(
+    tiny_run: Callable[..., Plain], tmp_path: Path, ray_cluster: str
+) -> None:
     from finray.records import TrainRecord
 
-    config = runs.config_of(tiny_run({"train.max_steps": 12, "checkpoint.every_steps": 2}))
+    plain = tiny_run({"train.max_steps": 12, "checkpoint.every_steps": 2})
+    config = runs.config_of(gated.gated(plain, tmp_path))
+    allow(tmp_path, 3)
     killed: list[int] = []
     said: list[str] = []
 
@@ -124,6 +129,9 @@ def test_a_controller_that_dies_is_started_again(tiny_run: Callable[..., Plain],
 
         if isinstance(record, Note):
             said.append(record.message)
+            # Not before: the workers could come to the end without it.
+            if record.message.endswith("; restarting"):
+                allow(tmp_path, 12)
         if isinstance(record, TrainRecord) and record.step >= 3 and not killed:
             for actor in actors().values():
                 if actor["ActorClassName"] == "TrainController" and actor["State"] == "ALIVE":
@@ -152,7 +160,9 @@ def test_what_a_dead_driver_left_on_a_cluster_is_removed(ray_cluster: str) -> No
     try:
         assert names() == {*theirs, "finray mine 0123abcd"}
         deadline = time.monotonic() + 60
-        while not any(job["IsDead"] for job in state.job_table()):
+        # The last eight digits of a group's id are the job's; earlier tests have left dead jobs.
+        jobs = {one[-8:] for one, group in ray.util.placement_group_table().items() if group["name"] in theirs}
+        while not jobs <= {job["JobID"] for job in state.job_table() if job["IsDead"]}:
             assert time.monotonic() < deadline
         remove_orphans(ray)
         while (left := names()) != {"somebody else's", "finray mine 0123abcd"}:

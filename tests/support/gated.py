@@ -12,27 +12,41 @@ from typing import Any
 import torch
 
 from finray.config.schema import Config
-from finray.data.sampling.collate import Batch
+from finray.data.sampling.collate import Batch, LabelledBatch
 from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
 from finray.tasks.causal_lm import CausalLM
+from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import runs
-from tests.support.runs import Plain, changed
+from tests.support.runs import PATIENCE_S, Plain, changed
 
-TASK = f"{__name__}:GatedLM"
+TASK, CLASSIFIER = f"{__name__}:GatedLM", f"{__name__}:GatedClassifier"
 _RUN_DIR = "GATED_RUN_DIR"
-PATIENCE_S = 120.0
 
 
 class GatedLM(CausalLM):
     """A causal language model whose steps begin once the file ``limit`` beside the run allows them."""
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Wait until as many steps are allowed as this one needs."""
-        folder = Path(os.environ[_RUN_DIR])
-        while len(runs.values(folder, "step")) >= limit(folder.parent):
-            time.sleep(0.02)
+        """Wait, then as always."""
+        _wait()
         return super().loss_sum(batch)
+
+
+class GatedClassifier(SequenceClassification):
+    """A classifier whose steps begin likewise."""
+
+    def loss_sum(self, batch: LabelledBatch) -> torch.Tensor:
+        """Wait, then as always."""
+        _wait()
+        return super().loss_sum(batch)
+
+
+def _wait() -> None:
+    """Until as many steps are allowed as the next one needs."""
+    folder = Path(os.environ[_RUN_DIR])
+    while len(runs.values(folder, "step")) >= limit(folder.parent):
+        time.sleep(0.02)
 
 
 def limit(output: Path) -> int:

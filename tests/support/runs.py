@@ -43,6 +43,8 @@ from tests.support import forks
 Plain = dict[str, Any]
 # What must not change when a run is disturbed.
 COMPARED = ("step", "samples", "loss", "grad_norm", "lr", "epoch", "tokens", "supervised")
+# How long a test waits where a command or a worker starts, on a machine that others keep busy.
+PATIENCE_S = 500.0
 # Where runs without Ray are trained: `make test-gpu` has them on a GPU, which all processes of a group share.
 DEVICE = torch.device(os.environ.get("FINRAY_TEST_DEVICE", "cpu"))
 
@@ -131,7 +133,7 @@ def run_alone(plain: Plain, run_dir: Path, **options: Any) -> Assembled:
     """Run (or continue) in this process; options are those of :func:`assemble_alone` and :func:`assemble`."""
     assembled = assemble_alone(plain, run_dir, **options)
     assembled.loop.run()
-    assembled.loop.trackers.finish()
+    assembled.loop.trackers.finish(patience_s=PATIENCE_S)
     return assembled
 
 
@@ -200,7 +202,7 @@ def into(plain: Plain, output: Path, *changes: dict[str, Any]) -> Path:
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str] | forks.Command) -> None:
     """Return as soon as the record shows the step."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if any(done >= step for done in values(run_dir, "step")):
             return
@@ -252,8 +254,18 @@ def start_cli(
 def cli(*arguments: str, env: Mapping[str, str | None] | None = None, cwd: Path | None = None) -> tuple[int, str, str]:
     """Run `finray ...` to its end: exit code, standard output, standard error."""
     process = start_cli(*arguments, env=env, cwd=cwd)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
+
+
+def files_with(folder: Path, content: bytes) -> list[Path]:
+    """Files below a directory that hold this; processes may still remove some."""
+    found = []
+    for path in (Path(place, name) for place, _, names in os.walk(folder) for name in names):
+        with suppress(FileNotFoundError):
+            if path.is_file() and content in path.read_bytes():
+                found.append(path)
+    return found
 
 
 def flip(file: Path, position: int | None = None) -> None:

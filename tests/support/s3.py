@@ -150,7 +150,7 @@ def serve(listening: socket.socket, log: Path, *others: socket.socket) -> Iterat
 def _wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     from urllib.request import urlopen
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 500
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text(encoding="utf-8", errors="replace")
         try:
