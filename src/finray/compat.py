@@ -86,10 +86,10 @@ def reordered_weight(weight_OI: torch.Tensor) -> torch.Tensor:
     return reordered
 
 
-def reordered_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plus: torch.Tensor | None
+def onednn_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x W' + b + plus`` with a reordered weight; rounded once."""
+    """``x W' + b + plus`` with a reordered weight or a plain one; rounded once. It has no gradient."""
     import torch
 
     operation = torch.ops.mkldnn._linear_pointwise

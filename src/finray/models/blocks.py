@@ -15,7 +15,10 @@ from finray.models import attention, fused_lora
 SMALLEST_OFFLOAD = 2**20
 # Selective checkpointing stores the outputs of matrix products and of attention. Everything else (norms, rotary
 # embeddings, activations) is recomputed, which is cheap.
-_KEPT = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default")
+_KEPT = (
+    *("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default"),
+    "mkldnn._linear_pointwise.default",
+)
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from finray import compat
+from finray.models.frozen import is_one_pass
 from finray.models.quantized import QuantizedLinear
 from finray.models.reordered import linear
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL
@@ -111,7 +113,9 @@ class _LoraLinear(torch.autograd.Function):
         inner = x if dropped is None else dropped
         low = inner @ down.T
         bias = None if bias is None else bias.to(x.dtype)
-        if torch.compiler.is_compiling():
+        if bias is not None and not apart and is_one_pass(x, weight):
+            output = compat.onednn_linear(x, weight, bias, (low * scaling) @ up.T)
+        elif torch.compiler.is_compiling():
             # A compiler fuses it by itself, and that of torch 2.11 loses gradients where a result is changed in place.
             output = torch.nn.functional.linear(x, weight, bias) + (low * scaling) @ up.T
         else:

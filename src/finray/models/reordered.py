@@ -37,7 +37,7 @@ def linear(
 ) -> torch.Tensor:
     """``x W' + b``, plus an optional term added before rounding, for a reordered weight or a plain one."""
     if weight.is_mkldnn:
-        return compat.reordered_linear(x.to(weight.dtype), weight, bias, plus)
+        return compat.onednn_linear(x.to(weight.dtype), weight, bias, plus)
     assert plus is None
     return torch.nn.functional.linear(x, weight, bias)
 

@@ -371,11 +371,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key, size = id(storage), storage.nbytes()
             if key in self._sizes:
                 if func is torch.ops.aten.bernoulli_.float:
-                    # A dropout mask has one byte per element on a GPU, and two on a CPU (`models/dropout.py`); fake
-                    # tensors have torch's, which is as wide as its input.
-                    width = one.numel() * (1 if self._how.device == "cuda" else 2)
-                    self._now += width - self._sizes[key]
-                    self._sizes[key] = width
+                    # A dropout mask has one byte per element; that of fake tensors is as wide as its input.
+                    self._now += one.numel() - self._sizes[key]
+                    self._sizes[key] = one.numel()
                 continue
             copied = func is torch.ops.aten._to_copy.default and self._sizes.get(id(args[0].untyped_storage())) == 0
             if copied or (self._phase == "backward" and tuple(one.shape) in self._shapes):

@@ -24,7 +24,7 @@ from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.order import Order, derive_key, total_steps
 from finray.data.sampling.packing import one_length_each, one_row_each, plan_packs
 from finray.errors import DataError, ModelError
-from finray.models import dropout, liger
+from finray.models import dropout, frozen, liger
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.roles import roles_of
 from finray.models.sharded import cut_model, left_out, materialize
@@ -242,6 +242,7 @@ def _task(config: Config, resolved: Resolved, *, device: torch.device, seed: int
         liger.apply(made.model, checkpointing=train.gradient_checkpointing)
     if device.type == "cpu":
         dropout.apply(made.model)
+        frozen.fuse_biases(made.model)
     if train.compile:
         compile_blocks(made.model)
     wrap_blocks(made.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)

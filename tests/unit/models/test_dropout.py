@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import statistics
 from collections.abc import Callable
 
 import numpy as np
@@ -30,10 +32,24 @@ def test_that_share_is_dropped_and_the_rest_keeps_the_mean(p: float, dtype: torc
     assert found.dtype == dtype
     kept = found != 0
     spread = (p * (1 - p) / kept.numel()) ** 0.5
-    assert 1 - kept.float().mean().item() == pytest.approx(p, abs=4 * spread)
-    assert found[kept].double().unique().tolist() == pytest.approx(
-        [1 / (1 - p)], rel=1e-4 if dtype.itemsize == 4 else 4e-3
-    )
+    assert 1 - kept.float().mean().item() == pytest.approx(p, abs=4 * spread + 1 / 256)
+    (value,) = found[kept].double().unique().tolist()
+    # A multiple of 1/256 is dropped.
+    near = [1 / (1 - part / 256) for part in (math.floor(p * 256), math.ceil(p * 256))]
+    assert min(abs(value - one) for one in near) < value * (1e-6 if dtype.itemsize == 4 else 4e-3)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.0013, 0.9949])
+def test_masks_round_the_probability_up_and_down_so_that_it_holds_on_average(p: float) -> None:
+    torch.manual_seed(4)
+    masks = [drop(torch.ones(64, 64, dtype=torch.float64), p) for _ in range(400)]
+    shares = [float((mask == 0).double().mean()) for mask in masks]
+    # Of the rounding and of the elements.
+    rounding = math.sqrt((part := p * 256 % 1) * (1 - part)) / 256
+    spread = math.sqrt((rounding**2 + p * (1 - p) / 64**2) / len(masks))
+    assert statistics.mean(shares) == pytest.approx(p, abs=4 * spread)
+    assert len({float(mask.max()) for mask in masks}) == 2, "of each mask, the kept elements are equal"
+    assert statistics.mean(float(mask.mean()) for mask in masks) == pytest.approx(1, abs=0.05)
 
 
 def test_elements_are_dropped_independently_of_their_neighbours_and_of_other_draws() -> None:
@@ -47,22 +63,26 @@ def test_elements_are_dropped_independently_of_their_neighbours_and_of_other_dra
     assert max(first.mean(0).abs().max().item(), first.mean(1).abs().max().item()) < 4.5 * by_row
 
 
-def test_every_value_of_16_bits_is_as_likely_as_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all 65,536 numbers drawn once, exactly the share is dropped: no bound is one off."""
+def test_every_value_of_a_byte_is_as_likely_as_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all 256 numbers drawn once, exactly the share is dropped: no bound is one off."""
 
     class Counts:
+        last = 0
+
         def __init__(self, seed: int) -> None:
             del seed
 
         def random_raw(self, size: int) -> np.ndarray:
-            assert size == 2**14
-            return np.arange(2**16, dtype=np.uint16).view(np.uint64)
+            assert size == 2**5 + 1
+            return np.append(np.arange(2**8, dtype=np.uint8).view(np.uint64), np.array(self.last, dtype=np.uint64))
 
     monkeypatch.setattr(module.np.random, "SFC64", Counts)
-    for p in (0.1, 0.25, 3 / 2**16):
-        found = drop(torch.ones(2**16, dtype=torch.float64), p)
-        assert int((found == 0).sum()) == round(p * 2**16)
-        assert found.sum().item() == pytest.approx(2**16, rel=1e-12)
+    most = 2**64 - 1
+    for p, last, share in ((0.1, 0, 25), (0.1, most, 26), (0.25, most, 64), (3 / 2**8, 0, 3), (255 / 2**8, most, 255)):
+        Counts.last = last
+        found = drop(torch.ones(2**8, dtype=torch.float64), p)
+        assert int((found == 0).sum()) == share
+        assert found.sum().item() == pytest.approx(2**8, rel=1e-12)
 
 
 def test_the_gradient_is_that_of_what_was_kept() -> None:
@@ -99,7 +119,7 @@ def test_a_recomputed_forward_pass_drops_the_same() -> None:
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize(("p", "share"), [(0.0, 1.0), (1e-9, 1.0), (1.0, 0.0), (1 - 1e-9, 0.0)])
+@pytest.mark.parametrize(("p", "share"), [(0.0, 1.0), (1e-9, 1.0), (1.0, 0.0), (1 - 1e-12, 0.0)])
 def test_nothing_and_everything_can_be_dropped(p: float, share: float) -> None:
     found = dropped(p)
     assert torch.equal(found, torch.full(SHAPE, share))
