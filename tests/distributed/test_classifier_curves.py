@@ -19,6 +19,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 TRAINED: dict[str, dict[str, Any]] = {"lora": {}, "full": {"adapter.method": "none", "train.learning_rate": 0.002}}
 CASES = [(trained, strategy) for trained in TRAINED for strategy in STRATEGIES]
+# Adapters at some layers: the others are frozen, and add their bias in their product.
+ROUNDED: dict[str, Any] = {"train.precision": "bf16", "adapter.target_modules": ["query", "value"]}
 STEPS = 15
 
 
@@ -39,6 +41,9 @@ def done(tmp_path_factory: pytest.TempPathFactory, plain: Plain) -> Path:
         (changed(plain, TRAINED[trained], {"parallel": STRATEGIES[strategy]}), folder / f"{trained}-{strategy}")
         for trained, strategy in CASES
     ]
+    runs.run_alone(changed(plain, ROUNDED), folder / "rounded")
+    for strategy in ("ddp", "fsdp", "zero3"):
+        jobs.append((changed(plain, ROUNDED, {"parallel": STRATEGIES[strategy]}), folder / f"rounded-{strategy}"))
     run_all(jobs, world_size=2)
     return folder
 
@@ -55,6 +60,11 @@ def test_the_curve_is_that_of_one_process(done: Path, trained: str, strategy: st
         assert its["eval_targets"] == 11
     # A sum over the ranks of places by row: AUROC is there, and it is the same.
     assert "roc_auc" in runs.records(two, "eval")[-1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+def test_in_bf16_the_curve_is_that_of_one_process_too(done: Path, strategy: str) -> None:
+    runs.assert_same_curve(done / f"rounded-{strategy}", done / "rounded", rel=0.02)
 
 
 def test_the_comparison_sees_another_weight_of_a_class(done: Path) -> None:
