@@ -130,17 +130,17 @@ def optimizers(model: Any, plain: Plain) -> list[tuple[torch.optim.Optimizer, li
 
 
 class Drawn(torch.nn.Dropout):
-    """Dropout by 16 bits of NumPy's SFC64 for each element, lowest first: the smallest (signed) are dropped."""
+    """Dropout by a byte of NumPy's SFC64 for each element, lowest first: the smallest are dropped. One more draw rounds
+    the probability up or down, so that it is right on average."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return input
         bits = np.random.SFC64(int(torch.empty((), dtype=torch.int64).random_()))
-        words = [int(bits.random_raw()) for _ in range(-(-input.numel() // 4))]
-        numbers = [word >> shift & 0xFFFF for word in words for shift in (0, 16, 32, 48)][: input.numel()]
-        below = round(self.p * 65536)
-        kept = [(number ^ 0x8000) >= below for number in numbers]
-        return input * torch.tensor(kept).view(input.shape) / (1 - below / 65536)
+        words = [int(bits.random_raw()) for _ in range(-(-input.numel() // 8))]
+        numbers = [number for word in words for number in word.to_bytes(8, "little")][: input.numel()]
+        below = math.floor(self.p * 256 + (int(bits.random_raw()) >> 32) / 2**32)
+        return input * torch.tensor([number >= below for number in numbers]).view(input.shape) / (1 - below / 256)
 
 
 class Reference:

@@ -331,6 +331,7 @@ def test_a_task_is_built_and_its_model_changed_as_the_config_says(
     monkeypatch.setattr(assemble, "left_out", lambda model, stored: (said.append((model, stored)), tensors)[1])
     monkeypatch.setattr(assemble.liger, "apply", lambda model, **options: said.append(("liger", model, options)))
     monkeypatch.setattr(assemble.dropout, "apply", lambda model: said.append(("dropout", model)))
+    monkeypatch.setattr(assemble.frozen, "fuse_biases", lambda model: said.append(("biases", model)))
     monkeypatch.setattr(assemble, "compile_blocks", lambda model: said.append(("compiled", model)))
     monkeypatch.setattr(assemble, "wrap_blocks", lambda model, **options: said.append(("wrapped", model, options)))
     warned: list[str] = []
@@ -343,7 +344,7 @@ def test_a_task_is_built_and_its_model_changed_as_the_config_says(
             *([("refused", settings)] if device == CPU else []),
             ("built", (settings, known), {"device": device, **options}),
             *([("model", f"weights in {tmp_path}"), ("liger", "model", full)] if asked_for else []),
-            *([("dropout", "model")] if device == CPU else []),
+            *([("dropout", "model"), ("biases", "model")] if device == CPU else []),
             *([("compiled", "model")] if asked_for else []),
             ("wrapped", "model", {"checkpointing": "full" if asked_for else "none", "offload": asked_for}),
         ]
