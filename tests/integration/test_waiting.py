@@ -161,7 +161,8 @@ def test_what_a_dead_driver_left_on_a_cluster_is_removed(ray_cluster: str) -> No
         assert names() == {*theirs, "finray mine 0123abcd"}
         deadline = time.monotonic() + 60
         # The last eight digits of a group's id are the job's; earlier tests have left dead jobs.
-        jobs = {one[-8:] for one, group in ray.util.placement_group_table().items() if group["name"] in theirs}
+        groups = {one: group for one, group in ray.util.placement_group_table().items() if group["name"] in theirs}
+        jobs = {one[-8:] for one, group in groups.items() if group["state"] != "REMOVED"}
         while not jobs <= {job["JobID"] for job in state.job_table() if job["IsDead"]}:
             assert time.monotonic() < deadline
         remove_orphans(ray)
