@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from finray.config.evaluation import ScoringConfig
-from finray.config.schema import Config, ModelConfig
+from finray.config.schema import Config
 from finray.config.tasks import metric_name
 from finray.errors import ConfigError, DataError
 from finray.evaluation import harness
@@ -83,7 +83,7 @@ def judge(case: Case) -> Judged:
         },
     )
     for artifact, group in case.by_artifact():
-        tokenizer, own = load_tokenizer(ModelConfig(name=str(artifact.folder))), case.rows_for(artifact)
+        tokenizer, own = load_tokenizer(artifact.tokenizer), case.rows_for(artifact)
         with _engine(case, artifact) as opened:
             for subject in group:
                 if own is not None:
@@ -169,7 +169,7 @@ def _choices(rows: Rows, scoring: ScoringConfig, config: Config) -> dict[int, li
 def _shown(
     case: Case, rows: Rows, answered: dict[str, list[tuple[str, ...]]], judged: Judged
 ) -> Callable[[int], Prediction]:
-    tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
+    tokenizer = load_tokenizer(case.tuned.artifact.tokenizer)
 
     def prediction(index: int) -> Prediction:
         number = rows.numbers[index]

@@ -276,6 +276,9 @@ def sentence(
     gain = -found.difference if lower_is_better else found.difference
     what = f"on {score}"
     if span.low is None or span.high is None:
+        if found.p < alpha and gain:
+            word, evidence = "better" if gain > 0 else "worse", f"({p_text(found.p)}, {rows} rows without any spread)"
+            return f"{name} is {word} than {other} {what}: by {shown(abs(gain))} {evidence}."
         return f"{name} and {other} cannot be told apart {what}: {rows} rows show no spread to judge by."
     ends = sorted((-span.low, -span.high) if lower_is_better else (span.low, span.high))
     sizes = " to ".join(f"{'-' if end < 0 else '+'}{shown(abs(end))}" for end in ends)

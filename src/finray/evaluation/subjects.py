@@ -79,8 +79,12 @@ class Subject:
     @property
     def identity(self) -> dict[str, Any]:
         """Identifies the weights without reading them."""
-        base = self.artifact.base
+        base, began_as = self.artifact.base, self.artifact.began_as
         own = None if base is not None and not self.adapter else files_of(str(self.artifact.folder))
+        # What is not set is left out: answers of earlier versions, which did not have it, are still known.
+        if own is not None and began_as is not None:
+            given = {"revision": began_as.revision, "new_tokens": began_as.new_tokens}
+            own |= {name: one for name, one in given.items() if one}
         return {"weights": own, "base": None if base is None else {**files_of(base.name), "revision": base.revision}}
 
 
@@ -166,7 +170,11 @@ class Case:
         own: Subject | None = None
         # The base of a classifier's adapter has no head, and a random one says nothing.
         if not spec.reads_labels and (artifact.is_adapter or run is not None):
-            began = artifact if artifact.is_adapter else artifact_of(config.model.name)
+            began = artifact
+            if not artifact.is_adapter:
+                found = artifact_of(config.model.name, revision=config.model.revision)
+                section = config.model.model_copy(update={"task": found.model.task})
+                began = found if found.is_adapter else replace(found, began_as=section)
             own = Subject("base", began, adapter=False)
         subjects = (*_baselines(request.baselines, tuned, own), tuned)
         for one in subjects:
@@ -218,12 +226,21 @@ class Case:
                     train = splits_of(run, saved_config(run))[0].train
                 except FinrayError as error:
                     self.notes.append(f"overlap with the training data was not checked: {error.message}")
-            if lost := dataset.manifest.splits["train"].dropped_too_long:
-                self.notes.append(
-                    f"{lost} rows are longer than data.max_length={config.data.max_length} and were skipped"
-                )
+            found = dataset.manifest.splits["train"]
+            for lost, why in (
+                (found.dropped_too_long, f"are longer than data.max_length={config.data.max_length}"),
+                (found.bad_rows, "are bad"),
+            ):
+                if lost:
+                    self.notes.append(f"{lost} rows {why} and were skipped")
         elif run is not None:
-            name, held, dataset, train = of_run(run, config, request.split)
+            try:
+                name, held, dataset, train = of_run(run, config, request.split)
+            except DataError as error:
+                if not request.harness or request.split is not None or request.metrics:
+                    raise
+                self.notes.append(f"only the tasks of lm-eval: {error.message}")
+                return None
             own = saved_config(run)
             stream = stream_of(name, own.data)
             ratios = [(one.data.eval_ratio, one.data.test_ratio, one.run.seed) for one in (config, own)]
@@ -249,6 +266,9 @@ class Case:
                 self.notes.append(
                     f"{without:,} rows without a prompt were skipped: they have neither answers nor losses"
                 )
+            limit, has_cut = config.data.max_length, dataset.manifest.splits[stream].truncated > 0
+            if request.file is None and has_cut and (cut := int(np.sum(held.lengths[list(numbers)] >= limit))):
+                self.notes.append(f"{cut} rows were cut off at data.max_length={limit}: their references lack the end")
         return Rows(name, held, numbers, dataset, asks, train, stream)
 
     def rows_for(self, artifact: Artifact) -> Rows | None:
@@ -260,7 +280,12 @@ class Case:
         ours, theirs = (load_tokenizer(ModelConfig(name=str(one.folder))) for one in (self.tuned.artifact, artifact))
         if ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template:
             return rows
-        own = config.model_copy(update={"model": ModelConfig(name=str(artifact.folder), task=config.model.task)})
+        model = ModelConfig(
+            name=str(artifact.folder),
+            task=config.model.task,
+            chat_template_arguments=config.model.chat_template_arguments,
+        )
+        own = config.model_copy(update={"model": model})
         root = None if config.prepare.dir else prepared_dir(config)
         held, dataset = of_file(own, root=root, stream=rows.stream)
         return Rows(rows.name, held, (), dataset, rows.asks, None, rows.stream).like(rows.keys())
@@ -282,7 +307,19 @@ def _config_of(
         config = saved_config(run)
     else:
         config = load_config({"model": {"name": str(model)}, "data": {"source": str(request.file or "none")}})
-        config = config.model_copy(update={"model": artifact.model})
+        # Rows of a file are read as in the training, whose settings an exported model has beside it.
+        notes = artifact.notes
+        data: dict[str, Any] = {"format": "prompt_completion"} if notes.get("rows") == "completion" else {}
+        data |= {name: one for name in ("system", "tool_format") if (one := notes.get(name)) is not None}
+        arguments = {"chat_template_arguments": notes.get("chat_template_arguments") or {}}
+        classification = {"labels": notes["labels"]} if notes.get("labels") else {}
+        config = config.model_copy(
+            update={
+                "model": artifact.model.model_copy(update=arguments),
+                "data": config.data.model_copy(update=data),
+                "classification": config.classification.model_copy(update=classification),
+            }
+        )
     if request.file is not None:
         if not Path(request.file).expanduser().is_file():
             raise DataError("the file does not exist", where=f"--file {request.file}")
@@ -327,7 +364,8 @@ def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None)
             found.append(Subject(short if short != tuned.name else name, artifact_of(name)))
     if len({one.name for one in found}) < len(found):
         found = [replace(one, name=str(name)) for one, name in zip(found, named, strict=True)]
-    return found
+    # A Hub id or a directory may have just the name of the evaluated model.
+    return [replace(one, name=f"{one.name} (baseline)") if one.name == tuned.name else one for one in found]
 
 
 def _folder(model: str | Path, run: RunDir | None, artifact: Artifact, request: EvaluationRequest) -> Path:

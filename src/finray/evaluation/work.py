@@ -87,6 +87,12 @@ class Work:
                 engine = self.open()
                 for answer in engine.generate(prompts, self.sampling, rows=part, adapter=self.subject.adapter):
                     keep(answer.row, {"text": answer.text, "finish": answer.finish}, tokens=len(answer.tokens) + 1)
+        limit = self.sampling.max_new_tokens
+        if cut := sum(kept.found[number]["finish"] == "length" for number in wanted):
+            self.case.notes.append(
+                f"{self.subject.name}: {cut} of {len(wanted)} answers were cut off after {limit} tokens; "
+                "--max-new-tokens allows more"
+            )
         texts = (kept.found[number]["text"] for number in wanted)
         return [tuple(next(texts) for _ in range(attempts)) for _ in rows.numbers]
 

@@ -34,11 +34,13 @@ class Artifact:
         folder: the directory.
         base: for an adapter, the model it belongs to; None for a whole model.
         notes: finray's metadata next to the weights (kind of the training ``rows``), if any.
+        began_as: for a whole model that a run began from, its section: revision and new tokens.
     """
 
     folder: Path
     base: ModelConfig | None
     notes: Notes
+    began_as: ModelConfig | None = None
 
     @property
     def is_adapter(self) -> bool:
@@ -48,7 +50,12 @@ class Artifact:
     @property
     def model(self) -> ModelConfig:
         """The model to load first: the adapter's base, or the whole model."""
-        return self.base or ModelConfig(name=str(self.folder), task=task_of(self.notes))
+        return self.base or self.began_as or ModelConfig(name=str(self.folder), task=task_of(self.notes))
+
+    @property
+    def tokenizer(self) -> ModelConfig:
+        """Where its tokenizer is."""
+        return self.began_as or ModelConfig(name=str(self.folder))
 
     @property
     def labels(self) -> LabelSet | None:

@@ -101,7 +101,10 @@ class Run:
 
     def case(self, *, metrics: Any = ("exact_match",), scoring: Any = None, spread: Any = None, rows: Any = "all",
              asked: Any = None, **request: Any) -> Any:  # fmt: skip
-        one, two = (SimpleNamespace(folder=Path(name), base=None) for name in ("model", "another"))
+        one, two = (
+            SimpleNamespace(folder=Path(name), base=None, began_as=None, tokenizer=SimpleNamespace(name=name))
+            for name in ("model", "another")
+        )
         subjects = [Subject("base", one, adapter=False), Subject("other", two), Subject("tuned", one)]  # type: ignore[arg-type]
         rows = Rows() if rows == "all" else rows
         own = {id(one): rows, id(two): rows}

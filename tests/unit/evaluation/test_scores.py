@@ -481,6 +481,20 @@ def too_short(answers: list[str], references: list[str]) -> list[float]:
     return [1.0]
 
 
+def without_a_value(answers: list[str], references: list[str]) -> list[float | None]:
+    return [1.0, None]
+
+
+def not_a_number(answers: list[str], references: list[str]) -> float:
+    return float("nan")
+
+
+@pytest.mark.parametrize(("name", "row"), [("without_a_value", " for row 2"), ("not_a_number", "")])
+def test_a_function_that_gives_no_finite_number_is_named_with_the_row(name: str, row: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}` returned no finite number{row}\n"):
+        score(f"{__name__}:{name}").statistics(answered([("a", "b"), ("c", "d")]))
+
+
 def test_a_function_of_ones_own_gives_a_number_or_one_for_each_row() -> None:
     some = answered([("abc", ""), ("de", ""), ("f", "")])
     one, each = (score(f"{__name__}:{name}") for name in ("total_letters", "letters"))
@@ -548,6 +562,8 @@ def test_a_score_of_rows_is_the_total_of_their_statistics(name: str) -> None:
     [
         ("5", "5.0", 1.0),
         ("so $1,000.", "1000", 1.0),
+        ("it is \N{MINUS SIGN}5", "-5", 1.0),
+        ("it is \N{MINUS SIGN}5", "5", 0.0),
         ("6", "5", 0.0),
         ("none", "5", 0.0),
         ("5", "no", 0.0),

@@ -177,12 +177,22 @@ def test_the_sentence_says_no_more_than_the_numbers() -> None:
     assert "these rows only" not in said(0.5, 0.2, 0.7, 0.01, rows=30)
 
 
-def test_rows_without_spread_let_nothing_be_said() -> None:
-    found = Paired(0.1, Interval(None, None, "none"), 0.001, "y")
-    text = sentence(
-        found, name="a", other="b", score="s", rows=1, shown=lambda value: str(value), lower_is_better=False
-    )
-    assert text == "a and b cannot be told apart on s: 1 rows show no spread to judge by."
+@pytest.mark.parametrize(
+    ("difference", "p", "lower_is_better", "said"),
+    [
+        (0.1, 0.4, False, "a and b cannot be told apart on s: 9 rows show no spread to judge by."),
+        (0.0, 0.001, False, "a and b cannot be told apart on s: 9 rows show no spread to judge by."),
+        # All rows differ by the same.
+        (1.0, 0.0002, False, "a is better than b on s: by 1.0 (p < 0.001, 9 rows without any spread)."),
+        (1.0, 0.004, True, "a is worse than b on s: by 1.0 (p = 0.004, 9 rows without any spread)."),
+    ],
+)
+def test_of_rows_without_spread_the_test_alone_can_speak(
+    difference: float, p: float, lower_is_better: bool, said: str
+) -> None:
+    found = Paired(difference, Interval(None, None, "none"), p, "y")
+    text = sentence(found, name="a", other="b", score="s", rows=9, shown=str, lower_is_better=lower_is_better)
+    assert text == said
 
 
 @pytest.mark.parametrize("seed", [0, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,15 @@ import pytest
 import torch
 
 import finray
-from finray.checkpoint.rundir import RunDir
+from finray.checkpoint.rundir import CONFIG_FILE, RunDir
 from finray.config.schema import ModelConfig
 from finray.config.tasks import task_spec
 from finray.data.sampling.splits import sample
-from finray.errors import ConfigError, FinrayError
+from finray.errors import ConfigError, DataError, FinrayError
 from finray.evaluation import subjects
 from finray.evaluation.rows import Rows
 from finray.evaluation.subjects import Case, EvaluationRequest, Subject, _baselines, _folder, files_of
+from finray.models.artifacts import Artifact
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -46,7 +48,8 @@ def test_rows_of_a_file_that_are_too_long_are_counted_wherever_they_are_and_no_o
     case = Case(request, None, config, task_spec("causal_lm"), (), tmp_path, lambda *_, **__: None)
     assert case.rows is not None
     assert len(case.rows) == rows.count(SHORT)
-    assert case.notes == ([f"{lost} rows are longer than data.max_length=64 and were skipped"] if lost else [])
+    expected = [f"{lost} rows are longer than data.max_length=64 and were skipped"] if lost else []
+    assert case.notes == expected + (["1 rows are bad and were skipped"] if BAD in rows else [])
 
 
 def test_weights_are_told_apart_by_the_names_sizes_and_times_of_their_files(
@@ -67,12 +70,18 @@ def test_weights_are_told_apart_by_the_names_sizes_and_times_of_their_files(
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: None)
     assert files_of("o/m") == {"name": "o/m", "commit": None}
 
-    own: Any = type("Own", (), {"folder": folder, "base": ModelConfig(name="o/m", revision="r")})()
+    own: Any = SimpleNamespace(folder=folder, base=ModelConfig(name="o/m", revision="r"), began_as=None)
     base = {"name": "o/m", "commit": None, "revision": "r"}
     assert Subject("tuned", own).identity == {"weights": listed, "base": base}
     assert Subject("base", own, adapter=False).identity == {"weights": None, "base": base}
     own.base = None
     assert Subject("whole", own, adapter=False).identity == {"weights": listed, "base": None}
+    # A run that trains all weights may have begun from another revision, with tokens of its own.
+    own.began_as = ModelConfig(name=str(folder), revision="v1", new_tokens=["<call>"])
+    began = {**listed, "revision": "v1", "new_tokens": ["<call>"]}
+    assert Subject("base", own, adapter=False).identity == {"weights": began, "base": None}
+    own.began_as = ModelConfig(name=str(folder))
+    assert Subject("base", own, adapter=False).identity == {"weights": listed, "base": None}
 
 
 # --- the models -----------------------------------------------------------------------------------------------------
@@ -95,6 +104,7 @@ OWN: Any = Subject("base", "what it began from", adapter=False)  # type: ignore[
             [("a/tuned", "of a/tuned", True), ("runs/one/final", "of runs/one/final", True)],
         ),
         (["/"], [("/", "of /", True)]),
+        (["tuned", "a/x"], [("tuned (baseline)", "of tuned", True), ("x", "of a/x", True)]),
         (["a/x", "b/x"], [("a/x", "of a/x", True), ("b/x", "of b/x", True)]),
         (["none", "a/x", "", "b/x"], [("a/x", "of a/x", True), ("b/x", "of b/x", True)]),
         (
@@ -109,6 +119,31 @@ def test_baselines_have_names_that_tell_them_apart(
     monkeypatch.setattr(subjects, "artifact_of", lambda name: f"of {name}")
     tuned = replace(OWN, name="tuned")
     assert [(one.name, one.artifact, one.adapter) for one in _baselines(named, tuned, OWN)] == expected
+
+
+@pytest.mark.parametrize("revision", ["v1", None])
+def test_a_run_that_trains_all_weights_is_compared_with_the_revision_it_began_from(
+    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, revision: str | None
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / CONFIG_FILE).touch()
+    config = preparing.config(put("own.jsonl", lines([SHORT])))
+    model = ModelConfig(name="o/m", revision=revision, new_tokens=["<call>"])
+    monkeypatch.setattr(subjects, "saved_config", lambda run: config.model_copy(update={"model": model}))
+    asked: list[Any] = []
+
+    def artifact_of(name: Any, **options: Any) -> Artifact:
+        asked.append((str(name), options))
+        return Artifact(Path(name), None, {})
+
+    monkeypatch.setattr(subjects, "artifact_of", artifact_of)
+    monkeypatch.setattr(subjects, "check_exists", lambda name: None)
+    case = Case.of(run_dir, (), EvaluationRequest(), tasks=("causal_lm",), progress=lambda *_, **__: None)
+    assert asked == [(str(run_dir), {"base": None}), ("o/m", {"revision": revision})]
+    base, tuned = case.subjects
+    assert (base.artifact.model, base.artifact.tokenizer) == (model, model)
+    assert tuned.artifact.model == ModelConfig(name=str(run_dir))
 
 
 def test_a_model_that_began_from_nothing_has_a_baseline_only_where_one_is_named(
@@ -276,7 +311,8 @@ def a_case(preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, tm
     config = preparing.config(put("own.jsonl", lines([SHORT])), train_on="completion")
     config = config.model_copy(update={"run": config.run.model_copy(update={"seed": 11, "output_dir": "runs"})})
     config = config.model_copy(update={"prepare": config.prepare.model_copy(update={"dir": None})})
-    manifest = SimpleNamespace(splits={"train": SimpleNamespace(dropped_too_long=0)})
+    counts = SimpleNamespace(dropped_too_long=0, bad_rows=0, truncated=0)
+    manifest = SimpleNamespace(splits=defaultdict(lambda: counts))
     dataset = SimpleNamespace(kind=lambda split="train": "pairs", manifest=manifest)
     asked: list[Any] = []
 
@@ -393,6 +429,34 @@ def test_rows_of_a_mix_without_a_prompt_are_not_asked_and_counted(a_case: Any, m
     assert (rows.asks, rows.numbers) == (False, (0, 1, 2))
 
 
+def test_rows_of_a_run_whose_references_were_cut_off_are_counted(a_case: Any) -> None:
+    held = Held(9)
+    held.lengths = np.array([64, 3, 64, 9, 9, 9, 9, 9, 64])  # type: ignore[attr-defined]
+    a_case.asked = []
+    subjects_of_run = ("test", held, a_case.dataset, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subjects, "of_run", lambda *_: subjects_of_run)
+        rows_of(a_case)
+        assert a_case.notes == [], "none was cut off: they are just that long"
+        a_case.dataset.manifest.splits["test of True"].truncated = 4
+        rows_of(a_case)
+    assert a_case.notes == ["3 rows were cut off at data.max_length=64: their references lack the end"]
+
+
+def test_tasks_of_lm_eval_need_no_rows_of_the_run(a_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_run(*_: Any) -> Any:
+        raise DataError("the run has no held-out rows to evaluate on")
+
+    monkeypatch.setattr(subjects, "of_run", of_run)
+    a_case.request = EvaluationRequest(harness=["arc_easy"])
+    assert rows_of(a_case) is None
+    assert a_case.notes == ["only the tasks of lm-eval: the run has no held-out rows to evaluate on"]
+    for asked in ({}, {"harness": ["arc_easy"], "split": "test"}, {"harness": ["arc_easy"], "metrics": ["bleu"]}):
+        a_case.request = EvaluationRequest(**asked)
+        with pytest.raises(DataError, match="no held-out rows"):
+            rows_of(a_case)
+
+
 @pytest.mark.parametrize(
     ("kind", "task", "said"),
     [
@@ -493,6 +557,29 @@ def test_a_file_is_read_as_the_run_reads_its_own_but_for_what_names_other_rows(
     assert kept.evaluation.model_dump() == own.evaluation.model_dump()
 
 
+def test_a_file_is_read_for_an_exported_model_as_in_its_training(
+    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SimpleNamespace(get_text_config=SimpleNamespace)
+    monkeypatch.setattr(subjects, "packing_of", lambda model: SimpleNamespace(positions=None))
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda **options: text)
+    request = EvaluationRequest(file=put("rows.jsonl", lines([SHORT])))
+    notes: Any = {"rows": "chat", "system": "be brief", "tool_format": "hermes"}
+    notes["chat_template_arguments"] = {"enable_thinking": False}
+    found = subjects._config_of("m", None, Artifact(preparing.model, None, notes), request, ())
+    assert (found.data.format, found.data.system, found.data.tool_format) == ("auto", "be brief", "hermes")
+    assert found.model.chat_template_arguments == {"enable_thinking": False}
+    found = subjects._config_of("m", None, Artifact(preparing.model, None, {"rows": "completion"}), request, ())
+    assert (found.data.format, found.data.system, found.data.tool_format) == ("prompt_completion", None, "plain")
+    assert (found.model.chat_template_arguments, found.classification.labels) == ({}, None)
+    labelled: Any = {"auto_class": task_spec("sequence_classification").auto_class, "labels": ["no", "yes"]}
+    found = subjects._config_of("m", None, Artifact(preparing.model, None, labelled), request, ())
+    assert (found.model.task, found.classification.labels) == ("sequence_classification", ["no", "yes"])
+    # What is asked for goes before.
+    found = subjects._config_of("m", None, Artifact(preparing.model, None, notes), request, ["data.system=null"])
+    assert found.data.system is None
+
+
 @pytest.mark.parametrize(
     "request_", [{"max_rows": 0}, {"max_rows": -5}, {"max_rows": 2.5}, {"max_new_tokens": 0}, {"batch_size": 0}]
 )
@@ -522,7 +609,7 @@ def test_a_split_that_no_run_has_is_said_before_a_model_is_looked_for(
 
 def test_a_file_that_is_not_there_is_said_before_a_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
-    artifact: Any = SimpleNamespace(model=ModelConfig(name="m"))
+    artifact: Any = Artifact(Path("m"), None, {})
     with pytest.raises(FinrayError, match="the file does not exist") as caught:
         subjects._config_of("m", None, artifact, EvaluationRequest(file="nowhere.jsonl"), ())
     assert caught.value.where == "--file nowhere.jsonl"

@@ -75,7 +75,8 @@ class Engine:
     def generate(self, prompts: Any, sampling: Sampling, *, rows: Any, adapter: bool) -> Iterator[Answer]:
         self.asked.append((["".join(map(chr, one)) for one in prompts], list(rows), sampling, adapter))
         for prompt, row in reversed(list(zip(prompts, rows, strict=True))):
-            yield Answer(row, (5,) * len(prompt), f"{''.join(map(chr, prompt))} {row}", "stop")
+            finish = "length" if len(prompt) > 3 else "stop"
+            yield Answer(row, (5,) * len(prompt), f"{''.join(map(chr, prompt))} {row}", finish)
 
 
 def logprob(text: str, at: int) -> float:
@@ -92,6 +93,7 @@ class Made:
             request=EvaluationRequest(engine="counting", replicas=replicas),
             dtype="torch.float32",
             rates=[],
+            notes=[],
             progress=lambda what, done, *, total, rate: self.told.append((what, done, total, rate)),
         )
         dataset: Any = SimpleNamespace(content="c0de")
@@ -174,6 +176,8 @@ def test_each_row_is_answered_as_often_as_asked_for_and_by_numbers_that_are_its_
     assert found == [
         tuple(f"{prompts[row]} {row * attempts + attempt}" for attempt in range(attempts)) for row in NUMBERS
     ]
+    cut = f"tuned: {attempts} of {5 * attempts} answers were cut off after 9 tokens; --max-new-tokens allows more"
+    assert made.case.notes == [cut]
     parts = [one[1] for one in made.engine.asked]
     wanted = [row * attempts + attempt for row in NUMBERS for attempt in range(attempts)]
     assert parts == [wanted[at : at + 2] for at in range(0, len(wanted), 2)]

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from finray.config.schema import ModelConfig
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.artifacts import inference_device, inference_dtype
 from finray.evaluation.engines.sampling import Sampling
@@ -157,7 +156,7 @@ class Loading:
     ) -> Loading:
         """With the tokenizer next to the weights, on the GPU if there is one; dtype as for inference."""
         device = inference_device()
-        tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
+        tokenizer = load_tokenizer(artifact.tokenizer)
         dtype = inference_dtype(None, device) if dtype is None else dtype
         return cls(artifact, tokenizer, device, dtype, batch_size, merge, notify)
 

@@ -322,8 +322,20 @@ class TransformersEngine:
         def size(group: tuple[tuple[int, ...], list[int]]) -> int:
             return len(group[0]) + sum(len(rows[number].tokens) - 1 for number in group[1])
 
-        waiting = deque(sorted(groups.items(), key=size, reverse=True))
+        # Many rows may share a short context, as texts share their first token: their passes compute it anew.
         limit = PASS_TOKENS[self.model.device.type] if self._packed is not None else 0
+        parts = list[tuple[tuple[int, ...], list[int]]]()
+        for context, numbers in groups.items():
+            part, tokens = list[int](), len(context)
+            for number in numbers:
+                more = len(rows[number].tokens) - 1
+                if part and tokens + more > limit:
+                    parts.append((context, part))
+                    part, tokens = [], len(context)
+                part.append(number)
+                tokens += more
+            parts.append((context, part))
+        waiting = deque(sorted(parts, key=size, reverse=True))
         while waiting:
             batch = [waiting.popleft()]
             tokens = size(batch[0])

@@ -141,6 +141,13 @@ class OwnScore(SummedScore):
                 where="evaluation.metrics",
                 repair="return a float, or a list with one float per answer",
             )
+        if not np.isfinite(found).all():
+            row = f" for row {int(np.flatnonzero(~np.isfinite(found))[0]) + 1}" if found.ndim else ""
+            raise ConfigError(
+                f"`{self._name}` returned no finite number{row}",
+                where="evaluation.metrics",
+                repair="return a number for every answer, such as 0.0 where it cannot be judged",
+            )
         return found
 
 

@@ -28,6 +28,8 @@ def number_in(text: str) -> Decimal | None:
 
     Thousands separators (commas) and a leading dollar sign are ignored. None if there is no number.
     """
+    # Models also write the sign that mathematics uses.
+    text = text.replace("\N{MINUS SIGN}", "-")
     if (marked := _MARKED.search(text)) is not None:
         return _decimal(marked[1])
     if (boxed := _last_boxed(text)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -577,6 +578,25 @@ def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(monkeyp
     assert [tokens % 64 for tokens in seen[:-1]] == [0] * (len(seen) - 1)
     assert len(seen) > 2 * len({*seen[:-1]})
     assert max(seen) <= 2048 + 63
+
+
+def test_rows_that_share_a_short_context_are_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As texts share their first token: 512 of them at once would take tens of GiB."""
+    laid, seen = slots.Laid.of, list[int]()
+
+    def noted(pieces: Any, layout: Any, device: torch.device) -> slots.Laid:
+        made = laid(pieces, layout, device)
+        seen.append(made.tokens_1T.shape[1])
+        return made
+
+    monkeypatch.setattr(slots.Laid, "of", noted)
+    engine, draw = made("llama"), random.Random(3)
+    rows = [Continuation([5], [draw.randrange(3, 90) for _ in range(150 + row)]) for row in range(60)]
+    found = {one.row: one.logprobs for one in engine.log_likelihood(rows)}
+    assert sum(seen) > 60 * 150
+    assert max(seen) <= 2048 + 63
+    for row in (0, 31, 59):
+        assert found[row] == pytest.approx(likelihood(reference("llama"), rows[row])[0], abs=1e-4)
 
 
 def test_the_comparison_can_see_a_continuation_that_reads_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
