@@ -88,10 +88,14 @@ exit "$code"
 """
 
 
+def _grace(spec: JobSpec) -> int:
+    """Seconds that a stopped run gets: for its checkpoint, and for what follows it."""
+    return max(120, round(spec.config.checkpoint.grace_seconds) + 60)
+
+
 def slurm(spec: JobSpec) -> str:
     """A batch script."""
     machines = spec.machines
-    grace = max(120, round(spec.config.checkpoint.grace_seconds) + 60)
     directives: dict[str, Any] = {
         "job-name": spec.name,
         "nodes": spec.nodes if spec.min_nodes == spec.nodes else f"{spec.min_nodes}-{spec.nodes}",
@@ -105,7 +109,7 @@ def slurm(spec: JobSpec) -> str:
     if machines.queue:
         directives["partition"] = machines.queue
     minutes = round((machines.hours or SLURM_HOURS) * 60)
-    directives |= {"time": f"{minutes // 60:02}:{minutes % 60:02}:00", "signal": f"B:TERM@{grace}"}
+    directives |= {"time": f"{minutes // 60:02}:{minutes % 60:02}:00", "signal": f"B:TERM@{_grace(spec)}"}
     directives |= {"open-mode": "append", "output": f"{spec.name}-%j.log"}
     lines = [f"#SBATCH --{key}={value}" for key, value in directives.items()] + ["#SBATCH --requeue"]
     names = " ".join(machines.secrets)
@@ -123,7 +127,7 @@ def slurm(spec: JobSpec) -> str:
         name=spec.name,
         config=spec.config_text,
         resources=resources,
-        grace=grace,
+        grace=_grace(spec),
         stopped=spec.config.cluster.requeue_exit_code or STOPPED,
     )
 
@@ -151,7 +155,7 @@ def compose(spec: JobSpec) -> str:
         "shm_size": f"{max(1, spec.memory_gb // 4)}gb",
         "security_opt": ["no-new-privileges:true"],
         "init": True,
-        "stop_grace_period": "2m",
+        "stop_grace_period": f"{_grace(spec)}s",
     }
     amounts: dict[str, Any] = {"limits": {"cpus": str(spec.cpus_per_node), "memory": f"{spec.memory_gb}G"}}
     if spec.gpus_per_node:

@@ -189,8 +189,8 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
         takes_files: the job can take along small text files, in :data:`MOUNT`.
 
     Raises:
-        ConfigError: impossible request: GPUs that no worker would use, or too few; a secret given by value; runs that
-            would stay in a container.
+        ConfigError: impossible request: GPUs that no worker would use, or too few; too few machines for the fewest
+            workers; a secret given by value; runs that would stay in a container.
     """
     fewest, workers = config.cluster.min_workers, config.cluster.max_workers
     nodes, each = _machines_of(config, machines)
@@ -218,6 +218,15 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
         )
     memory = machines.memory_gb or max(16, 64 * (each or 0))
     low = machines.min_nodes or math.ceil(fewest / on_each)
+    # A machine may have GPUs left over.
+    fit = min(each * _shares(config), cpus // (config.cluster.cpus_per_worker or 1)) if each else on_each
+    if low < (needed := math.ceil(fewest / fit)):
+        raise ConfigError(
+            f"{fewest} workers need at least {needed} machines: each has room for {fit}",
+            where="--min-nodes",
+            repair=f"ask for {needed} or more, or let the run begin with fewer workers: cluster.num_workers="
+            f"{{min: {low * fit}, max: {workers}}}",
+        )
     high = machines.max_nodes or nodes
     if not low <= nodes <= high:
         raise ConfigError(
@@ -256,7 +265,6 @@ def _machines_of(config: Config, machines: Machines) -> tuple[int, int | None]:
         ConfigError: GPUs that no worker would use, or too few.
     """
     workers = config.cluster.max_workers
-    per_worker = config.cluster.gpus_per_worker
     wants_gpu = config.cluster.use_gpu
     # `auto` requests GPUs if the user gave a number.
     gpu = wants_gpu is True or (wants_gpu == "auto" and bool(machines.gpus_per_node))
@@ -284,15 +292,21 @@ def _machines_of(config: Config, machines: Machines) -> tuple[int, int | None]:
             f"{nodes} x {each} are {nodes * each} GPUs, and {workers} worker{'s' if workers > 1 else ''} of "
             f"parallel.strategy {config.parallel.strategy} use {total}: the others would be idle",
             where="--gpus-per-node",
-            repair=f"set cluster.num_workers to {int(nodes * each / per_worker)}, or ask for {total} GPUs",
+            repair=f"set cluster.num_workers to {nodes * each * _shares(config)}, or ask for {total} GPUs",
         )
     if gpu and each and nodes * each < total:
         raise ConfigError(
             f"{workers} workers use {total} GPUs, and {nodes} x {each} are {nodes * each}",
             where="--nodes",
-            repair=f"ask for {math.ceil(total / each)} nodes, or set cluster.num_workers to {nodes * each}",
+            repair=f"ask for {math.ceil(total / each)} nodes, or set cluster.num_workers to "
+            f"{nodes * each * _shares(config)}",
         )
     return nodes, each
+
+
+def _shares(config: Config) -> int:
+    """How many workers share a GPU; Ray counts in ten-thousandths."""
+    return 10_000 // round(config.cluster.gpus_per_worker * 10_000)
 
 
 def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, str]]:

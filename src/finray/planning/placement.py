@@ -60,8 +60,8 @@ class Placement:
 def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = False) -> Placement:
     """Place workers on a cluster.
 
-    A worker runs on one node, so the CPUs of two nodes cannot be added up for it. GPUs are counted over the whole
-    cluster; whether a node has both the GPU and the CPUs of a worker is left to Ray.
+    A worker runs on one node, so the CPUs of two nodes cannot be added up for it, nor the GPU of one and the CPUs of
+    another.
 
     Args:
         cluster: what the run asks for.
@@ -94,30 +94,33 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
             repair="set evaluation.mode to inline"
             + (f", or {path} to {gpus - 1}" if gpus > 1 else ", or use a cluster with one more GPU"),
         )
-    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    cpus = [int(node.get("CPU", 0)) for node in nodes if not use_gpu or node.get("GPU")]
+    a_share, most = {"GPU": share} if use_gpu else {}, cluster.max_workers + evaluator
     if cluster.cpus_per_worker is not None:
         each = cluster.cpus_per_worker
     else:
         # As many workers as there is room for come before CPUs for each.
-        most = min(cluster.max_workers + evaluator, gpus if use_gpu else _fit(cpus, 1))
-        shared = max(together, most)
-        a_share = {"GPU": share} if use_gpu else {}
+        shared = max(together, room(nodes, {"CPU": 1, **a_share}, most=most))
         sizes = range(max(cpus, default=1), 1, -1)
         each = next((size for size in sizes if room(nodes, {"CPU": size, **a_share}, most=shared) >= shared), 1)
-    if (fitting := _fit(cpus, each)) < together:
+    if (fitting := room(nodes, {"CPU": each, **a_share}, most=most)) < together:
         fewer, of = fitting - evaluator, f"of {each} CPU{'s' if each > 1 else ''}"
         repair = f"set {path} to {fewer} or less" if fewer > 0 else "set cluster.cpus_per_worker lower"
+        if use_gpu and fewer > 0 and each > 1:
+            repair += ", or cluster.cpus_per_worker lower"
+        there = f"the cluster has {sum(cpus)}, enough for {fitting}"
+        if use_gpu:
+            there = f"the machines with a GPU have {sum(cpus)} CPUs, and room for {fitting} such workers"
         if evaluator:
             repair = "set evaluation.mode to inline" + (f", or {repair[4:]}" if each > 1 or fewer > 0 else "")
         raise ClusterError(
-            f"{who} {of} {'each ' if evaluator else ''}do not fit: the cluster has {sum(cpus)}, enough for {fitting}",
+            f"{who} {of} {'each ' if evaluator else ''}do not fit: {there}",
             where="evaluation.mode=async" if evaluator and fitting >= wanted else path,
             repair=repair,
         )
     if not cluster.is_elastic:
         return Placement(wanted, each, use_gpu, evaluator, gpus_per_worker=share)
-    now = min(cluster.max_workers, (min(fitting, gpus) if use_gpu else fitting) - evaluator)
-    return Placement(now, each, use_gpu, evaluator, wanted, cluster.max_workers, share)
+    return Placement(fitting - evaluator, each, use_gpu, evaluator, wanted, cluster.max_workers, share)
 
 
 def elsewhere(cluster: ClusterConfig) -> Placement:
@@ -177,11 +180,6 @@ def _times(amount: float, share: float) -> int:
     if share < 1:
         return int(amount) * (10_000 // round(share * 10_000)) + round(amount % 1 * 10_000) // round(share * 10_000)
     return round(amount * 10_000) // round(share * 10_000)
-
-
-def _fit(cpus: list[int], each: int) -> int:
-    """Number of workers with ``each`` CPUs for which the nodes have room."""
-    return sum(count // each for count in cpus)
 
 
 def worker_environment(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
 import re
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -52,7 +54,8 @@ _FOR_NO_DASHBOARD = ("RAY_enable_metrics_collection", "RAY_event_stats", "RAY_ta
 
 def address_of(cluster: ClusterConfig) -> str | None:
     """The address of the cluster that a config or the environment names; None for a Ray of our own."""
-    return cluster.address or os.environ.get("RAY_ADDRESS")
+    # To Ray, too, an empty variable is none.
+    return cluster.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def starts_one(cluster: ClusterConfig) -> bool:
@@ -96,7 +99,8 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
     A Ray that finray starts requires a token and has no dashboard.
 
     Raises:
-        ClusterError: the cluster cannot be reached, or one is to be started in each process of a launcher.
+        ClusterError: the cluster cannot be reached, this process is connected to another one, or one is to be started
+            in each process of a launcher.
     """
     if starts_one(cluster):
         require_one_process()
@@ -132,6 +136,12 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     import ray
 
     if ray.is_initialized():
+        if cluster.address and not _may_be(cluster.address, at := ray.get_runtime_context().gcs_address):
+            raise ClusterError(
+                f"this process is connected to another Ray cluster, at {at}",
+                where=f"cluster.address={cluster.address}",
+                repair="call `ray.shutdown()` first, or leave cluster.address out to use the connected one",
+            )
         yield ray
         return
     if was_imported:
@@ -162,6 +172,23 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
             ray.shutdown()
         # Ray's core leaves the default handler behind: SIGTERM would end this process silently.
         signals.take_back()
+
+
+def _may_be(address: str, connected: str) -> bool:
+    """Whether an address may be that of the connected head: a machine has several, and not all of them are known."""
+    import psutil
+
+    if address == connected or "://" in address or not re.fullmatch(r".+:\d+", address):
+        return True
+    (host, _, port), (other, _, other_port) = address.rpartition(":"), connected.rpartition(":")
+    if port != other_port:
+        return False
+    try:
+        hosts = {socket.gethostbyname(host), socket.gethostbyname(other)}
+    except (OSError, ValueError):
+        return True
+    own = {one.address for several in psutil.net_if_addrs().values() for one in several}
+    return len(hosts) == 1 or any(ipaddress.ip_address(one).is_loopback for one in hosts) or hosts <= own
 
 
 def _start(ray: Any, options: Mapping[str, Any]) -> None:

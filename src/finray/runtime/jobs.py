@@ -7,6 +7,7 @@ config says, also as seen from the cluster.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -39,7 +40,8 @@ DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _CONNECT_S, _ANSWER_S = 4.0, 8.0
 # A busy or restarted head is silent for less.
 _SILENCE_S = 60.0
-_RUN = "finray_run"
+# Metadata of a job: its run, and a digest of what was sent.
+_RUN, _SENT = "finray_run", "finray_sent"
 _T = TypeVar("_T")
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 # The usual variable name for a value of this form.
@@ -185,7 +187,7 @@ class Server:
         pause: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> Job:
-        """Submit a run; an unfinished job of the same run is returned instead.
+        """Submit a run; an unfinished job of the same run, config, code and variables is returned instead.
 
         Args:
             config: of the run.
@@ -198,19 +200,22 @@ class Server:
 
         Raises:
             ConfigError: the config holds a secret, or a variable is not set.
-            ClusterError: the cluster has had no agent to start the job for a minute.
+            ClusterError: an unfinished job of the run has other content; or the cluster has had no agent to start the
+                job for a minute.
         """
         require_no_secret(config)
         values = secrets_named(names, environ)
         config = with_absolute_paths(config)
         run = posixpath.join(config.run.output_dir, config.run.name)
-        for job in self.list():
-            if job.run == run and not job.has_ended:
-                return job
         plain = config.model_dump(mode="json", exclude_unset=True)
         plain.setdefault("run", {})["output_dir"] = config.run.output_dir
         # Ray tells a job where its cluster is.
         plain.get("cluster", {}).pop("address", None)
+        # Of the variables only the names: a digest of a short value would tell it.
+        content = json.dumps([plain, dict(code or {}), sorted(set(names))], sort_keys=True)
+        sent = hashlib.sha256(content.encode()).hexdigest()
+        if (job := self._at_work(run, sent)) is not None:
+            return job
         identity = f"finray-{config.run.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         patience = round(config.checkpoint.grace_seconds) + 60
         with tempfile.TemporaryDirectory(prefix="finray-job-") as folder:
@@ -233,7 +238,7 @@ class Server:
                         entrypoint="python -m finray.cli.job_entry",
                         submission_id=identity,
                         runtime_env={"working_dir": folder, "env_vars": env},
-                        metadata={_RUN: run},
+                        metadata={_RUN: run, _SENT: sent},
                     )
                     break
                 except RuntimeError as error:
@@ -250,6 +255,27 @@ class Server:
                         ) from None
                     pause(1.0)
         return self.job(identity)
+
+    def _at_work(self, run: str, sent: str) -> Job | None:
+        """The unfinished job of a run, if there is one.
+
+        Raises:
+            ClusterError: something else was sent with it.
+        """
+        for info in self._infos():
+            job = _job(info)
+            if job.run != run or job.has_ended:
+                continue
+            # Jobs of earlier versions do not say what was sent.
+            if info.metadata.get(_SENT, sent) != sent:
+                raise ClusterError(
+                    f"job {job.id} of the run {run} is at work with another config, other code or other variables",
+                    where=self.address,
+                    repair=f"`finray jobs stop {job.id}{self.option}` ends it with a checkpoint; then submit again; "
+                    f"`finray jobs logs {job.id} --follow{self.option}` follows it as it is",
+                )
+            return job
+        return None
 
     def job(self, identity: str) -> Job:
         """A job by its id.
@@ -270,13 +296,16 @@ class Server:
                 repair=f"`finray jobs list{self.option}` shows all jobs",
             ) from None
 
-    def list(self) -> tuple[Job, ...]:
-        """Training jobs, newest first."""
+    def _infos(self) -> Sequence[Any]:
+        """Training jobs as Ray knows them, newest first."""
         with self._answering():
             jobs = self._client.list_jobs()
         found = [one for one in jobs if one.submission_id and _RUN in (one.metadata or {})]
-        found.sort(key=lambda one: one.start_time or 0, reverse=True)
-        return tuple(_job(one) for one in found)
+        return sorted(found, key=lambda one: one.start_time or 0, reverse=True)
+
+    def list(self) -> tuple[Job, ...]:
+        """Training jobs, newest first."""
+        return tuple(_job(one) for one in self._infos())
 
     def logs(self, identity: str) -> str:
         """Everything that a job has printed."""

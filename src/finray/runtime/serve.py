@@ -73,6 +73,7 @@ def _serve(
     quiet = logging.ERROR if not os.environ.get("FINRAY_VERBOSE") else logging.INFO
     from ray import serve as ray_serve
     from ray.serve.config import HTTPOptions
+    from ray.serve.exceptions import RayServeException
     from ray.serve.schema import LoggingConfig
 
     for name in ("ray.serve", "ray"):
@@ -112,8 +113,9 @@ def _serve(
             raise
     except FinrayError:
         raise
-    except (ray.exceptions.RayError, RuntimeError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except (ray.exceptions.RayError, RayServeException, RuntimeError) as error:
+        # Some of Ray Serve's have no text but this.
+        lines = [line.strip() for line in str(getattr(error, "message", error)).splitlines() if line.strip()]
         raise ClusterError(
             f"Ray Serve failed: {lines[-1][:300] if lines else type(error).__name__}",
             repair="FINRAY_VERBOSE=1 shows what its processes print",
@@ -131,7 +133,8 @@ def _drain(ray_serve: Any, grace: float, notify: Callable[[str], None]) -> None:
     notify(f"stopping: running answers have {grace:g} s to finish; a second signal stops them")
     try:
         is_done = ray_serve.get_app_handle(_APP).drain.remote(grace).result(timeout_s=grace + _SLACK_S)
-    except TimeoutError:
+    except Exception:
+        # There was no time left, or the replica was lost: the stop is one all the same.
         is_done = False
     if not is_done:
         notify("some answers did not finish in that time")

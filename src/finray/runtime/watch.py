@@ -25,6 +25,8 @@ LAST_SAVE_S = 15.0
 _PROBE_EVERY_S = 2.0
 _RANKS_EVERY_S = 1.0
 _WORKERS_EVERY_S = 5.0
+# A broken connection is opened again after a second; workers that have ended leave Ray a moment to say so.
+_REOPENS_S = 5.0
 KINDS = ("CPU", "GPU")
 _NODES_SHOWN = 8
 
@@ -97,8 +99,10 @@ class Watch:
         self._said_room = 0
         self.began_at = -1
         self.listener: Listener | None = None
+        # An elastic run begins with the fewest.
+        wanted = self.workers if fewest == most else f"at least {fewest} worker{'s' if fewest > 1 else ''}"
         self._waiting: Callable[[], str | None] = lambda: workers_wait(
-            ray, group, f"{self.workers} of {amounts(placement.resources)}"
+            ray, group, f"{wanted} of {amounts(placement.resources)}"
         )
         self._pending = pending
         self._handle = handle
@@ -108,8 +112,8 @@ class Watch:
         self._clock = clock
         self._has_begun = self.is_lost = self._is_missed = False
         self._deadline: float | None = None
-        self._answered = self._probe_at = clock()
-        self._say_at, self._pause_s = clock() + SILENCE_S, SILENCE_S
+        self._answered = self._probe_at = self._connected_at = now = clock()
+        self._say_at, self._pause_s, self._waiting_at = now + SILENCE_S, SILENCE_S, now + SILENCE_S / 2
 
     def heard(self, record: Heard) -> None:
         """Show a record of the workers; heartbeats are kept for :class:`Pulses`, and show how an evaluation goes on."""
@@ -152,6 +156,8 @@ class Watch:
             TrainingError: workers hang before they have loaded, again.
         """
         now = self._clock()
+        if self.listener is None or self.listener.has_workers:
+            self._connected_at = now
         if self._deadline is not None:
             # Without a head process, Ray Train would wait forever for workers that have ended.
             if now >= self._deadline or (self.is_lost and self.listener is not None and not self.listener.has_workers):
@@ -170,7 +176,11 @@ class Watch:
                 rest = f"the run continues, and stops cleanly if this lasts {self._head_patience_s:g} s"
                 self._handle(Note(f"Ray's head process does not answer; {rest}", level="warning"))
         if self._ends():
-            if not self._has_begun:
+            gone_s = now - self._connected_at
+            if self._has_begun and 0 < gone_s < _REOPENS_S:
+                return
+            # A lost machine does not close its connection, but then the others wait for another one.
+            if not self._has_begun or gone_s or self._waits_for() is not None:
                 self.end()
             self._deadline = now + self._grace_s
             reason = "Ray's head process is gone; " if self._pending.signum is None else ""
@@ -179,11 +189,19 @@ class Watch:
                 self.listener.stop()
         elif not self.is_lost and self._look_at_ranks(now):
             return
-        elif not self._has_begun and now >= self._say_at:
-            self._pause_s *= 2
-            self._say_at = now + self._pause_s
-            if self._head() and (text := self._waiting()) is not None:
+        elif now >= self._waiting_at:
+            self._waiting_at = now + SILENCE_S / 2
+            if (text := self._waits_for()) is None:
+                # It may begin at any moment until the next look.
+                self._say_at, self._pause_s = now + 1.5 * SILENCE_S, SILENCE_S
+            elif now >= self._say_at:
+                self._pause_s *= 2
+                self._say_at = now + self._pause_s
                 self._handle(Note(text))
+
+    def _waits_for(self) -> str | None:
+        """What the workers wait for; None if they have a place, or nobody can be asked."""
+        return self._waiting() if self._head() else None
 
     def _look_at_ranks(self, now: float) -> bool:
         """Report slow and hanging ranks, show the stacks of hanging ones, and end them; returns whether there were
@@ -396,9 +414,10 @@ def waiting_for(ray: Any, what: str) -> str | None:
 
 
 def workers_wait(ray: Any, group: str, what: str) -> str | None:
-    """The same for a run's workers, until a placement group with this prefix exists."""
+    """The same for a run's workers, while no placement group with this prefix has its resources. An elastic run creates
+    none before there is room."""
     with suppress(Exception):
         groups = [one for one in ray.util.placement_group_table().values() if one["name"].startswith(group)]
-        if groups and not any(one["state"] == "CREATED" for one in groups):
+        if not any(one["state"] == "CREATED" for one in groups):
             return waiting_for(ray, what)
     return None

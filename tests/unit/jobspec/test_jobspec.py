@@ -168,6 +168,12 @@ def test_the_form_with_replicas_names_workers_once(name: str, tmp_path: Path) ->
         ({}, {"secrets": ("HF_TOKEN=x",)}, "not the secret itself"),
         ({}, {"nodes": 1, "max_nodes": 3}, "3 nodes would not all be used"),
         ({"cluster__use_gpu": True, "cluster__num_workers": 2}, {"nodes": 4}, "4 machines would not all be used"),
+        ({"cluster__num_workers": 8}, {"nodes": 4, "min_nodes": 2}, "8 workers need at least 4 machines"),
+        (
+            {"cluster__use_gpu": True, "cluster__num_workers": {"min": 4, "max": 8}},
+            {"gpus_per_node": 2, "min_nodes": 1},
+            "4 workers need at least 2 machines",
+        ),
     ],
 )
 def test_machines_that_the_run_cannot_use_are_refused(
@@ -222,6 +228,47 @@ def test_workers_that_come_and_go_have_bounds_of_machines() -> None:
         rayjob(make_spec(config, Machines(gpus_per_node=2, queue="team")))
     halves = small(cluster__use_gpu=True, cluster__num_workers=4, cluster__gpus_per_worker=0.5)
     assert make_spec(halves, Machines()).gpus_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked"),
+    [
+        ({"cluster__num_workers": 8}, {"nodes": 4, "min_nodes": 4}),
+        (
+            {"cluster__use_gpu": True, "cluster__num_workers": {"min": 4, "max": 8}},
+            {"gpus_per_node": 2, "min_nodes": 2},
+        ),
+        # The last machine has GPUs left over: by these, one has room for all four.
+        (
+            {"cluster__use_gpu": True, "cluster__num_workers": {"min": 4, "max": 5}, "cluster__gpus_per_worker": 0.4},
+            {"nodes": 2, "min_nodes": 1},
+        ),
+    ],
+)
+def test_machines_with_room_for_the_fewest_workers_are_enough(changes: dict[str, Any], asked: dict[str, Any]) -> None:
+    assert make_spec(small(**changes), Machines(**asked)).min_nodes == asked["min_nodes"]
+
+
+@pytest.mark.parametrize(
+    ("share", "workers", "gpus", "repaired"), [(0.5, 8, 2, 4), (0.6, 8, 3, 3), (0.5, 2, 2, 4), (0.4, 2, 3, 6)]
+)
+def test_the_number_of_workers_in_a_repair_uses_the_gpus_of_the_machines(
+    share: float, workers: int, gpus: int, repaired: int
+) -> None:
+    """Whole shares lie on each GPU: two of 0.4, and one of 0.6."""
+    asked = Machines(nodes=1, gpus_per_node=gpus)
+    changes = {"cluster__use_gpu": True, "cluster__gpus_per_worker": share}
+    with pytest.raises(ConfigError, match=rf"set cluster.num_workers to {repaired}\b"):
+        make_spec(small(cluster__num_workers=workers, **changes), asked)
+    make_spec(small(cluster__num_workers=repaired, **changes), asked)
+
+
+@pytest.mark.parametrize(("seconds", "grace"), [(20, 120), (600, 660)])
+def test_schedulers_leave_the_time_that_a_checkpoint_may_take(seconds: int, grace: int) -> None:
+    spec = make_spec(small(checkpoint__grace_seconds=seconds), Machines())
+    assert f"#SBATCH --signal=B:TERM@{grace}\n" in slurm(spec)
+    services = yaml.safe_load(compose(spec))["services"]
+    assert {one["stop_grace_period"] for one in services.values()} == {f"{grace}s"}
 
 
 def test_a_queue_a_limit_and_storage_are_said_where_they_belong() -> None:

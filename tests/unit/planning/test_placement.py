@@ -63,6 +63,22 @@ def asked(**fields: object) -> ClusterConfig:
             [{"CPU": 8.0, "GPU": 2.0}],
             Placement(4, 2, True, gpus_per_worker=0.5),
         ),
+        # An elastic number follows what lies on one machine, not the sums.
+        (
+            {"num_workers": {"max": 16}, "cpus_per_worker": 4, "use_gpu": True},
+            [{"CPU": 64.0}, *[{"CPU": 16.0, "GPU": 8.0}] * 2],
+            Placement(8, 4, True, fewest=1, most=16),
+        ),
+        (
+            {"num_workers": {"max": 16}, "use_gpu": True},
+            [{"CPU": 64.0}, *[{"CPU": 4.0, "GPU": 8.0}] * 2],
+            Placement(8, 1, True, fewest=1, most=16),
+        ),
+        (
+            {"num_workers": {"max": 16}, "use_gpu": True},
+            [{"CPU": 4.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 2.0}],
+            Placement(6, 1, True, fewest=1, most=16),
+        ),
     ],
 )
 def test_placements(fields: dict[str, object], nodes: list[dict[str, float]], expected: Placement) -> None:
@@ -81,6 +97,19 @@ def test_placements(fields: dict[str, object], nodes: list[dict[str, float]], ex
             {"num_workers": 3, "use_gpu": True, "gpus_per_worker": 0.6},
             [{"CPU": 8.0, "GPU": 2.0}],
             "0.6 of a GPU each, but the cluster has room for 2 such shares",
+        ),
+        # The CPUs of a machine without a GPU are of no use to workers with one.
+        (
+            {"num_workers": 16, "cpus_per_worker": 4},
+            [{"CPU": 64.0}, *[{"CPU": 16.0, "GPU": 8.0}] * 2],
+            "16 workers of 4 CPUs do not fit: the machines with a GPU have 32 CPUs, and room for 8 such workers\n"
+            "  repair: set cluster.num_workers to 8 or less, or cluster.cpus_per_worker lower",
+        ),
+        (
+            {"num_workers": 8},
+            [{"CPU": 64.0}, {"CPU": 4.0, "GPU": 8.0}],
+            "8 workers of 1 CPU do not fit: the machines with a GPU have 4 CPUs, and room for 4 such workers\n"
+            "  repair: set cluster.num_workers to 4 or less",
         ),
     ],
 )
@@ -118,6 +147,11 @@ def test_an_evaluator_has_what_one_worker_more_would_have(
         # The workers have the GPUs, and are not made to do without.
         ({}, [{"CPU": 8.0, "GPU": 1.0}], ("1 worker and an evaluator need a GPU each", "a cluster with one more GPU")),
         ({"num_workers": 2}, [{"CPU": 8.0, "GPU": 2.0}], ("mode to inline, or cluster.num_workers to 1",)),
+        (
+            {"num_workers": 2, "cpus_per_worker": 4},
+            [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 64.0}],
+            ("room for 2 such workers", "mode to inline, or cluster.num_workers to 1 or less"),
+        ),
     ],
 )
 def test_an_evaluator_that_has_no_room_is_an_error(

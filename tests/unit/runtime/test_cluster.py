@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +99,70 @@ def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> Non
     error = refused(ClusterConfig())
     assert error.where == f"RAY_ADDRESS=127.0.0.1:{port}"
     assert "without the variable" in str(error.repair)
+
+
+def test_an_empty_address_in_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert cluster.address_of(ClusterConfig()) is None
+    assert cluster.address_of(ClusterConfig(address="auto")) == "auto"
+
+
+NAMES = {"head": "10.0.0.1", "other": "10.0.0.2", "me": "127.0.1.1", "localhost": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("connected", "given", "differs"),
+    [
+        ("10.0.0.1:6379", "10.0.0.1:6379", False),
+        ("10.0.0.1:6379", "head:6379", False),
+        ("head:6379", "10.0.0.1:6379", False),
+        ("10.0.0.1:6379", "auto", False),
+        ("10.0.0.1:6379", "local", False),
+        ("10.0.0.1:6379", None, False),
+        ("10.0.0.1:6379", "other:6379", True),
+        ("10.0.0.1:6379", "10.0.0.2:6379", True),
+        ("10.0.0.1:6379", "head:6380", True),
+        # As after `ray.init()` in a notebook: a Ray of this machine, at a port that it has chosen.
+        ("192.168.0.7:51234", "head:6379", True),
+        # This machine has several addresses.
+        ("192.168.0.7:6379", "localhost:6379", False),
+        ("192.168.0.7:6379", "172.17.0.1:6379", False),
+        ("127.0.0.1:6379", "me:6379", False),
+        ("192.168.0.7:6379", "127.0.0.1:6380", True),
+        # A head may name an address that is on no interface of its machine.
+        ("10.0.0.1:6379", "localhost:6379", False),
+        # What cannot be resolved, or is no address of the head, is not compared.
+        ("10.0.0.1:6379", "unknown:6379", False),
+        ("10.0.0.1:6379", "[::1]:6379", False),
+        ("10.0.0.1:6379", "ray://other:10001", False),
+    ],
+)
+def test_a_connected_ray_that_is_another_than_the_config_names_is_an_error(
+    connected: str, given: str | None, differs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+    import ray
+
+    def resolve(host: str) -> str:
+        if host in NAMES:
+            return NAMES[host]
+        if host[0].isdigit():
+            return host
+        raise OSError("unknown")
+
+    own = {name: [SimpleNamespace(address=one)] for name, one in (("eth0", "192.168.0.7"), ("docker0", "172.17.0.1"))}
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: own)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=connected))
+    if differs:
+        error = refused(ClusterConfig(address=given))
+        assert error.where == f"cluster.address={given}"
+        assert connected in error.message
+        assert "ray.shutdown()" in str(error.repair)
+    else:
+        with cluster.connected(ClusterConfig(address=given)) as found:
+            assert found is ray
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class Client:
         if self.refusals:
             raise self.refusals.pop(0)
         folder = Path(named["runtime_env"]["working_dir"])
-        self.files.append({file.name: file.read_text() for file in folder.iterdir()})
+        self.files.append({file.name: file.read_text() for file in folder.iterdir() if file.is_file()})
         self.sent.append(named)
         self.jobs[named["submission_id"]] = SimpleNamespace(
             submission_id=named["submission_id"],
@@ -166,7 +166,8 @@ def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment
     template = "{text}\n\u00e9\x85\u2028\n"
     changes = {"data.source": "rows.jsonl", "cluster.address": "10.0.0.1:6379", "data.input_template": template}
     config = load_config("smollm2-lora", {**changes, "data.output_template": "x"})
-    job = server.submit(config, ("MY_TOKEN",), {"MY_TOKEN": "very-secret", "OTHER": "x"})
+    variables = ("MY_TOKEN",), {"MY_TOKEN": "very-secret", "OTHER": "x"}
+    job = server.submit(config, *variables)
     (sent,), (files,) = client.sent, client.files
     assert json.loads(files[SECRETS]) == {"MY_TOKEN": "very-secret"}
     assert "very-secret" not in files[CONFIG] + json.dumps({**sent, "runtime_env": sent["runtime_env"]["env_vars"]})
@@ -177,11 +178,41 @@ def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment
     assert yaml.safe_load(files[CONFIG])["data"]["input_template"] == template
     assert job.run == f"{Path.cwd()}/runs/run"
     # A job of the same run that is at work is found; one that has ended is continued by another.
-    assert server.submit(config).id == job.id
+    assert server.submit(config, *variables).id == job.id
     client.jobs[job.id].status = "STOPPED"
-    assert server.submit(config).id != job.id
+    assert server.submit(config, *variables).id != job.id
     # What Ray keeps by its digest is never the same: the secrets in it are deleted.
     assert client.files[0][CONFIG] != client.files[1][CONFIG]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "code"),
+    [
+        ({"train.learning_rate": 0.5}, ("MY_TOKEN",), {"a.py": "1"}),
+        ({}, (), {"a.py": "1"}),
+        ({}, ("MY_TOKEN",), {"a.py": "2"}),
+        ({}, ("MY_TOKEN",), None),
+    ],
+)
+def test_a_running_job_of_other_content_is_not_taken_for_the_submitted_one(
+    server: Server, changes: dict[str, Any], names: tuple[str, ...], code: dict[str, str] | None
+) -> None:
+    client: Any = server._client
+    server.option = " --address head"
+    base, environ = {"run.output_dir": "/runs"}, {"MY_TOKEN": "very-secret"}
+    job = server.submit(load_config("smollm2-lora", base), ("MY_TOKEN",), environ, code={"a.py": "1"})
+    # Another value of a variable is no other job: nothing about values leaves the file that is deleted.
+    same = server.submit(load_config("smollm2-lora", base), ("MY_TOKEN",), {"MY_TOKEN": "x"}, code={"a.py": "1"})
+    assert same.id == job.id
+    with pytest.raises(ClusterError, match="with another config, other code or other variables") as caught:
+        server.submit(load_config("smollm2-lora", {**base, **changes}), names, environ, code=code)
+    assert f"`finray jobs stop {job.id} --address head` ends it with a checkpoint; then submit again" in str(
+        caught.value
+    )
+    assert len(client.sent) == 1
+    # A job of an earlier version says nothing of its content, and is followed.
+    del client.jobs[job.id].metadata["finray_sent"]
+    assert server.submit(load_config("smollm2-lora", {**base, **changes}), names, environ, code=code).id == job.id
 
 
 def test_a_log_is_followed_over_connections_that_break(server: Server) -> None:

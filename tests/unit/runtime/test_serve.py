@@ -92,3 +92,38 @@ def test_a_signal_during_the_start_lets_answers_end_where_there_may_be_any(
         module._serve(stand_in, Settings("m"), model, host="127.0.0.1", port=1, grace=7.0, **options)
     assert found == drained
     assert ["stopping: running answers have 7 s" in line for line in lines] == [True] * len(drained)
+
+
+@pytest.mark.parametrize("kind", ["TimeoutError", "RayActorError", "ReplicaUnavailableError"])
+def test_a_replica_that_is_lost_while_answers_end_does_not_make_a_stop_an_error(kind: str) -> None:
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import ReplicaUnavailableError
+
+    errors = (TimeoutError(), RayActorError(), ReplicaUnavailableError("x"))
+
+    def fail(timeout_s: float) -> None:
+        raise next(error for error in errors if type(error).__name__ == kind)
+
+    drain = SimpleNamespace(remote=lambda grace: SimpleNamespace(result=fail))
+    found = SimpleNamespace(deployments={"models": SimpleNamespace(replica_states={"RUNNING": 1})})
+    stand_in = SimpleNamespace(
+        status=lambda: SimpleNamespace(applications={"finray": found}),
+        get_app_handle=lambda name: SimpleNamespace(drain=drain),
+    )
+    lines: list[str] = []
+    module._drain(stand_in, 7.0, lines.append)
+    assert lines[1:] == ["some answers did not finish in that time"]
+
+
+def test_an_error_of_ray_serve_is_one_of_finrays_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.serve
+    from ray.serve.exceptions import ReplicaUnavailableError
+
+    def fail(**_: Any) -> None:
+        raise ReplicaUnavailableError("x")
+
+    monkeypatch.setattr(ray.serve, "start", fail)
+    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
+    with pytest.raises(ClusterError, match="Ray Serve failed: Replica x is no longer available"):
+        module._serve(ray, Settings("m"), found, host="127.0.0.1", port=1, grace=7.0, **options)

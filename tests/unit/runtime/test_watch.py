@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from finray.records import Beat, EvalProgress, Note, Record, RunHeader
 from finray.runtime import watch as module
 from finray.runtime.pulses import UNKNOWN, Hang
 from finray.runtime.signals import Interrupted, Pending
-from finray.runtime.watch import Watch, refusal, waiting_text
+from finray.runtime.watch import Watch, refusal, waiting_text, workers_wait
 
 HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ignore[arg-type]
 
@@ -23,15 +24,27 @@ HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ig
 class Run:
     """A watched run with a clock and a head process of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, head_patience_s: float = 4.0, **options: Any) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        head_patience_s: float = 4.0,
+        placement: Placement = Placement(2, 3, use_gpu=True),  # noqa: B008
+        **options: Any,
+    ) -> None:
         self.now, self.head, self.stops = 0.0, True, 0
+        # Whether a machine of the workers is lost, so that they wait for another one.
+        self.is_short = False
         self.heard: list[Record] = []
         self.pending = Pending()
-        monkeypatch.setattr(module, "workers_wait", lambda ray, group, what: f"waiting for {what}")
+
+        def waits(ray: Any, group: str, what: str) -> str | None:
+            return f"waiting for {what}" if self.is_short or self.watch.began_at < 0 else None
+
+        monkeypatch.setattr(module, "workers_wait", waits)
         self.watch = Watch(
             None,
             "group",
-            Placement(2, 3, use_gpu=True),
+            placement,
             self.pending,
             self.heard.append,
             grace_s=7.0,
@@ -182,6 +195,92 @@ def test_waiting_is_said_after_ten_seconds_and_then_more_and_more_rarely(run: Ru
     assert len(run.at(70)) == 1
     run.watch.heard(HEADER)
     assert run.at(1000) == []
+
+
+def test_workers_that_lose_a_machine_wait_and_that_is_said_after_ten_seconds_again(run: Run) -> None:
+    """Also where the lost machine has not closed its connection."""
+    run.watch.heard(HEADER)
+    assert run.at(100) == []
+    run.is_short = True
+    said = "waiting for 2 workers of 3 CPUs, 1 GPU"
+    assert run.at(110) == []
+    assert run.at(115) == [said]
+    assert run.at(134) == []
+    assert run.at(135) == [said]
+    # They have found one, and lose it again.
+    run.is_short = False
+    assert run.at(141) == []
+    run.is_short = True
+    assert run.at(151) == []
+    assert run.at(156) == [said]
+
+
+def test_a_moment_between_two_placements_is_not_said(run: Run) -> None:
+    run.watch.heard(HEADER)
+    assert run.at(29) == []
+    run.is_short = True
+    assert run.at(39) == []
+    run.is_short = False
+    assert run.at(100) == []
+
+
+def test_workers_whose_number_may_change_wait_for_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, placement=Placement(4, 3, use_gpu=False, fewest=2, most=8))
+    assert run.at(10) == ["waiting for at least 2 workers of 3 CPUs"]
+    run = Run(monkeypatch, placement=Placement(4, 3, use_gpu=False, fewest=1, most=8))
+    assert run.at(10) == ["waiting for at least 1 worker of 3 CPUs"]
+
+
+def test_a_signal_while_no_worker_is_there_ends_the_run_at_once(run: Run) -> None:
+    run.watch.heard(HEADER)
+    run.at(5)
+    run.has_workers = False
+    run.at(30)
+    run.pending.signum = signal.SIGINT
+    with pytest.raises(Interrupted):
+        run.at(30.5)
+    assert run.stops == 0
+
+
+def test_a_signal_while_the_workers_wait_for_a_machine_ends_the_run_at_once(run: Run) -> None:
+    """A lost machine does not close its connection, so that it seems to be there."""
+    run.watch.heard(HEADER)
+    run.at(5)
+    run.is_short = True
+    run.pending.signum = signal.SIGINT
+    with pytest.raises(Interrupted):
+        run.at(5.5)
+    assert run.stops == 0
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_signal_while_a_connection_is_broken_waits_for_it_a_moment(run: Run, returns: bool) -> None:
+    run.watch.heard(HEADER)
+    run.at(5)
+    run.has_workers = False
+    run.pending.signum = signal.SIGTERM
+    assert run.at(6.5) == []
+    if returns:
+        run.has_workers = True
+        assert run.at(7) == ["saving a checkpoint after this step, for at most 7 s"]
+        assert run.stops == 1
+    else:
+        with pytest.raises(Interrupted):
+            run.at(10)
+        assert run.stops == 0
+
+
+@pytest.mark.parametrize(
+    ("states", "waits"),
+    [(["PENDING"], True), ([], True), (["REMOVED"], True), (["REMOVED", "CREATED"], False), (["RESCHEDULING"], True)],
+)
+def test_workers_without_a_placement_wait(states: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose fewest workers have no room asks for no placement group yet."""
+    table = {str(index): {"name": f"finray a {index}", "state": state} for index, state in enumerate(states)}
+    table["other"] = {"name": "finray b 0", "state": "CREATED"}
+    stand_in = SimpleNamespace(util=SimpleNamespace(placement_group_table=lambda: table))
+    monkeypatch.setattr(module, "waiting_for", lambda ray, what: f"waiting for {what}")
+    assert (workers_wait(stand_in, "finray a", "x") == "waiting for x") is waits
 
 
 def test_the_words_say_what_is_wanted_what_is_free_and_who_has_the_rest() -> None:
