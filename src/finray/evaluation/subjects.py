@@ -17,6 +17,7 @@ from finray.config.paths import PREPARED, is_url, prepared_dir, with_absolute_pa
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
+from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_you_mean_path
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
@@ -206,33 +207,11 @@ class Case:
         Raises:
             FinrayError: there are none, or they do not fit the task.
         """
-        request, run, config, train, stream = self.request, self.run, self.config, None, "train"
+        request, run, config, stream = self.request, self.run, self.config, "train"
         if request.file is not None and request.split is not None:
             raise ConfigError("--file and --split exclude each other", where="--split", repair="give --split or --file")
         if request.file is not None:
-            root = (
-                None
-                if run is None or config.prepare.dir or is_url(config.run.output_dir)
-                else run.path.parent / PREPARED
-            )
-            if self.resolved is not None and self.resolved.labels:
-                # Integers in a file are ids of the run's classes, as in its own data.
-                section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
-                config = config.model_copy(update={"classification": section})
-            held, dataset = of_file(config, root=root)
-            name = Path(request.file).name
-            if run is not None:
-                try:
-                    train = splits_of(run, saved_config(run))[0].train
-                except FinrayError as error:
-                    self.notes.append(f"overlap with the training data was not checked: {error.message}")
-            found = dataset.manifest.splits["train"]
-            for lost, why in (
-                (found.dropped_too_long, f"are longer than data.max_length={config.data.max_length}"),
-                (found.bad_rows, "are bad"),
-            ):
-                if lost:
-                    self.notes.append(f"{lost} rows {why} and were skipped")
+            name, (held, dataset, train) = Path(request.file).name, self._rows_of_file()
         elif run is not None:
             try:
                 name, held, dataset, train = of_run(run, config, request.split)
@@ -268,16 +247,48 @@ class Case:
                 )
             limit, has_cut = config.data.max_length, dataset.manifest.splits[stream].truncated > 0
             if request.file is None and has_cut and (cut := int(np.sum(held.lengths[list(numbers)] >= limit))):
-                self.notes.append(f"{cut} rows were cut off at data.max_length={limit}: their references lack the end")
+                self.notes.append(f"up to {cut} references were cut off at data.max_length={limit}")
         return Rows(name, held, numbers, dataset, asks, train, stream)
+
+    def _rows_of_file(self) -> tuple[PreparedSplit, PreparedDataset, PreparedSplit | None]:
+        """The rows of the requested file, prepared, and those that were trained on, if they are there."""
+        run, config, train = self.run, self.config, None
+        # Beside the run's own.
+        given = config.prepare.dir or is_url(config.run.output_dir)
+        root = None if run is None or given else run.path.parent / PREPARED
+        if self.resolved is not None and self.resolved.labels:
+            # Integers in a file are ids of the run's classes, as in its own data.
+            section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
+            config = config.model_copy(update={"classification": section})
+        held, dataset = of_file(config, root=root)
+        if run is not None:
+            try:
+                train = splits_of(run, saved_config(run))[0].train
+            except FinrayError as error:
+                self.notes.append(f"overlap with the training data was not checked: {error.message}")
+        was_plain = any(one.artifact.notes.get("rows") == "completion" for one in self.subjects[-1:])
+        if run is None and was_plain and dataset.kind() == "chat":
+            self.notes.append(
+                "the model was trained on prompts and completions as plain text, and these rows are chats for it; "
+                "`data.format=prompt_completion` asks them as in the training"
+            )
+        found = dataset.manifest.splits["train"]
+        for lost, why in (
+            (found.dropped_too_long, f"are longer than data.max_length={config.data.max_length}"),
+            (found.bad_rows, "are bad"),
+        ):
+            if lost:
+                self.notes.append(f"{lost} rows {why} and were skipped")
+        return held, dataset, train
 
     def rows_for(self, artifact: Artifact) -> Rows | None:
         """The rows for a model's own tokenizer and chat template; shared if these are equal."""
         rows, config = self.rows, self.config
-        known = artifact is self.tuned.artifact or (self.run is not None and str(artifact.folder) == config.model.name)
+        known = artifact is self.tuned.artifact or artifact.began_as is not None
+        known |= self.run is not None and str(artifact.folder) == config.model.name
         if rows is None or known:
             return rows
-        ours, theirs = (load_tokenizer(ModelConfig(name=str(one.folder))) for one in (self.tuned.artifact, artifact))
+        ours, theirs = (load_tokenizer(one.tokenizer) for one in (self.tuned.artifact, artifact))
         if ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template:
             return rows
         model = ModelConfig(
@@ -309,9 +320,10 @@ def _config_of(
         config = load_config({"model": {"name": str(model)}, "data": {"source": str(request.file or "none")}})
         # Rows of a file are read as in the training, whose settings an exported model has beside it.
         notes = artifact.notes
-        data: dict[str, Any] = {"format": "prompt_completion"} if notes.get("rows") == "completion" else {}
-        data |= {name: one for name in ("system", "tool_format") if (one := notes.get(name)) is not None}
-        arguments = {"chat_template_arguments": notes.get("chat_template_arguments") or {}}
+        data = {name: one for name in ("system", "tool_format") if (one := notes.get(name)) is not None}
+        arguments: dict[str, Any] = {"chat_template_arguments": notes.get("chat_template_arguments") or {}}
+        if artifact.is_adapter and (template := load_tokenizer(artifact.tokenizer).chat_template):
+            arguments["chat_template"] = template
         classification = {"labels": notes["labels"]} if notes.get("labels") else {}
         config = config.model_copy(
             update={
@@ -353,7 +365,7 @@ def _config_of(
 def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None) -> list[Subject]:
     """The models to compare with: those given, else the model's ``own``."""
     if named is None:
-        return [] if own is None else [own]
+        named = [] if own is None else ["base"]
     found: list[Subject] = []
     named = [name for name in named if name not in ("none", "")]
     for name in named:

@@ -90,8 +90,8 @@ class Work:
         limit = self.sampling.max_new_tokens
         if cut := sum(kept.found[number]["finish"] == "length" for number in wanted):
             self.case.notes.append(
-                f"{self.subject.name}: {cut} of {len(wanted)} answers were cut off after {limit} tokens; "
-                "--max-new-tokens allows more"
+                f"{self.subject.name}: {cut} of {len(wanted)} answers were cut off, after --max-new-tokens={limit} or "
+                "at the model's length"
             )
         texts = (kept.found[number]["text"] for number in wanted)
         return [tuple(next(texts) for _ in range(attempts)) for _ in rows.numbers]

@@ -38,11 +38,11 @@ def is_one_pass(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if not is_one_pass(x, self.weight) or self.bias.dtype != x.dtype:
+    if x.ndim < 2 or not is_one_pass(x, self.weight) or self.bias.dtype != x.dtype:
         return F.linear(x, self.weight, self.bias)
     # Flattened here for one matrix product in the backward pass.
     result: torch.Tensor = _Linear.apply(x.flatten(0, -2), self.weight, self.bias)  # type: ignore[no-untyped-call]
-    return result.view(*x.shape[:-1], -1)
+    return result.view(*x.shape[:-1], self.out_features)
 
 
 class _Linear(torch.autograd.Function):

@@ -87,7 +87,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             base.unpack if isinstance(base, QuantizedLinear) else None,
             getattr(self, _NO_INPLACE, False),
         )
-    return result.view(*x.shape[:-1], -1)
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 class _LoraLinear(torch.autograd.Function):

@@ -146,6 +146,10 @@ def test_a_run_that_trains_all_weights_is_compared_with_the_revision_it_began_fr
     assert tuned.artifact.model == ModelConfig(name=str(run_dir))
 
 
+def test_the_base_of_a_model_that_is_called_so_has_another_name() -> None:
+    assert [one.name for one in _baselines(None, replace(OWN, name="base"), OWN)] == ["base (baseline)"]
+
+
 def test_a_model_that_began_from_nothing_has_a_baseline_only_where_one_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,7 +252,7 @@ def test_rows_are_shared_by_models_that_read_alike(
 ) -> None:
     config = preparing.config(put("rows.jsonl", lines([SHORT])))
     config = config.model_copy(update={"model": ModelConfig(name="began", task="causal_lm")})
-    artifacts: dict[str, Any] = {one: SimpleNamespace(folder=Path(one)) for one in TOKENIZERS}
+    artifacts: dict[str, Any] = {one: Artifact(Path(one), None, {}) for one in TOKENIZERS}
     monkeypatch.setattr(subjects, "load_tokenizer", lambda model: TOKENIZERS[model.name])
     split: Any = SimpleNamespace(source_rows=np.array([3, 4, 7]), within=np.array([0, 1, 0]))
     other: Any = SimpleNamespace(source_rows=np.array([7, 4, 3, 4]), within=np.array([0, 0, 0, 1]))
@@ -302,6 +306,7 @@ HELD = Held(50)
 
 def rows_of(case: Any) -> Any:
     """What the property works out, of a case that is not made from a model on the disk."""
+    case._rows_of_file = lambda: Case._rows_of_file(case)
     return Case.rows.func(case)  # type: ignore[attr-defined]
 
 
@@ -335,6 +340,7 @@ def a_case(preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, tm
         config=config.model_copy(),
         resolved=None,
         spec=task_spec("causal_lm"),
+        subjects=(),
         notes=[],
         dataset=dataset,
         asked=asked,
@@ -440,7 +446,19 @@ def test_rows_of_a_run_whose_references_were_cut_off_are_counted(a_case: Any) ->
         assert a_case.notes == [], "none was cut off: they are just that long"
         a_case.dataset.manifest.splits["test of True"].truncated = 4
         rows_of(a_case)
-    assert a_case.notes == ["3 rows were cut off at data.max_length=64: their references lack the end"]
+    assert a_case.notes == ["up to 3 references were cut off at data.max_length=64"]
+
+
+@pytest.mark.parametrize(("kind", "trained"), [("chat", "completion"), ("chat", "chat"), ("completion", "completion")])
+def test_rows_that_are_asked_as_chats_of_a_model_trained_without_them_are_noted(
+    a_case: Any, tmp_path: Path, kind: str, trained: str
+) -> None:
+    a_case.request, a_case.run = EvaluationRequest(file=tmp_path / "rows.jsonl"), None
+    a_case.dataset.kind = lambda split="train": kind
+    a_case.subjects = (OWN, replace(OWN, artifact=Artifact(Path("m"), None, {"rows": trained})))  # type: ignore[typeddict-item]
+    rows_of(a_case)
+    said = [note for note in a_case.notes if "`data.format=prompt_completion` asks them as in the training" in note]
+    assert len(said) == (kind == "chat" and trained == "completion")
 
 
 def test_tasks_of_lm_eval_need_no_rows_of_the_run(a_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,11 +588,16 @@ def test_a_file_is_read_for_an_exported_model_as_in_its_training(
     assert (found.data.format, found.data.system, found.data.tool_format) == ("auto", "be brief", "hermes")
     assert found.model.chat_template_arguments == {"enable_thinking": False}
     found = subjects._config_of("m", None, Artifact(preparing.model, None, {"rows": "completion"}), request, ())
-    assert (found.data.format, found.data.system, found.data.tool_format) == ("prompt_completion", None, "plain")
+    assert (found.data.format, found.data.system, found.data.tool_format) == ("auto", None, "plain")
     assert (found.model.chat_template_arguments, found.classification.labels) == ({}, None)
     labelled: Any = {"auto_class": task_spec("sequence_classification").auto_class, "labels": ["no", "yes"]}
     found = subjects._config_of("m", None, Artifact(preparing.model, None, labelled), request, ())
     assert (found.model.task, found.classification.labels) == ("sequence_classification", ["no", "yes"])
+    # An adapter has its template beside it, too.
+    tokenizer = SimpleNamespace(chat_template="{{ messages }}")
+    monkeypatch.setattr(subjects, "load_tokenizer", lambda model: tokenizer)
+    found = subjects._config_of("m", None, Artifact(Path("a"), ModelConfig(name="base"), {}), request, ())
+    assert (found.model.name, found.model.chat_template) == ("base", "{{ messages }}")
     # What is asked for goes before.
     found = subjects._config_of("m", None, Artifact(preparing.model, None, notes), request, ["data.system=null"])
     assert found.data.system is None

@@ -49,6 +49,14 @@ def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
     return [float((one.double() - true).norm() / true.norm()) for one, true in zip(found, exact, strict=True)]
 
 
+@pytest.mark.parametrize("shape", [(24,), (0, 24), (2, 0, 24)])
+def test_inputs_without_rows_are_those_of_torchs(shape: tuple[int, ...]) -> None:
+    model, x = net().to(BF16), torch.randn(shape).to(BF16)
+    expected = model(x)
+    frozen.fuse_biases(model)
+    torch.testing.assert_close(model(x), expected)
+
+
 @pytest.mark.parametrize("shape", [(7, 24), (2, 5, 24), (1, 24)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_output_and_gradient_are_at_least_as_exact_as_torchs(

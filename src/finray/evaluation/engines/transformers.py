@@ -322,16 +322,17 @@ class TransformersEngine:
         def size(group: tuple[tuple[int, ...], list[int]]) -> int:
             return len(group[0]) + sum(len(rows[number].tokens) - 1 for number in group[1])
 
-        # Many rows may share a short context, as texts share their first token: their passes compute it anew.
+        # Many rows may share a short context, as texts share their first token: their passes compute it anew. Those of
+        # a long one stay together, because it costs more than they do.
         limit = PASS_TOKENS[self.model.device.type] if self._packed is not None else 0
         parts = list[tuple[tuple[int, ...], list[int]]]()
         for context, numbers in groups.items():
-            part, tokens = list[int](), len(context)
+            part, tokens, most = list[int](), 0, max(limit - len(context), len(context))
             for number in numbers:
                 more = len(rows[number].tokens) - 1
-                if part and tokens + more > limit:
+                if part and tokens + more > most:
                     parts.append((context, part))
-                    part, tokens = [], len(context)
+                    part, tokens = [], 0
                 part.append(number)
                 tokens += more
             parts.append((context, part))

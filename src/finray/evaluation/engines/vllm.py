@@ -93,6 +93,12 @@ class VLLMEngine:
                 where=str(artifact.model.name),
                 repair="convert it with `finray import-gguf`, or leave out --engine",
             )
+        if artifact.began_as is not None and artifact.began_as.new_tokens:
+            raise ModelError(
+                "vLLM loads a base without the tokens that the run added",
+                where=str(artifact.model.name),
+                repair="use `--engine transformers`, or leave the base out with `--baseline none`",
+            )
         require_fit(artifact)
         self._is_merged = artifact.is_adapter and (loading.merge or (why := _not_beside(artifact.folder)) is not None)
         with ExitStack() as cleanup:

@@ -595,6 +595,12 @@ def test_rows_that_share_a_short_context_are_several_passes(monkeypatch: pytest.
     found = {one.row: one.logprobs for one in engine.log_likelihood(rows)}
     assert sum(seen) > 60 * 150
     assert max(seen) <= 2048 + 63
+    # A long context is computed once for a few short continuations.
+    seen.clear()
+    list(engine.log_likelihood([Continuation([5] * 500, [choice]) for choice in (7, 8, 9)]))
+    monkeypatch.setitem(engine_module.PASS_TOKENS, "cpu", 300)
+    list(engine.log_likelihood([Continuation([5] * 500, [choice, 3]) for choice in (7, 8, 9)]))
+    assert len(seen) == 2
     for row in (0, 31, 59):
         assert found[row] == pytest.approx(likelihood(reference("llama"), rows[row])[0], abs=1e-4)
 
