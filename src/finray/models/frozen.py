@@ -19,10 +19,9 @@ def fuse_biases(model: Any) -> int:
     """Give every frozen linear layer with a bias a forward that adds it in the product; returns how many there are."""
     count = 0
     for module in model.modules():
-        if type(module) is torch.nn.Linear and module.bias is not None and "forward" not in vars(module):
-            if module.weight.requires_grad or module.bias.requires_grad:
-                continue
-            module.forward = types.MethodType(_forward, module)  # type: ignore[method-assign]
+        is_plain = type(module) is torch.nn.Linear and "forward" not in vars(module)
+        if is_plain and module.bias is not None and not any(one.requires_grad for one in module.parameters()):
+            module.forward = types.MethodType(_forward, module)
             count += 1
     return count
 

@@ -563,8 +563,9 @@ def test_likelihoods_are_those_of_each_row_alone_also_where_contexts_are_shared(
     assert found[2].is_greedy, "one of them is what greedy search says"
 
 
-def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each other number of tokens costs memory that is not given back."""
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each packed pass."""
     laid, seen = slots.Laid.of, list[int]()
 
     def noted(pieces: Any, layout: Any, device: torch.device) -> slots.Laid:
@@ -573,6 +574,11 @@ def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(monkeyp
         return made
 
     monkeypatch.setattr(slots.Laid, "of", noted)
+    return seen
+
+
+def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(seen: list[int]) -> None:
+    """Each other number of tokens costs memory that is not given back."""
     rows = [Continuation([5] * length, [6] * (1 + length % 7)) for length in range(90, 210)]
     assert len(list(made("llama").log_likelihood(rows))) == len(rows)
     assert [tokens % 64 for tokens in seen[:-1]] == [0] * (len(seen) - 1)
@@ -580,16 +586,8 @@ def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(monkeyp
     assert max(seen) <= 2048 + 63
 
 
-def test_rows_that_share_a_short_context_are_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_share_a_short_context_are_several_passes(seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As texts share their first token: 512 of them at once would take tens of GiB."""
-    laid, seen = slots.Laid.of, list[int]()
-
-    def noted(pieces: Any, layout: Any, device: torch.device) -> slots.Laid:
-        made = laid(pieces, layout, device)
-        seen.append(made.tokens_1T.shape[1])
-        return made
-
-    monkeypatch.setattr(slots.Laid, "of", noted)
     engine, draw = made("llama"), random.Random(3)
     rows = [Continuation([5], [draw.randrange(3, 90) for _ in range(150 + row)]) for row in range(60)]
     found = {one.row: one.logprobs for one in engine.log_likelihood(rows)}
