@@ -96,6 +96,11 @@ def judge(case: Case) -> Judged:
                         with blaming(name):
                             if (each := score.statistics(answers)) is not None:
                                 statistics[name] = each
+                                found.counts.setdefault(subject.name, {})[name] = dict(getattr(score, "counts", {}))
+                                shown = name.replace("_", " ")
+                                case.notes.extend(
+                                    f"{subject.name} {shown}: {one}" for one in getattr(score, "notes", ())
+                                )
                             else:
                                 value = score.value(answers)
                                 found.values[subject.name][name] = Estimate(value, _ONE_NUMBER, 0 <= value <= 1)

@@ -40,6 +40,7 @@ class Judged:
         made_by: versions and settings that it depends on, besides models and data.
         contrasts: by model and score, numbers of all rows (N, K) by which models are compared where the score is no sum
             over rows.
+        counts: by model and score, how the checks of answers ended.
     """
 
     totals: dict[str, Score]
@@ -51,6 +52,7 @@ class Judged:
     harness: dict[str, dict[str, Found]] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
     contrasts: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
+    counts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
     def of_row(self, index: int) -> dict[str, dict[str, float]]:
         """By model, the scores of one row that are numbers."""
@@ -68,7 +70,8 @@ def evaluated(judged: Judged, model: str, *, seed: int, kept: npt.NDArray[np.boo
         if (own := judged.statistics[model].get(name)) is not None:
             own, score = own if kept is None else own[kept], judged.totals[name]
             value = score.total(own.sum(0), len(own))
-            found[name] = Estimate(value, interval(own, score.total, seed=seed), score.is_share)
+            counts = judged.counts.get(model, {}).get(name, {}) if kept is None else {}
+            found[name] = Estimate(value, interval(own, score.total, seed=seed), score.is_share, counts)
         elif name in values:
             found[name] = values[name]
     return Evaluated(model, found)

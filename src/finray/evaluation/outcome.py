@@ -25,17 +25,19 @@ METRICS_FILE, PREDICTIONS_FILE = "metrics.json", "predictions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A score and its 95 % interval."""
+    """A score and its 95 % interval; ``checks`` counts how those of ``pass_at_k`` ended."""
 
     value: float
     interval: Interval
     is_share: bool = False
+    checks: dict[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         """As JSON types."""
         span = self.interval
         ends = {"low": span.low, "high": span.high, "interval": span.method}
-        return {"value": self.value, **ends, **({"share": True} if self.is_share else {})}
+        more = {"checks": self.checks} if self.checks else {}
+        return {"value": self.value, **ends, **({"share": True} if self.is_share else {}), **more}
 
     def text(self) -> str:
         """Formatted for a table."""

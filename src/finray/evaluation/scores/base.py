@@ -82,6 +82,8 @@ class SummedScore:
 
     def __init__(self, settings: ScoringConfig | None = None) -> None:
         self.settings = settings or ScoringConfig()
+        self.counts: dict[str, Any] = {}
+        self.notes: list[str] = []
 
     def row(self, row: Answered) -> float:
         """The value of one row, for a score that is a mean of them."""

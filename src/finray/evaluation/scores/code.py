@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -9,9 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +23,38 @@ import numpy as np
 
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
+from finray.config.redact import redact_text
 from finray.errors import ConfigError
+from finray.evaluation.scores import checking
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
+from finray.limits import cut
 
-# The child process: set limits, run the checker, then write the result to a file descriptor that only it knows. Exit
-# codes are not used, because the checked code may call `exit`.
-_CHILD = """
-import importlib, json, os, resource, sys
-told, limit, seconds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-word, path, answer, row = json.load(sys.stdin)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-sys.path += json.loads(os.environ.pop("FINRAY_CHECKER_PATH"))
-module, _, name = path.partition(":")
-verdict = getattr(importlib.import_module(module), name)(answer, row)
-os.write(told, f"{word} {bool(verdict)}".encode())
-os._exit(0)
-"""
+# What can become of a check besides `right` and `wrong`, and what is said of it. None of these answers has passed.
+_UNDECIDED = {
+    "failed": "failed",
+    "time": "ran out of time",
+    "memory": "ran out of memory",
+    "ended": "ended without a verdict",
+}
+# Environment variable by which processes are found whose supervisor was killed.
+_MARK = "FINRAY_CHECK"
+# Seconds beyond the time limit, for starting and ending.
+_SLACK_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What became of the check of an answer.
+
+    Attributes:
+        kind: ``right``, ``wrong``, or a key of the table above.
+        text: the traceback of a checker that failed, or why a process ended.
+        left: what could not be removed or ended.
+    """
+
+    kind: str
+    text: str = ""
+    left: tuple[str, ...] = ()
 
 
 def pass_at_k(right: int, tries: int, k: int) -> float:
@@ -48,32 +65,34 @@ def pass_at_k(right: int, tries: int, k: int) -> float:
     return 1.0 - math.comb(tries - right, k) / math.comb(tries, k)
 
 
-def passes(checker: str, answer: str, row: Mapping[str, Any], *, seconds: float, memory_mb: int) -> bool:
-    """Whether a checker accepts an answer, in a separate process with a time limit.
+def check_answer(checker: str, answer: str, row: Mapping[str, Any], *, seconds: float, memory_mb: int) -> Checked:
+    """Call a checker with an answer, in a separate process with a time limit.
 
     The checked code can read and write whatever this user can: limits protect the machine from overload; they are not a
-    sandbox. The environment holds no secret, and the working directory is empty.
+    sandbox. The environment holds no secret, and the working directory is empty. On Linux, processes that the code
+    starts are ended with it, in whatever session they are.
 
     Args:
         checker: ``package.module:function`` of the answer and the row.
         answer: what the model wrote.
         row: the source row.
-        seconds: limit of wall-clock time, and of CPU time.
-        memory_mb: limit of address space.
+        seconds: limit of wall-clock time, and of CPU time of a process.
+        memory_mb: limit of address space of a process.
     """
-    word = os.urandom(16).hex()
+    word, mark, left = os.urandom(16).hex(), os.urandom(16).hex(), list[str]()
     reading, writing = os.pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            "PATH": os.environ.get("PATH", ""),
-            "HOME": folder,
-            "TMPDIR": folder,
-            "OMP_NUM_THREADS": "1",
-            "FINRAY_CHECKER_PATH": json.dumps([str(Path.cwd()), *(one for one in sys.path if one)]),
-        }
-        limits = [str(writing), str(memory_mb * 2**20), str(math.ceil(seconds) + 1)]
+    folder = Path(tempfile.mkdtemp(prefix="finray-check-"))
+    environment = {
+        "PATH": os.environ.get("PATH", ""),
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "FINRAY_CHECKER_PATH": json.dumps([str(Path.cwd()), *(one for one in sys.path if one)]),
+        _MARK: mark,
+    }
+    try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-c", _CHILD, *limits],
+            [sys.executable, "-I", checking.__file__, str(writing), str(seconds), str(memory_mb * 2**20)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -82,18 +101,84 @@ def passes(checker: str, answer: str, row: Mapping[str, Any], *, seconds: float,
             pass_fds=(writing,),
             start_new_session=True,
         )
-        os.close(writing)
         try:
             with suppress(subprocess.TimeoutExpired, BrokenPipeError):
-                child.communicate(json.dumps([word, checker, answer, row], default=str).encode(), timeout=seconds)
+                given = json.dumps([word, checker, answer, row], default=str).encode()
+                child.communicate(given, timeout=seconds + _SLACK_S)
         finally:
-            # Including its child processes.
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            child.kill()
             child.wait()
-        with os.fdopen(reading, "rb") as told:
-            os.set_blocking(reading, False)
-            return told.read(64) == f"{word} True".encode()
+            # It ends all processes below it, but the code may have killed it.
+            if (child.returncode < 0 or child.returncode == checking.LEFT) and not _all_ended(mark):
+                left.append("processes")
+        os.set_blocking(reading, False)
+        told = b""
+        with suppress(BlockingIOError):
+            told = os.read(reading, 2**16)
+    finally:
+        os.close(writing)
+        os.close(reading)
+        if not _removed(folder):
+            left.append(str(folder))
+    return Checked(*_understood(told, word, child.returncode, seconds), tuple(left))
+
+
+def _understood(told: bytes, word: str, code: int, seconds: float) -> tuple[str, str]:
+    """Kind and text of what a check has told, and of how its process ended."""
+    ready, said = told.startswith(checking.READY), told.removeprefix(checking.READY)
+    for verdict, kind in ((True, "right"), (False, "wrong")):
+        if said.startswith(f"{word} {verdict}".encode()):
+            return kind, ""
+    kind, text = "ended", "the process ended"
+    if code == checking.LATE:
+        kind, text = "time", f"it took more than {seconds:g} seconds"
+    elif code == checking.CROWD:
+        text = "there were too many processes"
+    elif code > 128:
+        text = f"the process ended with signal {code - 128}"
+        # Of the limit on computing time.
+        kind = "time" if code - 128 == signal.SIGXCPU else kind
+    else:
+        # Whatever the code may have written there.
+        with suppress(ValueError, TypeError, RecursionError):
+            given, detail = json.loads(said)
+            if given in (*_UNDECIDED, "wrong"):
+                kind, text = given, _shown(str(detail))
+    return (kind, text) if ready or kind == "failed" else ("failed", f"before the checker was imported: {text}")
+
+
+def _shown(text: str) -> str:
+    """A traceback without secrets and control characters."""
+    return redact_text("".join(one for one in text if one == "\n" or one.isprintable()).strip())
+
+
+def _all_ended(mark: str) -> bool:
+    """End the processes with this mark in their environment; False if some remain."""
+    for _ in range(100):
+        found = list[int]()
+        for folder in Path("/proc").glob("[0-9]*"):
+            # Of another user, or ended meanwhile.
+            with suppress(OSError):
+                if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+                    os.kill(found[-1], signal.SIGKILL)
+        if not found:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def _removed(folder: Path) -> bool:
+    """Remove what the code left: by programs that know directories of any depth, and then those that are locked."""
+    with suppress(OSError):
+        folder.rmdir()
+    # What is no directory any more may lead elsewhere.
+    commands = [["rm", "-f"]] if folder.is_symlink() else [["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]]
+    with suppress(OSError, subprocess.TimeoutExpired):
+        for command in commands:
+            if os.path.lexists(folder):
+                subprocess.run([*command, "--", folder], capture_output=True, timeout=_SLACK_S, check=False)
+    return not os.path.lexists(folder)
 
 
 class PassAtK(SummedScore):
@@ -122,18 +207,56 @@ class PassAtK(SummedScore):
                 where="evaluation.scoring.attempts",
                 repair=f"evaluation.scoring.attempts={own.k} or more",
             )
-        # Only to check that it exists, before answers are generated.
-        load_named("finray.metrics", own.checker, where="evaluation.scoring.checker")
+        # Only to check it, before answers are generated.
+        found = load_named("finray.metrics", own.checker, where="evaluation.scoring.checker")
+        if not callable(found) or inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+            what = "an async function" if inspect.iscoroutinefunction(found) else "no function"
+            raise ConfigError(
+                f"`{own.checker}` is {what if not inspect.isgeneratorfunction(found) else 'a generator'}",
+                where="evaluation.scoring.checker",
+                repair="name a plain function of an answer and a row that returns True or False",
+            )
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray:
-        """pass@k of each row (N, 1)."""
+        """pass@k of each row (N, 1); ``counts`` and ``notes`` say how the checks ended.
+
+        Raises:
+            ConfigError: the checker failed at every answer.
+        """
         own = self.settings
         assert own.checker is not None
 
-        def check(row: Answered, answer: str) -> bool:
-            return passes(str(own.checker), answer, row.columns, seconds=own.seconds, memory_mb=own.memory_mb)
+        def check(row: Answered, answer: str) -> Checked:
+            return check_answer(str(own.checker), answer, row.columns, seconds=own.seconds, memory_mb=own.memory_mb)
 
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
+        try:
             futures = [[pool.submit(check, row, answer) for answer in row.answers] for row in rows]
-            right = [sum(one.result() for one in own_tries) for own_tries in futures]
+            checked = [[one.result() for one in tries] for tries in futures]
+        finally:
+            # After Ctrl-C, only those that have begun.
+            pool.shutdown(cancel_futures=True)
+        self._account([one for tries in checked for one in tries])
+        right = [sum(one.kind == "right" for one in tries) for tries in checked]
         return np.array([[pass_at_k(count, len(row.answers), own.k)] for count, row in zip(right, rows, strict=True)])
+
+    def _account(self, checked: Sequence[Checked]) -> None:
+        counts = Counter(one.kind for one in checked)
+        self.counts = {kind: counts[kind] for kind in ("right", "wrong", *_UNDECIDED)}
+        failure = next((one.text for one in checked if one.kind == "failed"), "")
+        lines = failure.splitlines()
+        if lines and counts["failed"] == len(checked):
+            raise ConfigError(
+                f"the checker failed at every answer ({len(checked)}): {cut(lines[-1])}",
+                where=f"evaluation.scoring.checker={self.settings.checker}",
+                repair="fix it; where the answer is to blame, it must return False",
+                problems=tuple(lines[:-1]),
+            )
+        self.counts |= {"first_failure": failure} if failure else {}
+        self.notes = []
+        if said := [f"{counts[kind]} {what}" for kind, what in _UNDECIDED.items() if counts[kind]]:
+            places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+            first = f"; the first failure: {cut(lines[-1])} ({', '.join(places[-1:])})" if lines else ""
+            self.notes.append(f"of {len(checked)} checks {', '.join(said)}: counted as not passed{first}")
+        if left := list(dict.fromkeys(path for one in checked for path in one.left)):
+            self.notes.append(f"the checked code left what cannot be removed or ended: {', '.join(left[:5])}")
