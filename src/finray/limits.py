@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import threading
 import time
@@ -19,6 +20,8 @@ from finray.errors import FinrayError
 # belongs to its module's import, which is not limited.
 TEMPLATE_S = 10.0
 CONVERTER_S = 60.0
+# Seconds of silence after which a pipe that is read is given up.
+PIPE_S = 20.0
 # Bytes by which the process may grow meanwhile.
 MEMORY = 4 * 2**30
 # Characters of a text that a template may make by repetition.
@@ -57,6 +60,30 @@ def bounded_product(_: Any, operator: str, left: Any, right: Any) -> Any:
     if any(isinstance(one, Sized) for one in (left, right)) and sizes[0] * sizes[1] > REPEATED:
         raise ValueError(f"a text of more than {REPEATED:,} characters is refused")
     return left * right
+
+
+def read_named(path: Path, most: int) -> bytes:
+    """The first bytes of a file that a user named, which may be a pipe: `/dev/stdin`, or a shell's `<(...)`.
+
+    Args:
+        path: the file.
+        most: bytes to read.
+
+    Raises:
+        OSError: it cannot be read, is a directory, or is a pipe to which nobody writes.
+    """
+    content = bytearray()
+    # Not blocking, because opening a pipe would wait for its writer.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as stream:
+        while len(content) < most:
+            ready = select.poll()
+            ready.register(stream, select.POLLIN)
+            if not ready.poll(PIPE_S * 1000):
+                raise TimeoutError(f"nothing was written to it for {PIPE_S:g} seconds")
+            if not (piece := stream.read(most - len(content))):
+                break
+            content += piece
+    return bytes(content)
 
 
 class _Overdue(BaseException):

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,16 @@ from finray.config import foreign, names
 from finray.config.convert_data import ForeignData
 from finray.config.converted import Converted, Lost
 from finray.config.foreign import AXOLOTL, LLAMA_FACTORY, number, words
-from finray.config.load import build_config, read_yaml
+from finray.config.load import build_config, read_yaml_lines
 from finray.config.redact import redact
 from finray.config.replicas import legal_name
-from finray.config.schema import Config, sections
+from finray.config.schema import NO_TEXT, Config, sections
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import cut, shown
 
 _SIGNS = {"model_name_or_path": LLAMA_FACTORY, "base_model": AXOLOTL}
+# Unknown keys of which it is said what they are like: to look for that takes a millisecond.
+_LIKENESSES = 100
 
 
 def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None = None) -> Converted:
@@ -41,7 +43,11 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     Raises:
         ConfigError: it is of neither, or trains something that finray does not.
     """
-    raw = read_yaml(path)
+    raw, lines = read_yaml_lines(path)
+    for key, value in raw.items():
+        raw[key] = _json(value)
+        if odd := NO_TEXT.search(f"{key} {raw[key]}"):
+            raise ConfigError(f"holds U+{ord(odd[0]):04X}, which is no character", where=f"{path}: line {lines[key]}")
     if "model_class" in raw or {"model", "train_dataset"} <= set(raw):
         raise ConfigError(
             "this config is in the form of LLaMA-Factory v1, which finray does not read",
@@ -60,18 +66,17 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     for key, what in foreign.ELSEWHERE.items():
         if raw.get(key) and not raw.get("do_train"):
             raise ConfigError(f"this config is not for training: {what}", where=f"{path}: {key}")
-    tree = yaml.compose(path.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
-    assert tree is not None
-    lines = {key.value: key.start_mark.line + 1 for key, _ in tree.value}
     for key in foreign.NUMBERS & set(raw):
         value = raw[key] = number(raw[key])
         if value is None:
             continue
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if value is False and key not in foreign.LEAST:
+            # Off, as nothing.
+            raw[key] = None
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             what = "a number"
-        elif key in foreign.LEAST and (
-            isinstance(value, bool) or not isinstance(value, int) or value < foreign.LEAST[key]
-        ):
+        elif key in foreign.LEAST and (not isinstance(value, int) or value < foreign.LEAST[key]):
             what = f"a whole number of {foreign.LEAST[key]} or more"
         else:
             continue
@@ -83,6 +88,15 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     reading = _Reading(system, raw, lines, path, workers, dataset_info)
     reading.read()
     return reading.checked()
+
+
+def _json(value: Any) -> Any:
+    """What YAML read, as JSON types: the names in it are text, and so are dates and bytes."""
+    if isinstance(value, Mapping):
+        return {str(key): _json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_json(one) for one in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 @dataclass
@@ -111,12 +125,14 @@ class _Reading:
     def put(self, path: str, value: Any, key: str = "") -> None:
         section, _, name = path.partition(".")
         self.out.setdefault(section, {})[name] = value
-        self.origin[path] = key
+        self.origin[path] = key or next((key for key in self.raw if names.NAMES.get(key) == path), name)
 
     def lose(self, key: str, why: str, value: Any = None) -> None:
         self.used.add(key)
-        given = json.dumps(redact({key: self.raw.get(key, value)})[key], default=str, ensure_ascii=False)
-        self.lost.append(Lost(self.lines.get(key.partition(".")[0], 0), cut(f"{key}: {given}"), why))
+        name = key.rpartition(".")[2]
+        given = json.dumps(redact({name: self.raw.get(key, value)})[name], ensure_ascii=False)
+        line = self.lines.get(key) or self.lines.get(key.partition(".")[0], 0)
+        self.lost.append(Lost(line, cut(f"{key}: {given}"), why))
 
     def read(self) -> None:
         """Everything, in the order in which one says it."""
@@ -131,7 +147,8 @@ class _Reading:
         """A key that is only called something else here."""
         if value is None or value in ("", [], {}):
             return
-        target = (names.OFF.get(key) if value is False else None) or foreign.SENTENCES.get(key) or names.NAMES.get(key)
+        target = (names.OFF.get(key) if value is False else None) or foreign.SENTENCES.get(key)
+        target = target or names.missing(key, value) or names.NAMES.get(key)
         owner = next((f"{one}.{key}" for one, kind in sections().items() if key in kind.model_fields), None)
         families = (what for start, what in foreign.FAMILIES.items() if key.startswith(start))
         if absent := foreign.NOT_OURS.get(key) or next(families, None):
@@ -163,24 +180,44 @@ class _Reading:
         elif self.out[section][name] != value:
             self.lose(key, f"`{path}` says it")
 
+    def refused(self, key: str, message: str, repair: str) -> ConfigError:
+        """The error of a key that makes it another training."""
+        return ConfigError(message, where=f"{self.path}: line {self.lines.get(key, 0)}", repair=repair)
+
     def refuse(self) -> None:
         """What would train something else than the file says is an error."""
-        stage, kind = self.get("stage", "rl"), self.get("finetuning_type")
-        if stage not in (None, False, "sft", "pt"):
-            raise ConfigError(
-                f"`{stage}` is not supported: finray does supervised fine-tuning only",
-                where=f"{self.path}: line {self.lines.get('stage' if 'stage' in self.raw else 'rl', 0)}",
-                repair="docs/guide/extending.md shows how to add a task with its own loss",
+        for key in ("stage", "rl"):
+            if (stage := self.get(key)) not in (None, False, "sft", "pt"):
+                what = names.not_yet(str(stage))
+                why = f"finray has no {what} yet" if what else "finray does not know it"
+                raise self.refused(key, f"`{key}: {cut(str(stage), 80)}` is not supported: {why}", names.HERE_IS)
+        if (kind := self.get("finetuning_type")) not in (None, "lora", "full"):
+            message = f"`finetuning_type: {cut(str(kind), 80)}` is not supported{did_you_mean(str(kind), ['lora'])}"
+            raise self.refused("finetuning_type", message, "use lora or full")
+        for key in ("reward_model", "process_reward_model"):
+            if self.get(key):
+                raise self.refused(
+                    key, f"`{key}` is not supported: finray has no training of reward models yet", names.HERE_IS
+                )
+        if self.get("kd_trainer"):
+            message = "`kd_trainer` is not supported: finray has no distillation yet"
+            raise self.refused("kd_trainer", message, names.HERE_IS)
+        started = words(self.raw.get("adapter_name_or_path"))
+        if len(started) > 1:
+            raise self.refused(
+                "adapter_name_or_path",
+                "the adapters before the last are merged into the model there, which finray does not do",
+                f"merge them first (`finray export {started[0]} --output merged`), name the result as "
+                f"`model_name_or_path`, and leave `adapter_name_or_path: {started[-1]}`",
             )
-        if kind not in (None, "lora", "full"):
-            raise ConfigError(
-                f"`finetuning_type: {kind}` is not supported{did_you_mean(str(kind), ['lora'])}",
-                where=f"{self.path}: line {self.lines.get('finetuning_type', 0)}",
-                repair="use lora or full",
+        if started and self.get("create_new_adapter"):
+            raise self.refused(
+                "create_new_adapter",
+                "the adapter is merged into the model there, and a new one trained on top, which finray does not do",
+                f"merge it first (`finray export {started[0]} --output merged`), name the result as "
+                "`model_name_or_path`, and leave both keys out",
             )
-        if self.get("reward_model") or self.get("process_reward_model"):
-            raise ConfigError("finray does not train reward models", where=f"{self.path}: reward_model")
-        self.used.update(("do_train", "do_predict", "do_eval"))
+        self.used.update(("do_train", "do_predict", "do_eval", "create_new_adapter"))
 
     def model(self) -> None:
         self.put("model.name", self.get("model_name_or_path", "base_model"))
@@ -212,20 +249,33 @@ class _Reading:
                 self.key("attn_implementation", "flash_attn"),
                 "set `model.attention`; `auto` uses the fastest that is installed",
             )
-        added = self.get("tokens", "add_tokens", "new_special_tokens")
-        if isinstance(added, Mapping):
-            self.lose("tokens", names.NAMES["special_tokens"])
-        elif added:
-            self.put("model.new_tokens", words(added), self.key("tokens", "add_tokens", "new_special_tokens"))
+        self.tokens()
         if (thinks := self.get("enable_thinking")) is not None:
             self.put("model.chat_template_arguments", {"enable_thinking": thinks}, "enable_thinking")
+
+    def tokens(self) -> None:
+        """New tokens are added; a token of another role, such as an end of text, is not."""
+        own, added = self.get("special_tokens"), self.get("tokens", "add_tokens", "new_special_tokens")
+        new = [] if isinstance(added, Mapping) else words(added)
+        for key, value in own.items() if isinstance(own, Mapping) else ():
+            if key == "additional_special_tokens":
+                new += [one for one in words(value) if one not in new]
+            elif value not in (None, ""):
+                why = f"not supported: the model's own {key} is used, which its tokenizer_config.json names"
+                padding = "not needed: rows are packed instead of padded"
+                self.lose(f"special_tokens.{key}", padding if key == "pad_token" else why, value)
+        for key, value in (("tokens", added), ("special_tokens", own)):
+            if value is not None and (isinstance(value, Mapping) == (key == "tokens")):
+                self.lose(key, names.NAMES["special_tokens"])
+        if new:
+            self.put("model.new_tokens", new, self.key("tokens", "add_tokens", "new_special_tokens", "special_tokens"))
 
     def adapter(self) -> None:
         method = self.get("adapter") if self.system == AXOLOTL else self.get("finetuning_type")
         if self.system == AXOLOTL and method not in (None, "lora", "qlora"):
             raise ConfigError(
-                f"`adapter: {method}` is not supported",
-                where=f"{self.path}: line {self.lines['adapter']}",
+                f"`adapter: {cut(str(method), 80)}` is not supported",
+                where=f"{self.path}: line {self.lines.get('adapter', 0)}",
                 repair="finray has LoRA, rsLoRA, DoRA and PiSSA: adapter.method",
             )
         targets = self.get("lora_target", "lora_target_modules")
@@ -295,12 +345,17 @@ class _Reading:
             self.put("data.train_on", "all")
         self.put("data.packing", packs)
         share = self.get("val_size", "val_set_size")
+        sized, named = (
+            self.key("val_size", "val_set_size"),
+            "test_datasets" if self.system == AXOLOTL else "eval_dataset",
+        )
         if held:
-            self.held(held, "test_datasets" if self.system == AXOLOTL else "eval_dataset")
-        elif share and 0 < share < 1:
-            self.put("data.eval_ratio", share)
+            self.held(held, named)
+            if share:
+                self.lose(sized, f"`{named}` has the rows to evaluate on")
         elif share:
-            self.lose("val_size" if "val_size" in self.raw else "val_set_size", "here a share: data.eval_ratio")
+            # From 2 on a number of rows, for all three.
+            self.put("data.eval_ratio", int(share) if share > 1 else share, sized)
 
     def held(self, held: list[dict[str, Any]], key: str) -> None:
         """The evaluation rows: read with the data section's format and columns, without its subset and revision."""
@@ -375,6 +430,13 @@ class _Reading:
             self.put("train.epochs", self.get("num_train_epochs", "num_epochs"))
         self.used.update(("num_train_epochs", "num_epochs"))
         self.put("train.learning_rate", self.get("learning_rate"))
+        if self.get("max_grad_norm") == 0 or (
+            self.system == LLAMA_FACTORY and self.raw.get("max_grad_norm", 1) is None
+        ):
+            # As Transformers' Trainer takes both.
+            self.put("train.max_grad_norm", None, "max_grad_norm")
+        elif (most := self.get("max_grad_norm")) is not None:
+            self.put("train.max_grad_norm", most, "max_grad_norm")
         options = self.get("lr_scheduler_kwargs") or {}
         options = dict(options) if isinstance(options, Mapping) else {"lr_scheduler_kwargs": options}
         for name in ("min_lr_rate", "min_lr"):
@@ -422,6 +484,9 @@ class _Reading:
             self.put("train.precision", "bf16")
         elif half is None or half == "auto" or half is False:
             self.put("train.precision", "fp16" if wide is True else "auto" if half == "auto" else "fp32")
+        else:
+            self.lose(self.key("bf16", "bfloat16"), "set `train.precision`; `auto` is bf16 where the hardware has it")
+            self.put("train.precision", "auto")
         if self.system == AXOLOTL and full and self.out["train"]["precision"] in ("auto", "bf16"):
             self.notes.append("weights are bf16 there, fp32 here: train.precision: bf16-true is as there, with AdamW")
         again = self.get("gradient_checkpointing", "use_gradient_checkpointing")
@@ -460,14 +525,18 @@ class _Reading:
             if isinstance(greater := self.get("greater_is_better"), bool):
                 self.put("evaluation.metric_mode", "max" if greater else "min", "greater_is_better")
             self.interval("eval", "evaluation")
-            if (patience := self.get("early_stopping_patience")) is not None:
+            stops = ("early_stopping_patience", "early_stopping_steps")
+            if (patience := self.get(*stops)) is not None:
                 stopping = {"patience": patience}
                 if (gain := self.get("early_stopping_threshold")) is not None:
                     stopping["min_gain"] = gain
-                self.put("evaluation.early_stopping", stopping, "early_stopping_patience")
+                self.put("evaluation.early_stopping", stopping, self.key(*stops))
         else:
             self.used.update(("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"))
             self.used.update(("eval_batch_size", "per_device_eval_batch_size"))
+            for key in ("early_stopping_patience", "early_stopping_steps", "early_stopping_threshold"):
+                if self.get(key) is not None:
+                    self.lose(key, "the file holds out no rows to evaluate on")
         report = self.get("report_to")
         trackers_named = {str(one) for one in (report if isinstance(report, list) else [report] if report else [])}
         if self.raw.get("wandb_project") or self.get("use_wandb"):
@@ -485,7 +554,7 @@ class _Reading:
         if self.get("use_tensorboard"):
             self.put("tracking.tensorboard", True)
         if (every := self.get("logging_steps")) >= 1:
-            self.put("tracking.log_every", int(every))
+            self.put("tracking.log_every", int(every), "logging_steps")
         else:
             self.lose("logging_steps", "set tracking.log_every to a number of steps")
 
@@ -577,7 +646,7 @@ class _Reading:
 
     def checked(self) -> Converted:
         """Without the values that finray does not take, each of which is named."""
-        for _ in range(50):
+        for _ in range(sum(map(len, self.out.values())) + 1):
             try:
                 build_config(self.out, source=str(self.path))
                 break
@@ -597,4 +666,8 @@ class _Reading:
                 secret = redact({key: value}) != {key: value}
                 self.lose(key, "not supported here" if secret else f"not supported: {why}", value)
         ordered = {one: self.out[one] for one in Config.model_fields if self.out.get(one)}
-        return Converted(self.system, ordered, sorted(self.lost, key=lambda one: one.line), self.notes)
+        known = [*names.NAMES, *foreign.NOT_OURS, *foreign.SENTENCES]
+        lost = sorted(self.lost, key=lambda one: one.line)
+        for at in [at for at, one in enumerate(lost) if not one.why][:_LIKENESSES]:
+            lost[at] = replace(lost[at], near=did_you_mean(lost[at].key.partition(":")[0], known))
+        return Converted(self.system, ordered, lost, self.notes)

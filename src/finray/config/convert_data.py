@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -94,7 +95,8 @@ class ForeignData:
         tables = [self.dataset_info] if self.dataset_info else []
         tables += [self.path.parent / folder / "dataset_info.json", Path(folder) / "dataset_info.json"]
         for file in tables:
-            if file.is_file():
+            # As `is_file`, which raises where a name is too long.
+            if os.path.isfile(file):  # noqa: PTH113
                 table, where = _TABLES.json(file, dict[str, Any]), file
                 folder = str(file.parent)
                 break
@@ -203,7 +205,8 @@ class ForeignData:
                 found[here] = value
         about.pop("ds_type", None)
         for key, value in about.items():
-            if value not in (None, False, "", [], {}):
+            # Without a role only the messages that are marked are learned.
+            if value not in (None, False, "", [], {}) or (key == "roles_to_train" and value == []):
                 self.lose(f"datasets.{key}", _WHY.get(key, "not supported"), value)
         return [{"source": place} | found for place in places]
 
@@ -213,9 +216,9 @@ class ForeignData:
         if not files:
             return [path]
         files = files if isinstance(files, list) else [files]
-        if path in (None, *_BUILDERS):
+        if path is None or path in _BUILDERS:
             return files
-        if Path(str(path)).is_dir():
+        if os.path.isdir(str(path)):  # noqa: PTH112
             return [f"{path}/{file}" for file in files]
         if re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
             revision = about.pop("revision", None)
@@ -242,7 +245,9 @@ class ForeignData:
             if about.get(key) == "turn":
                 about.pop(key)
         roles = about.get("roles")
-        if isinstance(roles, Mapping) and all(name in _ROLES for names in roles.values() for name in names or ()):
+        if isinstance(roles, Mapping) and all(
+            name in _ROLES for given in roles.values() for name in (given if isinstance(given, list) else [given])
+        ):
             about.pop("roles")
         columns = {field: column for field, column in columns.items() if field != column}
         return {"format": kind} | ({"field_mapping": columns} if columns else {})

@@ -7,29 +7,26 @@ from typing import Any
 
 import yaml
 
-from finray.config import foreign, names
-from finray.errors import did_you_mean
-
 
 @dataclass(frozen=True)
 class Lost:
     """A line that was not carried over.
 
     Attributes:
-        line: in the file, from 1.
+        line: in the file, from 1; 0 for what the file does not say.
         key: with its value, as it was.
         why: a sentence; empty for an unknown key.
+        near: what an unknown key is like, as :func:`finray.errors.did_you_mean` says it.
     """
 
     line: int
     key: str
     why: str
+    near: str = ""
 
     def __str__(self) -> str:
-        if self.why:
-            return f"line {self.line}, `{self.key}`: {self.why}"
-        near = did_you_mean(self.key.partition(":")[0], [*names.NAMES, *foreign.NOT_OURS, *foreign.SENTENCES])
-        return f"line {self.line}, `{self.key}`: finray does not know this key{near}"
+        where = f"line {self.line}, " if self.line else ""
+        return f"{where}`{self.key}`: {self.why or f'finray does not know this key{self.near}'}"
 
 
 @dataclass
@@ -59,5 +56,10 @@ class Converted:
         head += [f"Check this: {note}" for note in self.notes]
         if self.lost:
             head += ["Not carried over:", *(f"  {one}" for one in self.lost)]
-        comments = "".join(f"# {' '.join(line.split()) if line[0] != ' ' else line.rstrip()}\n" for line in head)
+        comments = "".join(f"# {line}\n" for line in map(_one_line, head))
         return comments + yaml.safe_dump(self.plain, sort_keys=False, allow_unicode=True)
+
+
+def _one_line(text: str) -> str:
+    """A line of a comment: what ends a line in YAML, or may not be in it, as its code."""
+    return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from finray.config.section import PositiveInt, Ratio, Section
+from finray.config.section import HeldOut, PositiveInt, Section
 
 Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]
 
@@ -70,11 +70,15 @@ class DataConfig(Section):
         None,
         description="Named split used for evaluation, of `data.eval_source` if that is set, else of `data.source`.",
     )
-    eval_ratio: Ratio = Field(
-        0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`."
+    eval_ratio: HeldOut = Field(
+        0.0,
+        description="Share of the training rows held out for evaluation, chosen by `run.seed`; from 2 on, their "
+        "number.",
     )
     test_split: str | None = Field(None, description="Named split held out for tests after training.")
-    test_ratio: Ratio = Field(0.0, description="Share of the training rows held out for tests after training.")
+    test_ratio: HeldOut = Field(
+        0.0, description="Share of the training rows held out for tests after training; from 2 on, their number."
+    )
     group_by: str | None = Field(
         None,
         description="Column (a user, a document): rows with equal values stay on the same side of a ratio split.",
@@ -167,7 +171,7 @@ class DataConfig(Section):
             raise ValueError("data.format: template requires data.input_template and data.output_template")
         if self.group_by is not None and not (self.eval_ratio or self.test_ratio):
             raise ValueError("data.group_by has no effect without data.eval_ratio or data.test_ratio")
-        if self.eval_ratio + self.test_ratio >= 1:
+        if sum(ratio for ratio in (self.eval_ratio, self.test_ratio) if ratio < 1) >= 1:
             raise ValueError("data.eval_ratio and data.test_ratio leave nothing for training")
         if self.test_split is not None and self.test_ratio:
             raise ValueError("data.test_split and data.test_ratio both choose the test rows; keep one")

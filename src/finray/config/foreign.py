@@ -42,11 +42,14 @@ SAME_ROWS = (
     *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
+SIZES = (*SAME_ROWS, "expert_parallel_size", "expert_model_parallel_size")
 NUMBERS = {
     *("per_device_train_batch_size", "micro_batch_size", "batch_size", "gradient_accumulation_steps", "max_samples"),
     *("learning_rate", "cosine_min_lr_ratio", "num_train_epochs", "num_epochs", "max_steps", "ray_num_workers"),
     *("warmup_steps", "warmup_ratio", "val_size", "val_set_size", "lora_rank", "lora_r", "logging_steps"),
     *("save_steps", "eval_steps", "saves_per_epoch", "evals_per_epoch", "dp_shard_size", "dp_replicate_size"),
+    *("max_grad_norm", "early_stopping_patience", "early_stopping_steps", "save_total_limit", "lora_alpha"),
+    *SIZES,
 }
 # Those that are whole, and the least that they may be.
 LEAST = {
@@ -55,7 +58,6 @@ LEAST = {
     ),
     **{"ray_num_workers": 1, "lora_rank": 1, "lora_r": 1, "max_samples": 0},
 }
-SIZES = (*SAME_ROWS, "expert_parallel_size", "expert_model_parallel_size")
 # Keys that describe something else than how a model is tuned, and say so for a whole file.
 ELSEWHERE = {
     "export_dir": "it exports a model; use `finray export RUN --output DIR`",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
@@ -17,7 +17,7 @@ from finray.config import replicas
 from finray.config.names import NAMES, asks_nothing, called_here, value_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean, did_you_mean_path
-from finray.limits import cut, shown
+from finray.limits import cut, read_named, shown
 
 PRESET_KEY = "preset"
 # The config of a command, or of a call, that names none.
@@ -41,19 +41,37 @@ _SOURCE_FIELDS = frozenset(SourceConfig.model_fields).union(
 
 # A config is a page or two. Anything larger is not a config, or is meant to exhaust memory.
 _MAX_BYTES = 1_000_000
+_NO_SECTIONS = "the file must consist of sections such as `model:` and `data:`"
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
+# Larger numbers are no floats, and Python does not print them.
+_MAX_BITS = 512
 # A whole file of another system is told key by key.
 _MAX_PROBLEMS = 60
+# Characters from which on libyaml's scanner is worth its own messages.
+_LARGE = 50_000
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with limits on depth and on the expansion of aliases.
+    """PyYAML's safe loader, with limits on depth, on numbers and on the expansion of aliases.
 
     PyYAML silently keeps the last of two equal keys; here a duplicate key is an error.
     """
 
     _depth = 0
+
+    def __init__(self, text: str, name: str) -> None:
+        if is_large := len(text) > _LARGE and yaml.__with_libyaml__:
+            events = yaml.CSafeLoader(text)
+            vars(self).update({name: getattr(events, name) for name in ("check_event", "get_event", "peek_event")})
+        super().__init__("" if is_large else text)
+        self.name = name
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value: int = super().construct_yaml_int(node)
+        if value.bit_length() > _MAX_BITS:
+            raise yaml.MarkedYAMLError(problem="a number is too large", problem_mark=node.start_mark)
+        return value
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
@@ -69,10 +87,32 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
         if node is not None:
-            _expanded(node, {})
+            self._require_bounded(node, {})
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def _require_bounded(self, node: yaml.Node, sizes: dict[int, int]) -> int:
+        """Number of values under a node, an alias counted as what it stands for; 0 marks one that is being counted."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) in sizes:
+            if not sizes[id(node)]:
+                raise yaml.MarkedYAMLError(
+                    problem="an alias refers to a value that contains it", problem_mark=node.start_mark
+                )
+            return sizes[id(node)]
+        sizes[id(node)] = 0
+        if isinstance(node, yaml.MappingNode):
+            self._require_names(node)
+        inside = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+        total = 1 + sum(self._require_bounded(one, sizes) for one in inside)
+        if total > _MAX_VALUES:
+            raise yaml.MarkedYAMLError(
+                problem=f"its aliases expand to more than {_MAX_VALUES:,} values", problem_mark=node.start_mark
+            )
+        sizes[id(node)] = total
+        return total
+
+    def _require_names(self, node: yaml.MappingNode) -> None:
         seen: set[str] = set()
         for key, _ in node.value:
             mark = key.start_mark
@@ -84,32 +124,25 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 raise ConfigError(
                     f"duplicate key `{cut(key.value)}`",
-                    where=f"{mark.name}:{mark.line + 1}",
+                    where=f"{self.name}:{mark.line + 1}",
                     repair="keep one of them",
                 )
             seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
+
+    def get_lines(self) -> tuple[dict[str, Any], dict[str, int]] | None:
+        """The values of a mapping and the lines that they are on, from 1, by the keys as they are written; None where
+        there is no mapping."""
+        node = self.get_single_node()
+        if node is None:
+            return {}, {}
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        self.flatten_mapping(node)
+        values = {key.value: self.construct_object(value, deep=True) for key, value in node.value}
+        return values, {key.value: key.start_mark.line + 1 for key, _ in node.value}
 
 
-def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Number of values under a node, an alias counted as what it stands for; 0 marks a node that is being counted."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) in sizes:
-        if not sizes[id(node)]:
-            raise yaml.MarkedYAMLError(
-                problem="an alias refers to a value that contains it", problem_mark=node.start_mark
-            )
-        return sizes[id(node)]
-    sizes[id(node)] = 0
-    inside = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
-    total = 1 + sum(_expanded(one, sizes) for one in inside)
-    if total > _MAX_VALUES:
-        raise yaml.MarkedYAMLError(
-            problem=f"its aliases expand to more than {_MAX_VALUES:,} values", problem_mark=node.start_mark
-        )
-    sizes[id(node)] = total
-    return total
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
@@ -122,18 +155,23 @@ def parse_yaml(text: str, *, name: str) -> Any:
     Raises:
         ConfigError: it is no YAML, has a key twice, or is too large or too deep.
     """
+    return _parsed(text, name, _Loader.get_single_data)
+
+
+def _parsed(text: str, name: str, read: Callable[[_Loader], Any]) -> Any:
     mark = None
     try:
         if len(text) > _MAX_BYTES:
             raise ValueError(f"it has {len(text):,} characters; the limit is {_MAX_BYTES:,}")
-        loader = _Loader(text)
-        loader.name = name
+        loader = _Loader(text, name)
         try:
-            return loader.get_single_data()
+            return read(loader)
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
         mark, reason = getattr(error, "problem_mark", None), str(getattr(error, "problem", None) or error)
+        if reason.startswith("but "):
+            reason = f"{getattr(error, 'context', '')}, {reason}"
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         # PyYAML reads 2024-99-99 as a date, `1_` as a number, and fails as Python does.
         reason = str(error)
@@ -240,6 +278,21 @@ def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; duplicate keys and syntax errors are reported with their line."""
+    data = parse_yaml(_text_of(path), name=str(path))
+    if data is not None and not isinstance(data, dict):
+        raise ConfigError(_NO_SECTIONS, where=str(path))
+    return data or {}
+
+
+def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """As :func:`read_yaml`, with the keys as they are written, and the line of each."""
+    found: tuple[dict[str, Any], dict[str, int]] | None = _parsed(_text_of(path), str(path), _Loader.get_lines)
+    if found is None:
+        raise ConfigError(_NO_SECTIONS, where=str(path))
+    return found
+
+
+def _text_of(path: Path) -> str:
     if path.suffix in _DATA_SUFFIXES and path.is_file():
         raise ConfigError(
             "this is a file of data, not a config",
@@ -247,8 +300,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             repair=f"`finray init my-run.yaml --data {path}` writes a config for it",
         )
     try:
-        with path.open(encoding="utf-8-sig") as stream:
-            text = stream.read(_MAX_BYTES + 1)
+        return read_named(path, _MAX_BYTES + 1).decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         near = did_you_mean_path(path, "*.yaml", "*.yml") or did_you_mean(str(path), preset_names())
         raise ConfigError(
@@ -257,7 +309,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             repair="`finray init` writes a starter file; `finray config presets` lists the presets",
         ) from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = (error.strerror or error) if isinstance(error, OSError) else error
         if isinstance(error, IsADirectoryError):
             what, repair = "this is a directory", "give a YAML file"
             if (path / _RUNS_CONFIG).is_file():
@@ -270,12 +322,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the config file cannot be read: {reason}", where=str(path), repair="give a YAML file in UTF-8"
         ) from None
-    data = parse_yaml(text, name=str(path))
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError("the file must consist of sections such as `model:` and `data:`", where=str(path))
-    return data
 
 
 def preset_names() -> list[str]:
@@ -388,8 +434,10 @@ def _problems(error: ValidationError) -> list[str]:
             case "extra_forbidden":
                 key = str(item["loc"][-1])
                 path = ".".join([*keys, key])
-                near = did_you_mean(key, kind.model_fields, cutoff=_ALIKE)
-                hint = called_here(key, item["input"]) or near or suggest_owner(key)
+                hint = called_here(key, item["input"])
+                # Looking for likenesses takes a millisecond, and a file may have thousands of keys.
+                if not hint and len(reasons) < _MAX_PROBLEMS:
+                    hint = did_you_mean(key, kind.model_fields, cutoff=_ALIKE) or suggest_owner(key)
                 if asks_nothing(key, item["input"]) and (key in NAMES or not hint):
                     nothing.append(path)
                     continue

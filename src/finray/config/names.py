@@ -21,6 +21,11 @@ _PLACED = "not needed: Ray Train starts and connects the workers"
 _TOKENIZERS = "not needed: Transformers chooses the class from the model's files"
 _PUBLISHED = "not supported: publish the output of `finray export`"
 _NOT_HERE = "not supported: `docs/guide/extending.md` shows how to add a task with its own loss"
+_TOKENS = "the model's own are used, as its files have them; `model.new_tokens` adds more"
+_ON_TOP = (
+    "a new adapter is trained where `adapter.start_from` is not set; to train one on top of another, merge that with "
+    "`finray export`, and set `model.name` to the output"
+)
 _FLASH = "not needed: `model.attention: auto` uses FlashAttention if it is installed"
 _LIGER = "`train.liger` enables Liger's norms, rotary embeddings and gated MLPs; the loss is finray's"
 _INTERVAL = "`epoch`: `{path}.every_epochs: 1`; `steps`: `{path}.every_steps`"
@@ -48,7 +53,7 @@ NAMES: dict[str, str] = {
     "quantization_method": "model.quantization",
     "add_tokens": "model.new_tokens",
     "new_special_tokens": "model.new_tokens",
-    "special_tokens": "not needed: the model's own are used; `model.new_tokens` adds more",
+    "special_tokens": _TOKENS,
     "tokens": "model.new_tokens",
     "eager_attention": "model.attention",
     "sdp_attention": "model.attention",
@@ -93,7 +98,7 @@ NAMES: dict[str, str] = {
     "adapter_name_or_path": "adapter.start_from",
     "lora_model_dir": "adapter.start_from",
     "init_lora_weights": "`adapter.method` has `pissa` and others",
-    "create_new_adapter": "not needed: `adapter.start_from` continues from an adapter; otherwise a new one is created",
+    "create_new_adapter": _ON_TOP,
     "lora_fan_in_fan_out": "not needed: it follows from the type of the layer",
     "unfrozen_parameters": "not supported: without an adapter all weights are trained",
     # data
@@ -246,7 +251,7 @@ NAMES: dict[str, str] = {
     "early_stopping_steps": "evaluation.early_stopping",
     "logging_strategy": _SCHEDULED.format(path="tracking.log_every"),
     "logging_dir": "run.output_dir",
-    "plot_loss": "not needed: TensorBoard shows every step of a run",
+    "plot_loss": "not needed: `finray report` draws the curves of a run",
     "wandb_name": "run.name",
     "wandb_run_id": "run.name",
     "use_wandb": "tracking.trackers: [wandb]",
@@ -331,6 +336,42 @@ VALUES_NOT_HERE: dict[str, str] = {
 }
 
 
+# What is needed and missing: names of methods, and how settings of them begin.
+_PREFERENCES = "training on preferences"
+_REWARDS = "training of reward models"
+_REINFORCEMENT = "reinforcement learning"
+_SWEEPS = "sweeps over settings"
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "bco", "sppo", "preference"), _PREFERENCES),
+    **dict.fromkeys(("rm", "prm", "reward", "reward_model", "reward_modeling", "process_reward_model"), _REWARDS),
+    **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo", "online_dpo", "rl", "rlhf", "reinforce"), _REINFORCEMENT),
+    **dict.fromkeys(("tune", "sweep", "sweeps", "hpo", "search"), _SWEEPS),
+    **dict.fromkeys(("distill", "distillation", "kd", "gkd"), "distillation"),
+}
+_METHODS_SETTINGS: dict[str, str] = {
+    **dict.fromkeys(("pref_", "dpo_", "kto_", "simpo_", "orpo_", "cpo_", "rpo_", "precompute_ref"), _PREFERENCES),
+    **dict.fromkeys(("ref_model", "rl_", "ppo_", "grpo_", "reward_funcs", "trl", "vllm_server"), _REINFORCEMENT),
+    **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards"), _REWARDS),
+    **dict.fromkeys(("ref_", "dpo", "kto", "orpo"), _PREFERENCES),
+    "kd_": "distillation",
+}
+HERE_IS = "finray trains on prompts and answers, conversations, plain text, and texts with labels"
+
+
+def not_yet(method: str) -> str:
+    """What another system calls by this name, where finray does not have it yet; else empty."""
+    return METHODS.get(method.lower().replace("-", "_"), "")
+
+
+def missing(name: str, value: object = None) -> str:
+    """The sentence for a setting of something that finray does not have yet; else empty."""
+    if name in ("stage", "rl", "task", "trainer_type"):
+        what = not_yet(str(value))
+    else:
+        what = next((what for start, what in _METHODS_SETTINGS.items() if name.startswith(start)), "")
+    return f"needed and missing: finray has no {what} yet" if what else ""
+
+
 def value_here(value: object, known: Iterable[str]) -> str:
     """What a value of another system, or one that is misspelt, is here, as a hint; empty where it is like none."""
     if (why := VALUES_NOT_HERE.get(str(value))) is not None:
@@ -351,7 +392,7 @@ def asks_nothing(name: str, value: object) -> bool:
 def called_here(name: str, value: object = None) -> str:
     """What a setting of another system is here, as a hint behind a message; empty where it is not known."""
     found = OFF.get(name) if value is False else None
-    found = found or NAMES.get(name, "")
+    found = found or missing(name, value) or NAMES.get(name, "")
     return f" (in finray: `{found}`)" if _is_field(found) else f" ({found})" if found else ""
 
 

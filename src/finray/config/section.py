@@ -8,11 +8,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 # Numbers that count something are bounded: one that is out of all reason is a slip, and found before memory is.
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Ratio = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _held_out(value: float) -> float:
+    if value == 1 or (value > 1 and not value.is_integer()):
+        raise ValueError(f"is a share below 1, or a number of rows of 2 or more; got {value:g}")
+    return value
+
+
+HeldOut = Annotated[float, Field(ge=0.0), AfterValidator(_held_out)]
 
 
 class Section(BaseModel):

@@ -207,13 +207,13 @@ def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path
     found = converted(text, tmp_path)
     lines = text.splitlines()
     for one in found.lost:
-        assert lines[one.line - 1].startswith(one.key.partition(":")[0])
+        assert lines[one.line - 1].startswith(one.key.partition(":")[0].partition(".")[0])
     lost = {one.key.partition(":")[0] for one in found.lost}
     assert found.unknown == (["shpeed"] if "shpeed" in text else [])
     assert lost == (
         {"trust_remote_code", "template", "overwrite_output_dir", "shpeed"}
         if "shpeed" in text
-        else {"gradient_checkpointing_kwargs", "special_tokens"}
+        else {"gradient_checkpointing_kwargs", "special_tokens.pad_token"}
     )
     # As comments, and the rest of the file is the config.
     assert yaml.safe_load(found.text("theirs.yaml")) == found.plain
@@ -238,6 +238,13 @@ def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path
         ({"report_to": "swanlab"}, {}),
         ({"save_strategy": "epoch"}, {"checkpoint.every_epochs": 1.0}),
         ({"early_stopping_patience": 3}, {"evaluation.early_stopping": {"patience": 3}}),
+        ({"early_stopping_steps": 3}, {"evaluation.early_stopping": {"patience": 3}}),
+        # A number of rows, as Transformers' trainer takes 0 and null for no clipping.
+        ({"val_size": 500}, {"data.eval_ratio": 500}),
+        ({"max_grad_norm": 0}, {"train.max_grad_norm": None}),
+        ({"max_grad_norm": 0.5}, {"train.max_grad_norm": 0.5}),
+        ({"adapter_name_or_path": "saves/a"}, {"adapter.start_from": "saves/a"}),
+        ({"create_new_adapter": True}, {"adapter.start_from": None}),
         ({"warmup_steps": 0.1}, {"train.warmup_ratio": 0.1}),
         ({"dp_shard_size": 2, "dp_replicate_size": 2}, {"parallel.strategy": "fsdp", "parallel.shard_size": 2}),
         # A schedule without warm-up, whatever the file says of it; the one with warm-up is another.
@@ -265,6 +272,9 @@ def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path
         ({"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}, {"train.global_batch_size": 64}),
         ({"finetuning_type": "full", "pure_bf16": True, "optim": "adamw_8bit"}, {"train.precision": "bf16"}),
         ({"neftune_noise_alpha": 5}, {}),
+        ({"val_size": 1}, {}),
+        ({"bf16": "x"}, {}),
+        ({"pref_beta": 0.1, "ref_model": "org/model"}, {}),
         ({"loraplus_lr_embedding": 1e-6}, {}),
         ({"quantization_method": "hqq"}, {}),
         ({"double_quantization": False}, {}),
@@ -360,6 +370,10 @@ def test_what_a_prompt_of_axolotls_own_says_to_the_system_is_listed(tmp_path: Pa
         ({"roles": {"assistant": ["oracle"]}}, ["datasets.roles"]),
         # What is no role at all, and no mapping.
         ({"roles": ["user"]}, ["datasets.roles"]),
+        ({"roles": {"user": 5}}, ["datasets.roles"]),
+        ({"roles": {"user": "human"}}, []),
+        # Nothing is learned there but marked messages.
+        ({"roles_to_train": []}, ["datasets.roles_to_train"]),
         ({"roles_to_train": 5, "message_property_mappings": ["role"]}, ["datasets.roles_to_train"]),
         ({"drop_system_message": True}, ["datasets.drop_system_message"]),
         ({"drop_system_message": False, "ds_type": "json"}, []),
@@ -408,6 +422,8 @@ def test_what_is_lost_of_a_source_of_axolotl(source: dict[str, Any], lost: list[
         ),
         ({"plugins": "axolotl.integrations.other.Plugin"}, {}),
         ({"tokens": {"pad_token": "<pad>"}}, {}),
+        ({"special_tokens": {"additional_special_tokens": ["<a>"]}}, {"model.new_tokens": ["<a>"]}),
+        ({"val_set_size": 200.0}, {"data.eval_ratio": 200}),
         ({"tensor_parallel_size": 2}, {}),
     ],
 )
@@ -527,10 +543,14 @@ def test_a_misspelt_key_is_told_what_it_is_like(tmp_path: Path) -> None:
         ("model: m\nmodel_class: llm\ntrain_dataset: d.yaml\n", "LLaMA-Factory v1"),
         ("model_name_or_path: m\ndo_predict: true\neval_dataset: d\n", "finray evaluate"),
         (LLAMA_FACTORY + "max_steps: ten\n", "`max_steps: 'ten'` is not a number"),
-        (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "line 7: `dpo` is not supported"),
+        (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "line 7: `stage: dpo` is not supported"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: freeze"), "line 9: `finetuning_type: freeze"),
-        (AXOLOTL + "rl: kto\n", "line 35: `kto` is not supported"),
+        (AXOLOTL + "rl: kto\n", "line 35: `rl: kto` is not supported"),
         ("model: {name: m}\ndata: {source: d}\n", "already a finray config"),
+        (LLAMA_FACTORY + "adapter_name_or_path: a,b\n", "line 44: the adapters before the last are merged"),
+        (LLAMA_FACTORY + "adapter_name_or_path: a\ncreate_new_adapter: true\n", "line 45: the adapter is merged"),
+        (AXOLOTL + "rl: [dpo]\n", "line 35: `rl: ['dpo']` is not supported"),
+        (AXOLOTL + "kd_trainer: true\n", "finray has no distillation yet"),
         ("lora_rank: 8\n", "names no model"),
         ("model_name_or_path: m\nexport_dir: out\n", "finray export"),
         ("model_name_or_path: m\n", "names no data"),
@@ -565,7 +585,10 @@ def test_the_table_of_examples_names_what_is_lost_and_what_the_plan_says(tmp_pat
     assert head.count("|") == line.count("|") == 6
     small, big = (row.split(" | ") for row in rows)
     assert small[:2] == ["| `fits.yaml`", "LoRA, 4bit base, DDP, sharegpt, packing, adamw_8bit, evaluation"]
-    assert (small[2], set(small[3].split(", "))) == ("`debug`", {"`gradient_checkpointing_kwargs`", "`special_tokens`"})
+    assert (small[2], set(small[3].split(", "))) == (
+        "`debug`",
+        {"`gradient_checkpointing_kwargs`", "`special_tokens.pad_token`"},
+    )
     assert small[4].startswith("no problem, ")
     assert big[1].startswith("full, DDP")
     assert "GiB, but h100-80gb has" in big[4]

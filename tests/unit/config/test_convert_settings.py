@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from finray.errors import ConfigError
+from finray import limits
+from finray.config import convert, foreign, load, names
+from finray.config.load import load_config
+from finray.config.schema import sections
+from finray.errors import ConfigError, FinrayError
+from tests.support import runs
 from tests.unit.config.test_convert import AXOLOTL, LLAMA_FACTORY, converted, fields
 
 SMALL = {"base_model": "m", "datasets": [{"path": "org/rows", "type": "alpaca"}]}
@@ -156,3 +166,134 @@ def test_rows_to_evaluate_of_the_hub_are_those_of_the_split_that_is_read_there(t
     changes = {"eval_dataset": "org/held", "dataset_dir": "ONLINE", "max_samples": None, "val_size": None}
     found = fields(yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | changes), tmp_path)
     assert (found["data.eval_source"], found["data.eval_split"]) == ("org/held", "train")
+
+
+_KNOWN = [
+    *(*names.NAMES, *names.OFF, *names.METHODS, *foreign.NOT_OURS, *foreign.SENTENCES, *foreign.ELSEWHERE),
+    *(*foreign.NUMBERS, *foreign.ASSUMED[foreign.AXOLOTL], *(f"{start}x" for start in foreign.FAMILIES)),
+    *(name for kind in sections().values() for name in kind.model_fields),
+    *("adapter", "fsdp_config", "plugins", "output_dir", "save_strategy", "wandb_mode", "a.b", ""),
+]
+_SOURCE_KEYS = ("path", "type", "roles", "roles_to_train", "data_files", "message_property_mappings", "name", "shards")
+_SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.integers(10**20, 2**500) | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["lora", "steps", "epoch", "1e-3", "a,b", "~nobody/x", "\x85a: b", "chat_template", "x" * 5000])
+    | st.dates() | st.binary(max_size=4)
+)  # fmt: skip
+_VALUES = st.recursive(
+    _SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4) | st.integers() | st.none() | st.dates(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_SOURCES = st.lists(st.dictionaries(st.sampled_from(_SOURCE_KEYS), _VALUES, max_size=4), max_size=2) | _VALUES
+_FILES = st.tuples(
+    st.sampled_from([{"model_name_or_path": "m", "dataset": "d"}, {"base_model": "m", "datasets": ["org/rows"]}]),
+    st.dictionaries(st.sampled_from(_KNOWN) | st.integers() | st.dates() | st.none(), _VALUES, max_size=6),
+    st.none() | _SOURCES,
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(file=_FILES)
+def test_any_file_comes_to_a_config_or_to_one_message(file: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    plain, changes, sources = file
+    plain = plain | changes | ({"datasets": sources} if sources is not None and "base_model" in plain else {})
+    try:
+        found = converted(yaml.safe_dump(plain, allow_unicode=True), tmp_path)
+    except FinrayError:
+        return
+    text = found.text("theirs.yaml")
+    assert yaml.safe_load(text) == found.plain
+    load_config(found.plain)
+    for one in found.lost:
+        assert one.line or one.key.partition(":")[0] not in plain
+
+
+def test_a_key_that_is_no_text_is_named_with_its_line(tmp_path: Path) -> None:
+    text = yaml.safe_dump(SMALL) + "5: 6\n~: 1\n2024-01-01: {2024-01-02: [!!set {a}]}\nother: &m {weird: 1}\n<<: *m\n"
+    found = converted(text, tmp_path)
+    assert [(one.line, one.key) for one in found.lost] == [
+        *((5, "5: 6"), (6, "~: 1"), (7, '2024-01-01: {"2024-01-02": [["a"]]}')),
+        *((8, "weird: 1"), (8, 'other: {"weird": 1}')),
+    ]
+    assert found.unknown == ["5", "~", "2024-01-01", "weird", "other"]
+    assert datetime.date(2024, 1, 1) not in found.plain
+
+
+def _pipe(folder: Path, text: str) -> Path:
+    """A pipe to which somebody writes; the shell's `<(...)` and `/dev/stdin` are such."""
+    os.mkfifo(folder / "pipe")
+    threading.Thread(target=lambda: (folder / "pipe").write_text(text), daemon=True).start()
+    return folder / "pipe"
+
+
+def test_a_file_is_read_once_so_it_may_be_a_pipe(tmp_path: Path) -> None:
+    code, out, err = runs.finray("convert", _pipe(tmp_path, LLAMA_FACTORY))
+    assert (code, err) == (0, "")
+    assert yaml.safe_load(out) == converted(LLAMA_FACTORY, tmp_path).plain
+
+
+def test_a_pipe_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PIPE_S", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    for command in ("convert", "plan"):
+        code, _, err = runs.finray(command, tmp_path / "pipe")
+        assert (code, "nothing was written to it for 0.1 seconds" in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the config names no model"),
+        (b"# nothing\n", "the config names no model"),
+        (b"\x00\x01", "not valid YAML"),
+        (b"\xff\xfe\x00", "cannot be read"),
+        (b"base_model: m\n---\nbase_model: n\n", "expected a single document"),
+        (b"base_model: m\ndatasets:\n\t- path: d\n", "spaces instead of tabs"),
+        (b"base_model: m\nseed: 0x" + b"f" * 5000, "a number is too large"),
+        (b"base_model: m\nseed: 1\nseed: 2\n", "duplicate key `seed`"),
+        (b"- base_model: m\n", "must consist of sections"),
+        (b"base_model: m\n? [a, b]\n: 1\n", "a key must be a name"),
+        (b'base_model: m\nwandb_name: "\\ud800"\n', "holds U+D800"),
+        (None, "is a directory"),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_message(content: bytes | None, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.mkdir() if content is None else file.write_bytes(content)
+    code, _, err = runs.finray("convert", file)
+    assert (code, said in err) == (2, True), err
+
+
+def test_a_byte_order_mark_and_other_ends_of_lines_are_none_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_bytes(b"\xef\xbb\xbf" + AXOLOTL.replace("\n", "\r\n").encode())
+    found = convert.convert(tmp_path / "theirs.yaml")
+    assert found == converted(AXOLOTL, tmp_path)
+
+
+def test_of_many_unknown_keys_few_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for a likeness takes a millisecond, and a file may have 40,000 keys."""
+    asked: list[str] = []
+    for module in (convert, load):
+        monkeypatch.setattr(module, "did_you_mean", lambda name, *_, **__: asked.append(name) or "")
+    many = "".join(f"strange_{number}: 1\n" for number in range(3000))
+    assert len(converted(AXOLOTL + many, tmp_path).unknown) == 3000
+    with pytest.raises(ConfigError):
+        load_config({"model": "m", "data": "d", **yaml.safe_load(many)})
+    assert len(asked) < 200
+
+
+def test_what_is_needed_and_missing_is_said_so_and_not_that_it_is_not_needed(tmp_path: Path) -> None:
+    text = yaml.safe_dump(SMALL | {"dpo_beta": 0.1, "trl": {"beta": 0.1}, "rl": None})
+    assert {why.partition(":")[0] for why in lost(text, tmp_path).values()} == {"needed and missing"}
+
+
+def test_what_is_said_of_tokens_of_another_role(tmp_path: Path) -> None:
+    found = lost(yaml.safe_dump(SMALL | {"special_tokens": {"pad_token": "<p>", "eos_token": "<e>"}}), tmp_path)
+    assert {key: why.split(":")[0] for key, why in found.items()} == {
+        "special_tokens.pad_token": "not needed",
+        "special_tokens.eos_token": "not supported",
+    }

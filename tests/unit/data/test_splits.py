@@ -81,6 +81,17 @@ def test_without_groups_the_share_is_exact() -> None:
         assert [len(side) for side in found[1:]] == [round(count * 0.1), round(count * 0.2)]
 
 
+def test_a_ratio_of_two_or_more_is_a_number_of_rows() -> None:
+    found = sides(hold_out(np.arange(100), eval_ratio=7, test_ratio=0.1, seed=3))
+    assert [len(side) for side in found] == [83, 7, 10]
+    # The same rows as the share that comes to as many.
+    assert found == sides(hold_out(np.arange(100), eval_ratio=0.07, test_ratio=0.1, seed=3))
+    for eval_ratio, test_ratio, where in ((100, 0, "eval_ratio"), (0, 500, "test_ratio"), (90, 0.1, "eval_ratio")):
+        with pytest.raises(DataError, match="leave none of 100 for training") as caught:
+            hold_out(np.arange(100), eval_ratio=eval_ratio, test_ratio=test_ratio, seed=3)
+        assert caught.value.where == f"data.{where}"
+
+
 def test_every_row_is_held_out_by_some_seed() -> None:
     held = [sides(hold_out(np.arange(20), eval_ratio=0.2, test_ratio=0, seed=seed))[1] for seed in range(60)]
     assert set.union(*held) == set(range(20))

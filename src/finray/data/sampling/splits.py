@@ -34,13 +34,13 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
     """Rows for training, evaluation and tests; rows of the same group stay together.
 
     Groups are taken in a seeded order until the share of rows is reached, first for evaluation, then for tests. Each
-    requested split gets at least one group, and so does training.
+    requested split gets at least one group, and so does training. A ratio of 2 or more is a number of rows.
 
     Raises:
-        DataError: there are fewer groups than splits.
+        DataError: there are fewer groups than splits, or not more rows than are held out.
     """
     _, number, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    wanted = [round(len(groups) * ratio) if ratio else 0 for ratio in (eval_ratio, test_ratio)]
+    wanted = [round(ratio if ratio > 1 else len(groups) * ratio) for ratio in (eval_ratio, test_ratio)]
     needed = 1 + (eval_ratio > 0) + (test_ratio > 0)
     if len(sizes) < needed:
         what = "one row" if len(groups) == 1 else f"{len(sizes)} group{'s' if len(sizes) > 1 else ''} of rows"
@@ -48,6 +48,12 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
             f"{what} cannot be split",
             where="data.eval_ratio" if eval_ratio else "data.test_ratio",
             repair="add rows; equal rows count as one, and so do rows with the same data.group_by value",
+        )
+    if sum(wanted) >= len(groups) and max(eval_ratio, test_ratio) > 1:
+        raise DataError(
+            f"{sum(wanted):,} rows held out leave none of {len(groups):,} for training",
+            where="data.eval_ratio" if eval_ratio > 1 else "data.test_ratio",
+            repair="hold out fewer rows, or a share of them, such as 0.1",
         )
     order = permutation(len(sizes), "split", seed)
     side = np.zeros(len(sizes), dtype=np.int8)
