@@ -164,6 +164,8 @@ def explained(error: BaseException) -> FinrayError | None:
             errno.ENOENT: "check the path and the working directory",
         }.get(error.errno, "check that file or directory")
         return FinrayError(why[0].lower() + why[1:], where=name, repair=repair)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return FinrayError((error.strerror or detail).lower(), repair="free some disk space")
     if isinstance(error, OSError):
         return FinrayError(
             f"the operating system refused: {detail}", repair="check the file or network address named here"
@@ -182,6 +184,12 @@ def explained(error: BaseException) -> FinrayError | None:
             repair="its input files may be damaged or of the wrong type; FINRAY_VERBOSE=1 shows where it failed",
         )
     return None
+
+
+def of_storage(error: BaseException) -> FinrayError | None:
+    """An error of a disk that is full or that refuses this user, for which a retry is useless; None for any other."""
+    is_one = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    return explained(error) if is_one else None
 
 
 def require_package(what: str, package: str, *, extra: str, where: str | None = None) -> None:

@@ -6,6 +6,7 @@ be used is then one message that names it, wherever it is read, and never a trac
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,11 +17,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -32,6 +33,8 @@ SEAL = "seal"
 _KNOWN = (OSError, ValueError, EOFError, RecursionError)
 # A new directory may not be locked yet.
 _NEW_S = 60.0
+# Bytes that wait for room on a disk, before what comes next is lost.
+HELD_BYTES = 64 * 2**20
 # Made when the first file is read, because that takes milliseconds.
 _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
@@ -176,19 +179,103 @@ def replace_bytes(path: Path, content: bytes) -> None:
     replace_all({path: content})
 
 
-def replace_all(contents: Mapping[Path, bytes]) -> None:
-    """As :func:`replace_text`, for files that belong together: none is replaced before all are written."""
-    scratch = {path: path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}") for path in contents}
+def replace_all(contents: dict[Path, bytes]) -> None:
+    """As :func:`replace_text`, for files that belong together: none is replaced before all are written.
+
+    Raises:
+        OSError: with the name of the file.
+    """
+    with ExitStack() as stack:
+        # The first is replaced first.
+        for path, stream in [(path, stack.enter_context(replacing(path))) for path in reversed(contents)]:
+            with _naming(path):
+                stream.write(contents[path])
+                stream.flush()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of another one at the end of the block; after an error the other one stays."""
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        for path, content in contents.items():
-            scratch[path].write_bytes(content)
-        for path, written in scratch.items():
-            os.replace(written, path)
+        with _naming(path):
+            with scratch.open("xb") as stream:
+                yield stream
+            os.replace(scratch, path)
     except BaseException:
-        for written in scratch.values():
-            with suppress(OSError):
-                written.unlink()
+        with suppress(OSError):
+            scratch.unlink()
         raise
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A full disk is an error without the name of a file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+class Appending:
+    """Appends to a file. What cannot be written is held, and written in order before whatever comes next.
+
+    Of a line that a full disk cut off, the rest is written later; readers leave out what has no line end.
+
+    Args:
+        path: a regular file, or none yet; it is opened with the first write. No link is followed.
+        limit: bytes to hold at most.
+
+    Attributes:
+        waiting: pieces of content that are held, at least in part.
+        lost: pieces that were more than the limit.
+    """
+
+    def __init__(self, path: Path, *, limit: int = HELD_BYTES) -> None:
+        self.waiting = self.lost = 0
+        self._path, self._limit = path, limit
+        self._held = bytearray()
+        self._file: int | None = None
+
+    def append(self, content: bytes) -> None:
+        """Pass content to the operating system.
+
+        Raises:
+            OSError: it cannot be written now; it is held, or lost.
+        """
+        if len(self._held) + len(content) > self._limit:
+            self.lost += 1
+        else:
+            self._held += content
+            self.waiting += 1
+        self.write()
+
+    def write(self, *, durably: bool = False) -> None:
+        """Write what is held; ``durably`` waits for the disk.
+
+        Raises:
+            OSError: something is still held, or may not be on disk.
+        """
+        with _naming(self._path):
+            if self._file is None:
+                # A pipe would wait for its reader.
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                self._file = os.open(self._path, flags, 0o666)
+                if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                    raise OSError(errno.EINVAL, "is not a file")
+            while self._held:
+                del self._held[: os.write(self._file, self._held)]
+            self.waiting = 0
+            if durably:
+                os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 @contextmanager

@@ -101,6 +101,7 @@ class Run:
 
         optimizer.step = update
         self.rates = optimizer.rates
+        self.trackers: Any = SimpleNamespace(log=self.said.append, is_behind=False, keep=lambda: None)
         writer: Any = SimpleNamespace(is_done=False, close=lambda: self.said.append("closed"))
         pending: list[Any] = []
 
@@ -134,7 +135,7 @@ class Run:
             total_steps=steps,
             state=state or TrainState(),
             writer=writer,
-            trackers=SimpleNamespace(log=self.said.append),  # type: ignore[arg-type]
+            trackers=self.trackers,
             save_extras=lambda folder: None,
             reported=lambda path, metrics: self.reported.append((str(path), metrics)),
             precision=precision,

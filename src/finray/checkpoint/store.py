@@ -217,8 +217,13 @@ class CheckpointStore:
         return content
 
     def set_aside(self, step: int) -> None:
-        """Rename a damaged checkpoint, so that it is no longer counted."""
-        os.replace(self.path_of(step), self.run_dir / f"damaged-{directory_name(step)}-{uuid.uuid4().hex[:8]}")
+        """Rename a damaged checkpoint, so that it is no longer counted.
+
+        Raises:
+            CheckpointError: storage failed.
+        """
+        with self._storage(step):
+            os.replace(self.path_of(step), self.run_dir / f"damaged-{directory_name(step)}-{uuid.uuid4().hex[:8]}")
 
     def steps(self) -> list[int]:
         """Steps of all directories named like checkpoints, valid or not, ascending."""
@@ -237,7 +242,7 @@ class CheckpointStore:
         *,
         steps: Sequence[int] | None = None,
         verify: Callable[[int], Content] | None = None,
-        set_aside: bool = False,
+        set_aside: Callable[[int], None] = lambda step: None,
     ) -> Checkpoint | None:
         """The newest checkpoint whose files are all intact.
 
@@ -245,8 +250,8 @@ class CheckpointStore:
             warn: called for each newer checkpoint that was skipped, naming the file.
             steps: candidates, the preferred one last; None means those on disk, ascending.
             verify: reads the manifest, and raises for a damaged checkpoint; a group of ranks shares the work.
-            set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them and
-                delete good ones in their place.
+            set_aside: called for each that was passed over, to rename it to ``damaged-...``, so that retention does not
+                count it and delete a good one in its place.
 
         Raises:
             CheckpointError: there are checkpoints and all are damaged; starting over is the user's decision.
@@ -261,8 +266,8 @@ class CheckpointStore:
                 skipped = "skipped a damaged checkpoint" if error.repair is None else "skipped a checkpoint"
                 warn(f"{skipped}: {error.where}: {error.message}")
                 continue
-            for bad in [one for one, why in damage.items() if why.repair is None] if set_aside else ():
-                self.set_aside(bad)
+            for bad in [one for one, why in damage.items() if why.repair is None]:
+                set_aside(bad)
             return Checkpoint(self.path_of(step), step, tuple(entry["path"] for entry in content["files"]))
         if damage:
             if (newest := next(iter(damage.values()))).repair is not None:

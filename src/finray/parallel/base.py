@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from finray import compat
-from finray.errors import CheckpointError, FinrayError, from_dict
+from finray.config.redact import redact_text
+from finray.errors import CheckpointError, FinrayError, from_dict, of_storage
+from finray.files import first_line
 from finray.sharding import FlatShard, full_tensor, load_local, local_rows
 
 T = TypeVar("T")
@@ -312,21 +314,35 @@ def grad_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     return full_tensor(torch.linalg.vector_norm(torch.stack(norms)))
 
 
+class OtherRankFailed(RuntimeError):
+    """Another rank has failed, for a reason that is none of finray's own errors: what a retry would do is unknown."""
+
+
 def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:
     """Run an action on every rank, and fail on all if it fails on any, so that no rank waits for one that has failed.
 
     ``action`` must not use a collective itself.
 
     Raises:
-        FinrayError: the failure of the lowest rank that failed.
+        FinrayError: the failure of the lowest rank that failed, on all ranks alike.
+        OtherRankFailed: that rank has another failure, which it raises itself.
     """
     failure: dict[str, Any] | None = None
+    own: Exception | None = None
     result: list[T] = []
     try:
         result.append(action())
-    except FinrayError as error:
-        failure = error.to_dict()
-    failures = [item for item in strategy.all_gather_object(failure) if item is not None]
-    if failures:
-        raise from_dict(failures[0])
-    return result[0]
+    except Exception as error:
+        own = error
+        known = error if isinstance(error, FinrayError) else of_storage(error)
+        failure = {"unknown": redact_text(f"{type(error).__name__}: {first_line(error)}")}
+        failure = failure if known is None else known.to_dict()
+    failures = [(rank, one) for rank, one in enumerate(strategy.all_gather_object(failure)) if one is not None]
+    if not failures:
+        return result[0]
+    rank, first = failures[0]
+    if "unknown" not in first:
+        raise from_dict(first)
+    if own is not None and rank == strategy.rank:
+        raise own
+    raise OtherRankFailed(f"rank {rank} failed: {first['unknown']}")

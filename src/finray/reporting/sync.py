@@ -18,7 +18,7 @@ from finray.errors import ConfigError, FinrayError, TrainingError
 from finray.files import FileKind
 from finray.results import Result
 from finray.tracking.access import require_access
-from finray.tracking.follow import Followed, Sending, Service
+from finray.tracking.follow import CursorNotKept, Cursors, Followed, Sending, Service
 
 # Seconds without a batch sent after which a service counts as unreachable.
 PATIENCE_S = 120.0
@@ -114,6 +114,12 @@ def _sync(sending: Sending, complete: bool) -> Synced:
             f"a package for {sending.name} is not installed: {failed[0]}",
             where="--to",
             repair=f"pip install 'finray[{sending.name}]'",
+        )
+    if failed and isinstance(failed[0], CursorNotKept):
+        raise TrainingError(
+            f"{sending.name} has got records, which cannot be written down: {str(failed[0]).lower()}",
+            where=str(Cursors(sending.run.run_dir, sending.name).path),
+            repair="free some disk space or fix the permissions; the same command then sends these records again",
         )
     why = f"no answer for {PATIENCE_S:.0f} s"
     if failed:

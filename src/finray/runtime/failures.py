@@ -21,7 +21,7 @@ from finray.config.redact import redact_text
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, DataUnavailable, FinrayError, StorageError, TrainingError
-from finray.files import typed
+from finray.files import Appending, typed
 from finray.runtime.logs import tail
 
 if TYPE_CHECKING:
@@ -153,9 +153,11 @@ def last_line(text: str) -> str:
 
 
 def record(run_dir: Path, failure: Failure) -> None:
-    """Record a failure of any rank."""
-    with (run_dir / FAILURES).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(asdict(failure)) + "\n")
+    """Record a failure of any rank, if that can be written: a full disk must not hide the failure itself."""
+    file = Appending(run_dir / FAILURES)
+    with contextlib.suppress(OSError):
+        file.append(json.dumps(asdict(failure)).encode() + b"\n")
+    file.close()
 
 
 def forget(run_dir: Path) -> None:
@@ -240,7 +242,8 @@ def check(failures: Iterable[Failure], from_step: int, run_dir: Path) -> None:
 def explain(error: Exception, run_dir: Path) -> FinrayError:
     """The cause of a failed run: finray's own error if there is one, else the first worker's."""
     by_rank = dict(getattr(error, "worker_failures", {})) or {0: error}
-    worker_failures = list(by_rank.values())
+    # Those that only report that another rank has failed come last.
+    worker_failures = sorted(by_rank.values(), key=lambda one: "OtherRankFailed" in str(one))
     for failure in worker_failures:
         for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
             if isinstance(cause, FinrayError):

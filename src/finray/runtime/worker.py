@@ -150,6 +150,7 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
     import torch
 
     from finray.parallel import make_strategy
+    from finray.parallel.base import OtherRankFailed
     from finray.runtime.elastic import Resize
     from finray.training.allocator import keep_freed_memory
 
@@ -199,6 +200,9 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
             raise
         # Raised on every rank alike; see training.assemble, training.step and training.loop.
         return Outcome(failure=error.to_dict())
+    except OtherRankFailed:
+        # Its own rank records what it was.
+        raise
     except Exception as error:
         failures.record(run_dir, failed(error))
         who = f"rank {strategy.rank} on {socket.gethostname()}"
@@ -468,4 +472,6 @@ def _record_processes(run_dir: Path, strategy: Any) -> None:
     }
     processes = strategy.all_gather_object({**ranks, "host": socket.gethostname(), "pid": os.getpid()})
     if strategy.rank == 0:
-        replace_text(run_dir / "workers.json", json.dumps(processes, indent=2) + "\n")
+        # Nothing reads it but people: a full disk must not end the run here.
+        with suppress(OSError):
+            replace_text(run_dir / "workers.json", json.dumps(processes, indent=2) + "\n")

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finray.config.extensions import load_named
+from finray.config.redact import redact_text
+from finray.errors import ConfigError
 from finray.records import Metrics, RunHeader
 from finray.tracking.follow import PATIENCE_S as FOLLOWER_PATIENCE_S
 from finray.tracking.follow import Follower, Service
+from finray.tracking.jsonl import JsonlTracker
 from finray.tracking.system import Sampler
 
 # Maximum backlog of records for a slow tracker, before the oldest are dropped.
@@ -56,21 +59,30 @@ def make_tracker(name: str) -> Tracker | Service:
     """The tracker with this name in ``tracking.trackers``, or the service that follows the run.
 
     Raises:
-        ConfigError: there is no such tracker.
+        ConfigError: there is no such tracker, or it cannot be created.
     """
-    tracker: Tracker | Service = load_named("finray.trackers", name, where="tracking.trackers")()
+    make = load_named("finray.trackers", name, where="tracking.trackers")
+    try:
+        tracker: Tracker | Service = make()
+    except Exception as error:
+        raise ConfigError(
+            f"the tracker {name} {_failed(error)}",
+            where="tracking.trackers",
+            repair="it is created without arguments; fix it, or leave it out",
+        ) from None
     return tracker
 
 
 class Trackers:
-    """Passes records to trackers; none of them can stop a run.
+    """Passes records to the run's own file and to trackers, none of which can stop a run.
 
     A tracker that raises is reported once and not called again. Those in ``background`` have a thread each, because a
     service may hang; this is also reported once.
 
     Args:
-        inline: called synchronously, in order: their output must be on disk before a checkpoint is.
+        inline: called synchronously, in order.
         background: by name.
+        records: the run's own file, which must be on disk before a checkpoint is; None on ranks other than the first.
         follow: creates those that read the run's own file, once that exists.
         machine: samples the system metrics; it is stopped at the end.
         warn: called in the caller's thread when a tracker fails.
@@ -83,12 +95,14 @@ class Trackers:
         inline: Mapping[str, Tracker],
         background: Mapping[str, Tracker],
         *,
+        records: JsonlTracker | None = None,
         follow: Callable[[RunInfo], list[Follower]] = lambda run: [],
         machine: Sampler | None = None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = PATIENCE_S,
     ) -> None:
+        self._records = records
         self._inline = dict(inline)
         self._background = {name: _Background(tracker, clock) for name, tracker in background.items()}
         self._follow, self._followers = follow, list[Follower]()
@@ -97,17 +111,38 @@ class Trackers:
         self._clock = clock
         self._patience_s = patience_s
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the run's own file lacks records, because it could not be written."""
+        return self._records is not None and self._records.is_behind
+
     def start(self, run: RunInfo) -> None:
-        """Tell all of them that the run starts here."""
+        """Tell all of them that the run starts here.
+
+        Raises:
+            CheckpointError: the run's own file cannot be written.
+        """
+        if self._records is not None:
+            self._records.start(run)
         self._each(lambda tracker: tracker.start(run))
         self._followers = self._follow(run)
 
     def log(self, record: Metrics) -> None:
         """Pass a record to all of them."""
-        for one in [] if self._machine is None else self._machine.take(record.step):
+        for one in [*([] if self._machine is None else self._machine.take(record.step)), record]:
+            if self._records is not None:
+                self._records.log(one)
             self._each(lambda tracker, one=one: tracker.log(one))  # type: ignore[misc]
-        self._each(lambda tracker: tracker.log(record))
         self._listen()
+
+    def keep(self) -> None:
+        """See that the run's own file has every record, on disk.
+
+        Raises:
+            CheckpointError: it has not.
+        """
+        if self._records is not None:
+            self._records.keep()
 
     def finish(self, *, complete: bool = False, patience_s: float = FOLLOWER_PATIENCE_S) -> None:
         """Wait for pending records, up to a timeout.
@@ -118,6 +153,8 @@ class Trackers:
         """
         if self._machine is not None:
             self._machine.stop()
+        if self._records is not None:
+            self._records.finish()
         self._each(lambda tracker: tracker.finish())
         for follower in self._followers:
             follower.end(complete=complete, patience_s=patience_s)
@@ -141,14 +178,14 @@ class Trackers:
             except Exception as error:
                 # A tracker may raise anything: the run is worth more than its records.
                 del self._inline[name]
-                self._leave_out(name, f"failed: {type(error).__name__}: {error}")
+                self._leave_out(name, _failed(error))
         for name, one in list(self._background.items()):
             one.put(call)
             self._look_at(name, one, patience_s=self._patience_s)
 
     def _look_at(self, name: str, one: _Background, *, patience_s: float) -> None:
         if one.error is not None:
-            reason = f"failed: {type(one.error).__name__}: {one.error}"
+            reason = _failed(one.error)
         elif one.busy_for() > patience_s:
             reason = f"has not answered for {one.busy_for():.0f} s"
         else:
@@ -157,7 +194,14 @@ class Trackers:
         self._leave_out(name, reason)
 
     def _leave_out(self, name: str, reason: str) -> None:
-        self._warn(f"the tracker {name} {reason}; training continues without it, and metrics.jsonl has every record")
+        self._warn(
+            f"the tracker {name} {reason}; training continues without it, and it gets nothing more of this start; "
+            "metrics.jsonl, which `finray report` shows, does not depend on it"
+        )
+
+
+def _failed(error: Exception) -> str:
+    return f"failed: {redact_text(f'{type(error).__name__}: {error}')[:300]}"
 
 
 class _Background:

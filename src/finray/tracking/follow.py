@@ -121,6 +121,10 @@ class Cursors:
         replace_text(self.path, json.dumps([asdict(one) for one in (*others, cursor)], indent=2) + "\n")
 
 
+class CursorNotKept(Exception):
+    """What a service has cannot be written down: a full disk, for example."""
+
+
 class Service(ABC):
     """A tracker at an address. Created without arguments; called from one thread, never from the training's.
 
@@ -183,6 +187,8 @@ class Sending:
     run: Followed
     sent: int = 0
     _cursor: Cursor | None = None
+    # Whether the file of cursors has it.
+    _is_kept: bool = False
     # Position in the file up to which records were sent. Only a cache: the cursor decides.
     _offset: int = 0
 
@@ -195,10 +201,10 @@ class Sending:
         Raises:
             Exception: any exception of the service.
         """
-        cursors = Cursors(self.run.run_dir, self.name)
         if self._cursor is None:
-            self._cursor = self.service.open(self.run, cursors.at(self.service.where(self.run)))
-            cursors.keep(self._cursor)
+            known = Cursors(self.run.run_dir, self.name)
+            self._cursor, self._is_kept = self.service.open(self.run, known.at(self.service.where(self.run))), False
+        self._keep()
         while not ended():
             batch, ahead, offset = [], self._cursor, self._offset
             for record, after in read_from(self.run.run_dir / FILE, self._offset):
@@ -210,12 +216,22 @@ class Sending:
                     break
             if batch:
                 self.service.send(batch)
-                cursors.keep(ahead)
-                self._cursor = ahead
+                # Whether or not that can be written down: this process does not send them again.
+                self._cursor, self._is_kept = ahead, False
                 self.sent += len(batch)
             self._offset = offset
+            self._keep()
             if len(batch) < BATCH:
                 return
+
+    def _keep(self) -> None:
+        """Write the cursor, if it has changed."""
+        if self._cursor is not None and not self._is_kept:
+            try:
+                Cursors(self.run.run_dir, self.name).keep(self._cursor)
+            except OSError as error:
+                raise CursorNotKept(error.strerror or str(error)) from None
+            self._is_kept = True
 
     @property
     def is_open(self) -> bool:
@@ -279,8 +295,8 @@ class Follower:
             self._is_reported = True
             name = self._sending.name
             self._warning = (
-                f"the tracker {name} {what}; training continues, metrics.jsonl has every record, and missing ones are "
-                f"sent later: at the next start, or by `finray sync {self._sending.run.run_dir}`"
+                f"the tracker {name} {what}; training continues, and records that it lacks are sent later from "
+                f"metrics.jsonl: in this run, at the next start, or by `finray sync {self._sending.run.run_dir}`"
             )
 
     def _work(self) -> None:
@@ -313,7 +329,11 @@ class Follower:
                 raise
             except Exception as error:
                 failures += 1
-                self._warn(f"cannot be reached: {_described(error)}")
+                what = f"cannot be reached: {_described(error)}"
+                if isinstance(error, CursorNotKept):
+                    name = Cursors(self._sending.run.run_dir, self._sending.name).path
+                    what = f"has got records, which cannot be written down in {name}: {str(error).lower()}"
+                self._warn(what)
                 if self._is_late():
                     break
             if self._ending.is_set():

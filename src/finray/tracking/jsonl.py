@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finray.errors import CheckpointError
+from finray.files import Appending, replacing
 from finray.records import Metrics
 
 if TYPE_CHECKING:
@@ -23,8 +26,10 @@ FILE = "metrics.jsonl"
 class JsonlTracker:
     """Appends records to ``<run>/metrics.jsonl``.
 
+    Unlike other trackers it is never left out: what a full disk refuses is held and written when there is room.
+
     Args:
-        warn: called about damaged lines.
+        warn: called about damaged lines, and when the file cannot be written, or can be again.
         now: the time, in seconds since 1970.
     """
 
@@ -34,50 +39,119 @@ class JsonlTracker:
         self._warn = warn
         self._now = now
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether records are held that could not be written."""
+        return bool(self._file.waiting or self._file.lost)
+
     def start(self, run: RunInfo) -> None:
         """Drop records after the step to resume at: those steps will run again.
 
         The file is replaced, not truncated, so that a leftover process of an earlier start keeps writing to the old
         one. An unreadable file is set aside: a run is worth more than its records.
+
+        Raises:
+            CheckpointError: the file cannot be written.
         """
-        path = run.run_dir / FILE
+        self._path = path = run.run_dir / FILE
         aside = path.with_name(f"damaged-{FILE}")
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
         damaged = []
-        with scratch.open("wb") as stream:
-            try:
-                for line, record in _lines(path):
+        try:
+            with replacing(path) as stream:
+                for line, record in self._readable(path):
                     if record is None:
                         damaged.append(line)
                     # A run that starts over evaluates again.
                     elif record["step"] <= run.resume_step and (run.resume_step or record["kind"] != "eval"):
                         stream.write(line)
-            except OSError as error:
-                aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
-                os.replace(path, aside)
-                self._warn(
-                    f"{path} cannot be read ({error.strerror}): it was moved to {aside.name}, and a new one was started"
-                )
+                if damaged:
+                    kept = Appending(aside)
+                    kept.append(b"".join(damaged))
+                    kept.close()
+        except OSError as error:
+            raise self._refused(error) from None
         if damaged:
-            with aside.open("ab") as kept:
-                kept.writelines(damaged)
             self._warn(
                 f"{path}: {len(damaged):,} damaged line{'s' if len(damaged) > 1 else ''} set aside in {aside.name}"
             )
-        os.replace(scratch, path)
-        self._stream = path.open("a", encoding="utf-8")
+        self._file = Appending(path)
+
+    def _readable(self, path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        try:
+            yield from _lines(path)
+        except OSError as error:
+            aside = path.with_name(f"damaged-{FILE}-{uuid.uuid4().hex[:8]}")
+            os.replace(path, aside)
+            self._warn(
+                f"{path} cannot be read ({error.strerror}): it was moved to {aside.name}, and a new one was started"
+            )
 
     def log(self, record: Metrics) -> None:
-        """Append one record; it has been passed to the operating system when this returns."""
+        """Append one record; it has been passed to the operating system when this returns, or is held."""
         plain = record.json()
         # System records have their own time of sampling.
         plain.setdefault("time", round(self._now(), 3))
-        self._stream.write(json.dumps(plain) + "\n")
-        self._stream.flush()
+        # The metrics of a task from outside may be numbers of another library.
+        line = json.dumps(plain, default=_plain) + "\n"
+        was_behind = self.is_behind
+        try:
+            self._file.append(line.encode())
+        except OSError as error:
+            if not was_behind:
+                self._warn(
+                    f"{self._path} cannot be written: {_reason(error)}; its records are held in memory and written as "
+                    "soon as that is possible; if it is not by the next checkpoint, the run ends there"
+                )
+        else:
+            if was_behind and not self.is_behind:
+                self._warn(f"{self._path} can be written again, and has every record")
+
+    def keep(self) -> None:
+        """See that every record is on disk, as a checkpoint must not be ahead of the records.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        was_behind = self.is_behind
+        try:
+            self._file.write(durably=True)
+        except OSError as error:
+            raise self._refused(error) from None
+        if self._file.lost:
+            raise self._refused(OSError(errno.ENOSPC, "records had to wait too long for room on the disk"))
+        if was_behind:
+            self._warn(f"{self._path} can be written again, and has every record")
 
     def finish(self) -> None:
         """Close the file."""
-        self._stream.close()
+        try:
+            self._file.write()
+        except OSError as error:
+            held = self._file.waiting + self._file.lost
+            self._warn(
+                f"{self._path} cannot be written: {_reason(error)}; the last {held:,} records are lost: a start from "
+                "the last checkpoint does their steps again"
+            )
+        self._file.close()
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the run's records could not be written: {_reason(error)}",
+            where=str(self._path),
+            repair="free some disk space or fix the permissions; the same command then continues from the last "
+            "checkpoint",
+        )
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+def _plain(value: Any) -> float | str:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def metrics_table(run_dir: Path) -> pandas.DataFrame:

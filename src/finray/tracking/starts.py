@@ -9,12 +9,13 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finray.files import typed
+from finray.files import Appending, typed
 from finray.records import Metrics, RunHeader
 from finray.tracking.base import RunInfo
 
@@ -50,14 +51,20 @@ class StartsTracker:
     def start(self, run: RunInfo) -> None:
         """Append this start."""
         found = Start(round(self._clock(), 3), versions(), run.header)
-        with (run.run_dir / FILE).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(found)) + "\n")
+        self._file = Appending(run.run_dir / FILE)
+        # Where a disk is full, it is written with a later record.
+        with suppress(OSError):
+            self._file.append(json.dumps(asdict(found)).encode() + b"\n")
 
-    def log(self, record: Metrics) -> None:
-        """Does nothing: records are in another file."""
+    def log(self, record: Metrics) -> None:  # noqa: ARG002
+        """Write what could not be written before; records are in another file."""
+        with suppress(OSError):
+            self._file.write()
 
     def finish(self) -> None:
-        """Does nothing: no file is open."""
+        """Close the file."""
+        self._file.write()
+        self._file.close()
 
 
 def read_starts(run_dir: Path) -> list[Start]:

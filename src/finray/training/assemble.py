@@ -111,7 +111,9 @@ def assemble(
     if memory is not None and (every := config.checkpoint.in_memory_every) is not None:
         attempt = strategy.broadcast_object(uuid.uuid4().hex)
         in_memory = MemoryWriter(memory, strategy, run_dir, every, warn, attempt, records=run_url(config) is not None)
-    background, evaluated = _take_up(loaded, state, store, evaluator) if first else (None, [])
+    background, evaluated = on_all_ranks(
+        strategy, lambda: _take_up(loaded, state, store, evaluator) if first else (None, [])
+    )
     best = task.spec.chosen(config.evaluation)
     loop = Loop(
         config=config,
@@ -122,7 +124,15 @@ def assemble(
         evaluation=loaded.evaluation,
         total_steps=state.total_steps,
         state=state,
-        writer=CheckpointWriter(store, strategy, config.checkpoint, best=best, in_use=state.evaluating),
+        writer=CheckpointWriter(
+            # A run that continues from a checkpoint must have the records of all steps before it.
+            store,
+            strategy,
+            config.checkpoint,
+            best=best,
+            in_use=state.evaluating,
+            before=trackers.keep,
+        ),
         trackers=trackers,
         save_extras=extras,
         reported=reported,

@@ -178,8 +178,7 @@ def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> Checkpoint
     first = strategy.rank == 0
     if url is None:
         fence = Fence(run_dir)
-        if first:
-            fence.take()
+        on_all_ranks(strategy, fence.take if first else lambda: None)
         return CheckpointStore(run_dir, fence=fence.check)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
     here = ranks_here(strategy, run_dir)
@@ -193,9 +192,8 @@ def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> Checkpoint
         store.clear_url()
 
     on_all_ranks(strategy, take if first else lambda: None)
-    if share[0] == 0:
-        # Of the ranks here it is the first that writes again.
-        store.clear()
+    # Of the ranks here it is the first that writes again.
+    on_all_ranks(strategy, store.clear if share[0] == 0 else lambda: None)
     return store
 
 
@@ -206,12 +204,12 @@ def ranks_here(strategy: Strategy, folder: Path) -> list[int]:
     """
     name = strategy.broadcast_object(f".tmp-rank-{uuid.uuid4().hex[:8]}")
     mark = folder / f"{name}-{strategy.rank}"
-    mark.mkdir(parents=True)
-    strategy.all_gather_object(None)
+    on_all_ranks(strategy, lambda: mark.mkdir(parents=True))
     ranks = range(strategy.world_size)
     here = [rank for rank in ranks if (folder / f"{name}-{rank}").exists()]
     strategy.all_gather_object(None)
-    mark.rmdir()
+    with suppress(OSError):
+        mark.rmdir()
     return here
 
 
@@ -236,6 +234,7 @@ class CheckpointWriter:
         config: the checkpoint section.
         best: the metric whose best checkpoint is kept, and ``min`` or ``max``.
         in_use: steps whose checkpoints are kept while they are listed here.
+        before: called on rank 0 before a checkpoint is committed; it raises if that must not be.
     """
 
     def __init__(
@@ -246,8 +245,10 @@ class CheckpointWriter:
         *,
         best: tuple[str, str],
         in_use: Collection[int] = (),
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._before = before
         self._strategy = strategy
         self._config = config
         self._best = best
@@ -300,6 +301,7 @@ class CheckpointWriter:
         return replace(saved, path=self._store.path_of(saved.step))
 
     def _commit(self, saved: Saved, entries: list[Entry]) -> None:
+        self._before()
         self._store.commit(saved.path, saved.step, entries, metrics=saved.metrics)
         self._prune()
 
@@ -359,8 +361,12 @@ def find_latest(
 
     first = strategy.rank == 0
     steps = strategy.broadcast_object(list(steps))
-    store.learn(strategy.broadcast_object(store.places() if first else {}))
-    return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=first)
+    store.learn(strategy.broadcast_object(on_all_ranks(strategy, lambda: store.places() if first else {})))
+
+    def set_aside(step: int) -> None:
+        on_all_ranks(strategy, lambda: store.set_aside(step) if first else None)
+
+    return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=set_aside)
 
 
 def restore(found: Checkpoint, layout: SavedLayout, optimizer: NamedOptimizer) -> TrainState:

@@ -17,7 +17,7 @@ import torch
 from finray.config.evaluation import EvaluationConfig
 from finray.config.schema import CheckpointConfig, Config
 from finray.errors import TrainingError
-from finray.parallel.base import NamedOptimizer, Strategy
+from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.records import EvalRecord, Note, RunSummary, TrainRecord
 from finray.tracking.base import Trackers
 from finray.training.checkpointing import CheckpointWriter, Snapshot, take_snapshot
@@ -131,6 +131,8 @@ class Loop:
                     self._begin_evaluation(self.evaluation)
                 self._train()
             self._wait_for_evaluations(0)
+            # Evaluations may have come after the last checkpoint.
+            on_all_ranks(self.strategy, self.trackers.keep)
         finally:
             self.writer.close()
             if self.memory is not None:
@@ -258,8 +260,8 @@ class Loop:
             self._log_step(data, rate, numbers)
         if memory is not None:
             started = self.clock()
-            memory.ready()
-            memory.begin(self._snapshot(memory.buffers), state.step)
+            if memory.ready(is_whole=not self.trackers.is_behind):
+                memory.begin(self._snapshot(memory.buffers), state.step)
             self.phases["checkpoint"] += self.clock() - started
         if not is_stored:
             return

@@ -21,7 +21,7 @@ import torch
 
 from finray.checkpoint import Checkpoint
 from finray.errors import CheckpointError
-from finray.files import FileKind, first_line, hold, remove_abandoned, temporary
+from finray.files import FileKind, first_line, hold, remove_abandoned, replace_bytes, temporary
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.sharding import bytes_of
 from finray.training.checkpointing import Snapshot, ranks_here
@@ -118,10 +118,16 @@ class MemoryWriter:
         """Steps between two parts."""
         return max(1, self.every // 2)
 
-    def ready(self) -> None:
-        """Wait until the previous parts of all ranks are stored. A collective. A newer part replaces old ones."""
+    def ready(self, *, is_whole: bool = True) -> bool:
+        """Wait until the previous parts of all ranks are stored. A collective. A newer part replaces old ones.
+
+        Args:
+            is_whole: whether nothing of the run up to this step would be lost with this rank.
+
+        Returns whether that is so on all ranks.
+        """
         self.wait()
-        self.strategy.all_gather_object(None)
+        return all(self.strategy.all_gather_object(is_whole))
 
     def wait(self) -> None:
         """Wait for the previous part, whose buffers are reused."""
@@ -185,7 +191,8 @@ def fetch_newest(
     first = strategy.rank == 0
     _clean(run_dir)
     strategy.all_gather_object(None)
-    for wanted in strategy.broadcast_object(whole(memory.parts(), after=after) if first else []):
+    found = on_all_ranks(strategy, lambda: whole(memory.parts(), after=after) if first else [])
+    for wanted in strategy.broadcast_object(found):
         try:
             return _fetch(memory, strategy, run_dir, wanted)
         except CheckpointError as error:
@@ -205,12 +212,21 @@ def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[P
     # All ranks on one machine decide alike, because none has written yet.
     folder = _scratch_root(sum(part.size for part in wanted)) / name
     strategy.all_gather_object(None)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    on_all_ranks(strategy, lambda: folder.mkdir(mode=0o700, exist_ok=True))
     # As long as this process lives.
     hold(folder)
     here = ranks_here(strategy, folder)
 
     def fetch() -> None:
+        try:
+            write()
+        except OSError as error:
+            # There may be another one, on storage.
+            raise CheckpointError(
+                f"cannot be written to {folder}: {error.strerror or error}", where=f"step {step} in memory"
+            ) from None
+
+    def write() -> None:
         for part in wanted[here.index(strategy.rank) :: len(here)]:
             files = memory.get(part)
             if files is None:
@@ -227,7 +243,7 @@ def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[P
                 path, content = run_dir / RECORDS, files[RECORDS]
                 known = path.read_bytes() if path.is_file() else b""
                 if content.startswith(known) and content != known:
-                    path.write_bytes(content)
+                    replace_bytes(path, content)
 
     try:
         on_all_ranks(strategy, fetch)

@@ -21,7 +21,7 @@ from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import TrainingError
-from finray.files import FileKind
+from finray.files import FileKind, replace_text
 from finray.parallel.base import Strategy
 from finray.records import Metrics, Record, RunHeader, SystemRecord, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
@@ -40,12 +40,10 @@ Warn = Callable[[str], None]
 def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:
     """Start the trackers of rank 0. A run has the same id at every start, stored in its directory."""
     run_id = run_dir / RUN_ID
-    if not run_id.exists():
-        run_id.write_text(uuid.uuid4().hex, encoding="utf-8")
+    if not run_id.exists() or not run_id.stat().st_size:
+        replace_text(run_id, uuid.uuid4().hex)
     name = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run_id)
-    # Written synchronously: after a resume metrics.jsonl must have every step before the checkpoint.
-    inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(warn), "console": _Notifier(notify)}
-    inline["starts.jsonl"] = StartsTracker()
+    inline: dict[str, Tracker] = {"console": _Notifier(notify), "starts.jsonl": StartsTracker()}
     names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
     made = {name: make_tracker(name) for name in dict.fromkeys(names)}
     services = {name: one for name, one in made.items() if isinstance(one, Service)}
@@ -53,6 +51,7 @@ def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Not
     trackers = Trackers(
         inline,
         {name: one for name, one in made.items() if not isinstance(one, Service)},
+        records=JsonlTracker(warn),
         follow=lambda run: [
             Follower(Sending(name, one, Followed(run.run_id, run.run_dir, run.config)))
             for name, one in services.items()

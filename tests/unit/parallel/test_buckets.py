@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finray.errors import CheckpointError
+from finray.errors import CheckpointError, FinrayError
 from finray.parallel import base, ddp
-from finray.parallel.base import ProcessGroup, StatefulOptimizer, grad_norm, kinds_of_state, on_all_ranks, stateful
+from finray.parallel.base import (
+    OtherRankFailed,
+    ProcessGroup,
+    StatefulOptimizer,
+    grad_norm,
+    kinds_of_state,
+    on_all_ranks,
+    stateful,
+)
 from finray.parallel.ddp import DDPStrategy
+from tests.support.ranks import Group
 
 CPU = torch.device("cpu")
 SIZES = [(3, 4), (5,), (2, 2), (30,), (7,), (1,)]
@@ -296,6 +306,36 @@ def test_what_fails_on_any_rank_fails_on_all_with_the_message_of_the_first() -> 
         assert caught.value.message == said
     alone: Any = SimpleNamespace(all_gather_object=lambda own: [own, None])
     assert on_all_ranks(alone, lambda: 3) == 3
-    # A mistake of our own is none that others should wait for.
-    with pytest.raises(ZeroDivisionError):
-        on_all_ranks(alone, lambda: 1 // 0)
+
+
+ERRORS = {
+    "disk": OSError(errno.ENOSPC, "No space left on device", "/run/x"),
+    "no name": OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "odd": OSError(errno.EIO, "Input/output error", "/run/x"),
+    "ours": ZeroDivisionError("division by zero"),
+    "memory": MemoryError(),
+    "theirs": RuntimeError("CUDA error for hf_abcdefghijklmnopqrstuvwxyz0123\nmore"),
+}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("kind", ERRORS)
+def test_whatever_one_rank_raises_no_rank_waits_for_it(kind: str, failing: int) -> None:
+    error = ERRORS[kind]
+
+    def action(rank: int) -> None:
+        if rank == failing:
+            raise error
+
+    found = Group(2).run(lambda strategy: on_all_ranks(strategy, lambda: action(strategy.rank)))
+    if kind in ("disk", "no name"):
+        assert {type(one) for one in found} == {FinrayError}, "a retry is useless: all ranks return it alike"
+        assert {one.repair for one in found} == {"free some disk space"}
+        assert {one.where for one in found} == {"/run/x" if kind == "disk" else None}
+        return
+    assert found[failing] is error
+    other = found[1 - failing]
+    assert isinstance(other, OtherRankFailed)
+    said = {"odd": "OSError: [Errno 5] Input/output error: '/run/x'", "ours": "ZeroDivisionError: division by zero"}
+    said |= {"memory": "MemoryError: MemoryError", "theirs": "RuntimeError: CUDA error for ***"}
+    assert str(other) == f"rank {failing} failed: {said[kind]}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,7 @@ from finray.runtime.failures import (
     bytes_missing,
     check,
     describe,
+    explain,
     first_of,
     forget,
     is_final,
@@ -33,6 +36,7 @@ from finray.runtime.failures import (
     out_of_memory,
     record,
 )
+from tests.support.small_disk import files_of_at_most
 
 ALL = (CheckpointError, ConfigError, DataError, DataUnavailable, ModelError, StorageError, TrainingError)
 SAME = [Failure("a", 4, "ValueError: no"), Failure("b", 4, "ValueError: no")]
@@ -76,6 +80,20 @@ def test_failures_are_kept_between_attempts_until_a_person_starts_the_run_again(
     assert known(tmp_path, "later") == []
     forget(tmp_path)
     assert known(tmp_path, "now") == []
+
+
+def test_a_full_disk_does_not_hide_a_failure(tmp_path: Path) -> None:
+    with files_of_at_most(10):
+        record(tmp_path, replace(SAME[0], start="now"))
+    # Half a line is there, and read by nobody.
+    assert (tmp_path / "failures.jsonl").stat().st_size == 10
+    assert known(tmp_path, "now") == []
+
+
+def test_the_rank_that_failed_is_told_and_not_one_that_heard_of_it(tmp_path: Path) -> None:
+    ranks = {0: RuntimeError("OtherRankFailed: rank 1 failed: OSError: x"), 1: RuntimeError("OSError: x")}
+    error: Any = SimpleNamespace(worker_failures=ranks)
+    assert explain(error, tmp_path).message == "the workers failed: OSError: x"
 
 
 def test_failures_that_lie_on_several_machines_count_together_and_once(tmp_path: Path) -> None:

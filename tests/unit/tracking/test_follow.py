@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,6 +151,31 @@ def test_a_service_that_was_down_gets_what_it_missed_and_is_named_once(tmp_path:
         assert f"finray sync {tmp_path}" in said
         assert follower.warning() is None
     assert service.got == train(1, 2, 3)
+
+
+def test_a_full_disk_is_not_called_a_service_that_cannot_be_reached_and_nothing_is_sent_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, tries, keep = Recording(), list[int](), Cursors.keep
+
+    def full_at_first(cursors: Cursors, cursor: Cursor) -> None:
+        tries.append(cursor.train)
+        if 1 < len(tries) < 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        keep(cursors, cursor)
+
+    monkeypatch.setattr(Cursors, "keep", full_at_first)
+    write(tmp_path, *train(1, 2))
+    with following(service, tmp_path) as follower:
+        service.wait_for(lambda: len(service.got) == 2)
+        follower.end(complete=False, patience_s=LIMIT_S)
+        follower.join()
+        said = follower.warning() or ""
+    assert f"cannot be written down in {tmp_path / 'sent-svc.json'}: no space left on device" in said
+    assert "cannot be reached" not in said
+    assert (service.got, tries) == (train(1, 2), [0, 2, 2, 2])
+    (cursor,) = Cursors(tmp_path, "svc").all()
+    assert cursor.train == 2
 
 
 def test_one_that_refuses_for_good_is_not_asked_again(tmp_path: Path) -> None:

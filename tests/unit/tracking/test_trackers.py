@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import threading
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from finray.errors import CheckpointError, ConfigError
+from finray.files import Appending
 from finray.records import EvalProgress, EvalRecord, Metrics, Note, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Trackers, make_tracker
 from finray.tracking.console import ConsoleTracker, RunView, describe, duration, header_lines
 from finray.tracking.jsonl import JsonlTracker, mean_loss, read_records
+from finray.tracking.starts import StartsTracker, read_starts
 from finray.tracking.tensorboard import TensorBoardTracker
 from tests.support import damaged
+from tests.support.small_disk import files_of_at_most
 
 
 def record(step: int, **fields: Any) -> TrainRecord:
@@ -162,6 +169,109 @@ def test_one_flipped_bit_in_the_records_never_stops_a_run(tmp_path: Path) -> Non
         assert len(list(read_records(path))) >= (bit // 8 != len(line) - 1)
 
 
+# --- a disk without room --------------------------------------------------------------------------------------------
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [item["step"] for item in read_records(folder / "metrics.jsonl")]
+
+
+def test_what_a_full_disk_refuses_is_held_and_written_in_order_when_there_is_room(tmp_path: Path) -> None:
+    told: list[str] = []
+    tracker, path = started(JsonlTracker(told.append), tmp_path), tmp_path / "metrics.jsonl"
+    tracker.log(record(1))
+    size = path.stat().st_size
+    with files_of_at_most(size + 10):
+        for step in (2, 3):
+            tracker.log(record(step))
+        # Control: the disk took a part of a line, which nobody reads.
+        assert (path.stat().st_size, steps_in(tmp_path)) == (size + 10, [1])
+        assert tracker.is_behind
+        with pytest.raises(CheckpointError, match="the run's records could not be written: file too large") as caught:
+            tracker.keep()
+        assert caught.value.where == str(path)
+    tracker.log(EvalRecord(3, {"eval_loss": 1.0}, 9, 0.1))
+    assert steps_in(tmp_path) == [1, 2, 3, 3]
+    tracker.keep()
+    tracker.finish()
+    assert len(told) == 2
+    assert told[0].startswith(f"{path} cannot be written: file too large; its records are held in memory")
+    assert told[1] == f"{path} can be written again, and has every record"
+
+
+def test_records_that_are_held_at_the_end_are_written_or_said_to_be_lost(tmp_path: Path) -> None:
+    for number, room in enumerate((10**6, 10)):
+        told: list[str] = []
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tracker = started(JsonlTracker(told.append), folder)
+        with files_of_at_most(10):
+            tracker.log(record(1))
+            tracker.log(record(2))
+        with files_of_at_most(room):
+            tracker.finish()
+        assert steps_in(folder) == ([1, 2] if room > 10 else [])
+        assert any("the last 2 records are lost" in one for one in told) == (room == 10)
+
+
+def test_more_than_can_be_held_ends_the_run_at_the_next_checkpoint(tmp_path: Path) -> None:
+    file = Appending(tmp_path / "f", limit=30)
+    with files_of_at_most(5):
+        for content in (b"a" * 20, b"b" * 20, b"c" * 10):
+            with pytest.raises(OSError, match="File too large"):
+                file.append(content)
+    assert (file.waiting, file.lost) == (2, 1)
+    tracker = started(JsonlTracker(), tmp_path)
+    tracker._file = file
+    with pytest.raises(CheckpointError, match="records had to wait too long"):
+        tracker.keep()
+    assert (tmp_path / "f").read_bytes() == b"a" * 20 + b"c" * 10
+
+
+def test_a_start_without_room_keeps_the_records_that_are_there(tmp_path: Path) -> None:
+    first = started(JsonlTracker(), tmp_path)
+    for step in (1, 2):
+        first.log(record(step))
+    first.finish()
+    with (
+        files_of_at_most(10),
+        pytest.raises(CheckpointError, match="the run's records could not be written"),
+    ):
+        started(JsonlTracker(pytest.fail), tmp_path, resume_step=2)
+    assert steps_in(tmp_path) == [1, 2]
+    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_start_is_noted_when_there_is_room(tmp_path: Path) -> None:
+    with files_of_at_most(10):
+        tracker = started(StartsTracker(), tmp_path)
+        tracker.log(record(1))
+    assert read_starts(tmp_path) == []
+    tracker.log(record(2))
+    tracker.finish()
+    assert [one.header.step for one in read_starts(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_nothing_is_appended_to_what_is_no_file_of_the_run(tmp_path: Path, kind: str) -> None:
+    path, other = tmp_path / "starts.jsonl", tmp_path / "other"
+    other.write_text("mine\n")
+    {"link": lambda: path.symlink_to(other), "pipe": lambda: os.mkfifo(path), "directory": path.mkdir}[kind]()
+    tracker = started(StartsTracker(), tmp_path)
+    with pytest.raises(OSError, match=re.escape(str(path))):
+        tracker.finish()
+    assert other.read_text() == "mine\n"
+
+
+def test_numbers_of_other_libraries_are_written_as_numbers(tmp_path: Path) -> None:
+    tracker = started(JsonlTracker(), tmp_path)
+    tracker.log(EvalRecord(1, {"eval_mine": np.float32(0.5), "eval_odd": object()}, 9, 0.1))  # type: ignore[dict-item]
+    tracker.finish()
+    (found,) = read_records(tmp_path / "metrics.jsonl")
+    assert found["eval_mine"] == 0.5
+    assert found["eval_odd"].startswith("<object")
+
+
 def test_floats_survive_to_the_bit(tmp_path: Path) -> None:
     tracker = started(JsonlTracker(), tmp_path)
     value = 0.1 + 0.2 / 3
@@ -303,8 +413,37 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(tmp_path: Path
     trackers.finish()
     (warning,) = warnings
     assert "tracker bad failed: ConnectionError: the service is gone" in warning
+    # It is not about the run's own file, of which it knows nothing.
+    assert "every record" not in warning
     assert good.told == other.told == EVERYTHING
     assert bad.told == ["start run-id at 0", "step 1", "step 2"]
+
+
+@pytest.mark.parametrize("where", ["inline", "background"])
+def test_what_a_tracker_says_in_its_error_is_masked(tmp_path: Path, where: str) -> None:
+    class Telling(Listed):
+        def log(self, record: Metrics) -> None:
+            raise RuntimeError("401 for hf_abcdefghijklmnopqrstuvwxyz0123")
+
+    warnings: list[str] = []
+    inline, background = ({"bad": Telling()}, {}) if where == "inline" else ({}, {"bad": Telling()})
+    trackers = Trackers(inline, background, warn=warnings.append)
+    trackers.start(run_info(tmp_path))
+    trackers.log(record(1))
+    trackers.finish()
+    (warning,) = warnings
+    assert "RuntimeError: 401 for ***" in warning
+
+
+def test_a_tracker_that_cannot_be_created_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match="Stubborn failed: TypeError: no") as caught:
+        make_tracker(f"{__name__}:Stubborn")
+    assert caught.value.where == "tracking.trackers"
+
+
+class Stubborn(Listed):
+    def __init__(self) -> None:
+        raise TypeError("no")
 
 
 def test_a_tracker_that_hangs_is_named_once_and_the_others_go_on(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
 from finray.records import EvalRecord, Note, TrainRecord
 from finray.tracking.follow import Service
+from finray.tracking.jsonl import JsonlTracker
 from finray.training import assemble, outputs
 from finray.training.assemble import _take_up, require_same_data
 from finray.training.evaluator import Evaluated
@@ -192,8 +193,8 @@ def test_what_trackers_are_made_of(
     settings = config(tracking={"system_every_seconds": every_s, "trackers": ["m:A"]})
     outputs.start_trackers(settings, tmp_path, header, print, print)
     (inline, background), options = given.pop()
-    # Whoever watches is told of a step that is on disk already.
-    assert list(inline) == ["metrics.jsonl", "console", "starts.jsonl"]
+    assert list(inline) == ["console", "starts.jsonl"]
+    assert isinstance(options["records"], JsonlTracker)
     assert list(background) == ["tensorboard", "m:A"]
     assert options["warn"] is print
     assert options["machine"] == (None if every_s is None else ("sample", 2.5))

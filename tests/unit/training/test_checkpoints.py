@@ -231,6 +231,25 @@ def saved(
     return Group(world).run(run)
 
 
+def test_no_checkpoint_is_committed_while_the_records_before_it_are_not_on_disk(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise CheckpointError("the run's records could not be written")
+
+    def run(strategy: Any) -> Any:
+        before = refuse if strategy.rank == 0 else lambda: pytest.fail("the first rank has the records")
+        store = CheckpointStore(tmp_path)
+        writer = CheckpointWriter(store, strategy, CheckpointConfig(), best=("loss", "min"), before=before)
+        try:
+            writer.begin(snapshot_of(strategy.rank), step=4, metrics={})
+            return writer.finish()
+        finally:
+            writer.close()
+
+    found = Group(2).run(run)
+    assert [(type(one), str(one)) for one in found] == [(CheckpointError, "the run's records could not be written")] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_holds_the_files_of_all_ranks_and_its_metrics(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-000004"
     assert saved(tmp_path, [4], losses={4: 0.5}) == [Saved(target, 4, {"loss": 0.5})] * 3
@@ -282,7 +301,7 @@ def test_a_run_that_fails_does_not_wait_for_what_is_being_written(tmp_path: Path
 
 
 def test_the_first_rank_takes_a_run_over_from_an_earlier_start(tmp_path: Path) -> None:
-    strategies: list[Any] = [SimpleNamespace(rank=rank) for rank in (0, 1)]
+    strategies: list[Any] = [SimpleNamespace(rank=rank, all_gather_object=lambda one: [one]) for rank in (0, 1)]
     earlier = open_store(tmp_path, None, strategies[0])
     open_store(tmp_path, None, strategies[1])
     earlier.commit(earlier.begin(1), 1, [], metrics={})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finray.errors import TrainingError
+from finray.errors import CheckpointError, TrainingError
 from finray.records import EvalRecord, Note, TrainRecord
 from finray.training import loop as module
 from finray.training.evaluator import Evaluated
@@ -34,9 +34,10 @@ class InMemory:
         self.is_ready = self.is_closed = False
         made.loop.memory = self  # type: ignore[assignment]
 
-    def ready(self) -> None:
+    def ready(self, *, is_whole: bool) -> bool:
         self.made.now += 0.5
-        self.is_ready = True
+        self.is_ready = is_whole
+        return is_whole
 
     def begin(self, snapshot: Any, step: int) -> None:
         assert self.is_ready
@@ -73,6 +74,19 @@ def test_between_checkpoints_on_storage_snapshots_are_kept_in_memory(
     assert [record.step for record in made.of(TrainRecord)] == sorted({*steps, *stored})
     assert made.loop.phases["checkpoint"] == 3.5 * len(steps) + 3.0 * len(stored)
     assert kept.is_closed
+
+
+def test_while_records_are_not_on_disk_nothing_is_kept_in_memory_and_the_end_of_the_run_is_an_error(make: Make) -> None:
+    made = make(checkpoint={"every_steps": 4})
+    kept = InMemory(made, 3)
+
+    def refuse() -> None:
+        raise CheckpointError("the run's records could not be written")
+
+    made.trackers.is_behind, made.trackers.keep = True, refuse
+    with pytest.raises(CheckpointError, match="records could not be written"):
+        made.run()
+    assert (kept.begun, made.loop.state.step, kept.is_closed) == ([], 10, True)
 
 
 def test_a_request_to_save_is_stored_and_not_kept_in_memory(make: Make) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from finray.training import memory as module
 from finray.training.checkpointing import Snapshot
 from finray.training.memory import MemoryWriter, Part, _scratch_root, fetch_newest, whole
 from tests.support.ranks import Group
+from tests.support.small_disk import files_of_at_most
 
 
 class Kept:
@@ -125,6 +128,37 @@ def test_records_that_went_on_otherwise_stay(tmp_path: Path) -> None:
         (tmp_path / "run" / "metrics.jsonl").write_text(text)
         fetched(memory, tmp_path / "run")
         assert (tmp_path / "run" / "metrics.jsonl").read_text() == text
+
+
+def test_a_disk_without_room_leaves_the_records_as_they_are_and_the_checkpoint_on_storage_is_used(
+    tmp_path: Path, scratch: Path
+) -> None:
+    memory, path = stored(tmp_path / "run", [2, 4]), tmp_path / "run" / "metrics.jsonl"
+    long = "".join(f"{number}\n" for number in range(2000))
+    memory.held = {key: one for key, one in memory.held.items() if key[0] == 4}
+    part, files = memory.held[4, 0]
+    files["metrics.jsonl"] = (long + "4\n").encode()
+    digests = {**part.digests, "metrics.jsonl": hashlib.sha256(files["metrics.jsonl"]).hexdigest()}
+    memory.held[4, 0] = replace(part, digests=digests), files
+    path.write_text(long)
+    with files_of_at_most(4096):
+        found, warned = fetched(memory, tmp_path / "run")
+    assert found == [None, None]
+    assert path.read_text() == long
+    assert list(scratch.iterdir()) == []
+    assert len(warned) == 1
+    assert "step 4 in memory: cannot be written" in warned[0]
+    # Control: with room it is there.
+    assert [one.step for one in fetched(memory, tmp_path / "run")[0]] == [4, 4]
+    assert path.read_text() == long + "4\n"
+
+
+def test_a_part_that_would_be_ahead_of_the_records_is_stored_by_no_rank(tmp_path: Path) -> None:
+    def run(strategy: Any) -> bool:
+        writer = MemoryWriter(Kept(), strategy, tmp_path, 1, pytest.fail, "attempt")
+        return writer.ready(is_whole=strategy.rank > 0) or writer.ready() is False
+
+    assert Group(2).run(run) == [False, False]
 
 
 def test_records_that_are_the_same_are_not_written_again(tmp_path: Path) -> None:
@@ -353,9 +387,10 @@ def test_no_rank_goes_on_before_all_have_cleaned_up(tmp_path: Path, scratch: Pat
     found = fetch_newest(memory, strategy, tmp_path / "run", after=0, warn=lambda text: None)
     assert found is not None
     assert found.step == 2
-    # Of each: before the directory is made, twice while it is seen who shares it, and once all have filled it.
-    one, damaged = [0, 1, 1, 1], [0]
-    assert seen == [0, *one, *damaged, *one]
+    # Of each: before the directory is made and after it, twice while it is seen who shares it, and once all have filled
+    # it.
+    one, damaged = [0, 1, 1, 1, 1], [0]
+    assert seen == [0, 0, *one, *damaged, *one]
 
 
 def test_a_part_is_waited_for_where_no_step_may_be_lost(tmp_path: Path) -> None:
