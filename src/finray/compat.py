@@ -130,6 +130,15 @@ def without_grouped_mm() -> Iterator[None]:
         moe._can_use_grouped_mm = before
 
 
+def recomputes_cache_at(model: Any) -> int | None:
+    """Tokens after which ``generate`` throws the cached keys of a model away and computes them anew, once: in Phi-3 and
+    its relatives (``prepare_inputs_for_generation``), where LongRoPE turns to its other frequencies."""
+    config = model.config.get_text_config()
+    if config.model_type not in ("phi3", "phi4_multimodal", "phimoe"):
+        return None
+    return getattr(config, "original_max_position_embeddings", None)
+
+
 def init_module(model: Any, module: torch.nn.Module) -> None:
     """Let a model initialize one of its modules, buffers included."""
     model._init_weights(module)

@@ -148,8 +148,9 @@ class Work:
         """A row from its first trained token on, and a mask of the trained ones."""
         ids, mask = self.rows.split.row(number)
         learned = np.flatnonzero(mask[1:]) + 1
-        first, stop = int(learned[0]), int(learned[-1]) + 1
-        return Continuation(ids[:first].tolist(), ids[first:stop].tolist()), mask[first:stop].astype(bool).tolist()
+        first = int(learned[0])
+        # To the row's end: in some models, positions depend on the length of the row.
+        return Continuation(ids[:first].tolist(), ids[first:].tolist()), mask[first:].astype(bool).tolist()
 
     @contextmanager
     def _each(self, what: str, kept: Kept, numbers: list[int]) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from finray.models import attention, pooled
 from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
+from finray.models.ropes import RowRopes
 from finray.models.saved_layout import without_adapter
 
 # oneDNN compiles the bf16 products of each number of tokens, and keeps them between tensors in the heap. Those of a
@@ -29,7 +30,8 @@ _HEAD_CHECK_TOKENS = 64
 class PackedRows(Protocol):
     """The fields of a batch that a forward pass reads; see ``finray.data.sampling.collate.Batch``.
 
-    A batch may also have a ``layout``, which then computes attention instead.
+    A batch may also have a ``layout``, which then computes attention instead, and ``ends``: the largest position of
+    each row, plus one, where that is not its length.
     """
 
     @property
@@ -85,6 +87,7 @@ class PackedModel:
         self._device = device
         self._attention = attention_name
         self._reads_first = attention_name == attention.NAME and pooled.read_only_first(self._body)
+        self._ropes = RowRopes(self._body)
         self._has_plain_head: bool | None = None
 
     def autocast(self) -> torch.autocast:
@@ -199,16 +202,17 @@ class PackedModel:
         longest, first = max(batch.lengths), self._first_position
         if self._attention == attention.NAME:
             options["segment_lengths"] = getattr(batch, "layout", None) or attention.RowLengths(batch.lengths)
-        return module(
-            input_ids=batch.tokens_1T,
-            position_ids=batch.positions_1T + first if first else batch.positions_1T,
-            use_cache=False,
-            cu_seq_lens_q=batch.cu_seqlens,
-            cu_seq_lens_k=batch.cu_seqlens,
-            max_length_q=longest,
-            max_length_k=longest,
-            **options,
-        )
+        with self._ropes.of(batch.lengths, getattr(batch, "ends", batch.lengths)):
+            return module(
+                input_ids=batch.tokens_1T,
+                position_ids=batch.positions_1T + first if first else batch.positions_1T,
+                use_cache=False,
+                cu_seq_lens_q=batch.cu_seqlens,
+                cu_seq_lens_k=batch.cu_seqlens,
+                max_length_q=longest,
+                max_length_k=longest,
+                **options,
+            )
 
 
 class FilledRows:

@@ -23,7 +23,10 @@ from finray.pretrained.tokenizers import source_options
 
 _FILES = FileKind(ModelError)
 # The code that the result depends on.
-_CODE = ("models/packing_check.py", "models/packed.py", "models/pooled.py", "models/attention.py", "compat.py")
+_CODE = (
+    *("models/packing_check.py", "models/packed.py", "models/pooled.py", "models/attention.py", "models/ropes.py"),
+    "compat.py",
+)
 
 
 def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:

@@ -20,12 +20,15 @@ from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.files import first_line
 from finray.models import attention
 from finray.models.packed import JoinedRows, PackedModel
+from finray.models.ropes import FIXED, rope_types
 from finray.pretrained.tokenizers import check_exists, loading_options, not_loaded, silence_transformers
 
 # Row lengths of the test: longer than the window of the small model, and different.
 _LENGTHS = (9, 17, 5)
 _VOCABULARY = 160
 _WINDOW = 6
+# Positions after which rotary embeddings change, where their name in configurations says it: one row is longer.
+_TURN, _TURNS_AT = 12, "original_max_position_embeddings"
 # fp32 sums in another order differ by 1e-6 of the largest logit; a leak or a wrong position by a tenth or more.
 _TOLERANCE = 1e-3
 _WIDTH, _HEADS, _HEAD, _EXPERTS = 64, 4, 16, 4
@@ -46,7 +49,11 @@ _SIZES = {
     "query_pre_attn_scalar": _HEAD,
 }
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
+_WINDOWS = (
+    *("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size"),
+    # Of ModernBERT; of Doge; the keys that sparse attention keeps; where scores begin to be scaled by position.
+    *("local_attention", "keep_window_size", "index_topk", "floor_scale", "log_scaling_n_floor"),
+)
 _LAYERS = 8
 _NO_SIZE = ("model_type", "transformers_version", "architectures", "quantization_config", "dtype")
 
@@ -184,13 +191,29 @@ def shrunk(config: Any) -> Any:
             plain[name] = 1
         elif isinstance(value, list | tuple) and len(value) == depth:
             plain[name] = value[:layers]
+        elif name == _TURNS_AT:
+            plain[name] = _TURN
         elif isinstance(value, dict):
-            # Factors for each frequency of a rotary embedding.
-            lists = {key: part[: _HEAD // 2] for key, part in value.items() if isinstance(part, list | tuple)}
-            plain[name] = value | lists
+            plain[name] = _shrunk_dict(value)
+    if set(rope_types(config)) - {*FIXED, "longrope"} and "max_position_embeddings" in plain:
+        # Dynamic NTK begins where the model's own positions end.
+        plain["max_position_embeddings"] = _TURN
     heads = getattr(config, "num_attention_heads", None)
     for name in ("num_key_value_heads", "num_kv_heads"):
         shared = plain.get(name)
         if isinstance(shared, int) and shared:
             plain[name] = _HEADS if shared == heads else min(2, shared)
     return type(config)(**plain)
+
+
+def _shrunk_dict(plain: dict[str, Any]) -> dict[str, Any]:
+    """Settings of rotary embeddings, maybe for each kind of layer: with fewer factors, and an earlier turn."""
+    small = dict(plain)
+    for name, value in plain.items():
+        if name == _TURNS_AT and isinstance(value, int):
+            small[name] = _TURN
+        elif isinstance(value, list | tuple):
+            small[name] = value[: _HEAD // 2]
+        elif isinstance(value, dict):
+            small[name] = _shrunk_dict(value)
+    return small

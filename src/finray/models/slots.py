@@ -192,6 +192,7 @@ class Laid:
         tokens_1T: int64 token ids.
         positions_1T: int64 positions within rows.
         lengths: tokens of each piece.
+        ends: largest position of each piece, plus one.
         cu_seqlens: int32 cumulative lengths.
         layout: attends.
     """
@@ -199,6 +200,7 @@ class Laid:
     tokens_1T: torch.Tensor
     positions_1T: torch.Tensor
     lengths: tuple[int, ...]
+    ends: tuple[int, ...]
     cu_seqlens: torch.Tensor
     layout: Step | Branches
 
@@ -206,9 +208,10 @@ class Laid:
     def of(cls, pieces: Sequence[tuple[Sequence[int], int]], layout: Step | Branches, device: torch.device) -> Laid:
         """From pieces of (token ids, position of the first)."""
         lengths = tuple(len(tokens) for tokens, _ in pieces)
+        last = tuple(start + len(tokens) for tokens, start in pieces)
         tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens, _ in pieces])
         positions = np.concatenate([np.arange(start, start + len(tokens)) for tokens, start in pieces])
         ends = np.cumsum([0, *lengths], dtype=np.int32)
         tensors = (torch.from_numpy(array).to(device) for array in (tokens, positions, ends))
         tokens_T, positions_T, cu_seqlens = tensors
-        return cls(tokens_T[None], positions_T[None], lengths, cu_seqlens, layout)
+        return cls(tokens_T[None], positions_T[None], lengths, last, cu_seqlens, layout)

@@ -144,10 +144,10 @@ class LayerProbe:
                     setattr(module, name, made)
                 for name, buffer in list(module.named_buffers(recurse=False)):
                     setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
-                if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
-                    # These choose between tables of one shape by the largest position, a value that fake tensors do not
+                if (kinds := getattr(module, "rope_type", None)) is not None:
+                    # Some choose between tables of one shape by the largest position, a value that fake tensors do not
                     # have.
-                    module.rope_type = "default"
+                    module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
             fused_lora.fuse(model)
             fused_lora.disable_inplace(model)
             model.train()

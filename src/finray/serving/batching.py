@@ -285,6 +285,7 @@ class Batcher(Queue):
         working = [job for job in jobs if job.output_ids]
         coming = [job for job in jobs if not job.output_ids]
         pieces = [(job.adapter, 1) for job in working] + [(job.adapter, len(job.prompt)) for job in coming]
+        pieces += [(working[slot].adapter, working[slot].length) for slot in self._engine.anew(working)]
         with self._adapters.rows(pieces):
             logits_BV = self._engine.step(self._slots, working, coming)
         wanted = [number for number, job in enumerate(jobs) if job.top is not None]

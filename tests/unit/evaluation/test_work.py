@@ -124,15 +124,15 @@ def test_losses_are_summed_over_what_is_learned_and_asked_for_in_parts(tmp_path:
     learned = {5: (2, 3, 4, 5), 0: (3, 4), 3: (1, 3, 5), 1: (1, 2), 2: (2, 3, 4)}
     right = [[-sum(logprob(SPLIT[row][0], at) for at in learned[row]), len(learned[row])] for row in NUMBERS]
     np.testing.assert_allclose(found, right, rtol=1e-12)
-    # From the first token that is learned to the last one; the first of a row has nothing before it.
+    # From the first token that is learned to the end of the row; the first of a row has nothing before it.
     assert made.engine.asked == [
-        ([("s:", " yes"), ("ab|", "cd")], False),
+        ([("s:", " yes!"), ("ab|", "cd")], False),
         ([("a", "b|cde"), ("x", "yz")], False),
         ([("q:", "no.")], False),
     ]
     assert [one[:3] for one in made.told] == [("tuned loss", done, 5) for done in (1, 2, 3, 4, 5)]
     (rate,) = made.case.rates
-    assert (rate.model, rate.part, rate.rows, rate.tokens) == ("tuned", "loss", 5, 4 + 2 + 5 + 2 + 3)
+    assert (rate.model, rate.part, rate.rows, rate.tokens) == ("tuned", "loss", 5, 4 + 2 + 5 + 2 + 4)
     assert made.told[-1][3] == rate.text()
     assert 0 <= rate.seconds < 60
     assert made.work.made_by == [COUNTING]

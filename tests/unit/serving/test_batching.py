@@ -348,3 +348,22 @@ def test_what_is_more_than_lora_is_served_alone_and_merged(folder: Path, tmp_pat
     assert heard.job.output_ids == served.greedy(right, PROMPTS[0], NEW)
     with pytest.raises(ApiError, match="merged"):
         models.add("one", str(folder / "one"))
+
+
+def test_a_row_whose_positions_turn_is_read_anew_with_its_own_adapter(tmp_path: Path, tokenizer: Any) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [1.5 + 2.0 * step for step in range(8)]}
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    tiny.save_model("phi3", tmp_path / "base", tokenizer, **settings)
+    for seed, name in enumerate(("one", "two")):
+        served.save_adapter(tmp_path / "base", tmp_path / name, tokenizer, seed=seed, target_modules=["qkv_proj"])
+    models = models_of(tmp_path, "one", "two")
+    assert models.engine.has_slots
+    asked = [(name, [5 + step * 7 for step in range(length)]) for length in (12, 14, 30) for name in ("one", "two")]
+    heard = [Heard(models, name, prompt, Sampling(NEW)) for name, prompt in asked]
+    for one in heard:
+        models.batcher.submit([one.job])
+        models.batcher.advance()
+    work(models, lambda: all(one.is_over for one in heard))
+    for (name, prompt), one in zip(asked, heard, strict=True):
+        assert one.job.output_ids == served.greedy(served.reference(tmp_path, name), prompt, NEW)

@@ -38,6 +38,7 @@ from finray.models.head import chunk_rows
 from finray.models.packed import PackedModel
 from finray.models.packing_cache import packing_of_config
 from finray.models.reordered import reorder
+from finray.models.ropes import FIXED, RowRopes, rope_types
 from finray.models.saved_layout import without_adapter
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
@@ -148,10 +149,12 @@ class TransformersEngine:
         self._penalty = float(generation.repetition_penalty or 1.0)
         packing = packing_of_config(config)
         reason = packing.reason
-        rope = getattr(config, "rope_parameters", None) or {}
-        ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-        if any(one.get("rope_type") in ("dynamic", "longrope") for one in ropes):
-            reason = "its position encoding depends on the longest row"
+        # A row's keys then belong to its own length: none can be shared with a row of another.
+        self._shares = set(rope_types(config)) <= set(FIXED)
+        # The last token of a row is read where the row's length counts.
+        self._read = -1 if self._shares else None
+        self._turn = None if self._shares else compat.recomputes_cache_at(self._inner)
+        RowRopes(self._inner)
         unusual = [name for name, nothing in _ASKS.items() if getattr(generation, name, None) not in nothing]
         if unusual and not reason:
             reason = f"its generation config sets {', '.join(unusual)}"
@@ -231,12 +234,23 @@ class TransformersEngine:
         pieces = [(row.output_ids[-1:], place) for row, place in zip(working, places, strict=True)]
         pieces += [(row.prompt[known:], known) for row in coming]
         prefills = [Prefill(len(working) + nth, known, len(row.prompt) - known) for nth, row in enumerate(coming)]
+        again = self.anew(working)
+        pieces += [([*working[slot].prompt, *working[slot].output_ids], 0) for slot in again]
+        prefills += [Prefill(slot, 0, working[slot].length) for slot in again]
         laid = Laid.of(pieces, Step(slots, places, prefills, device), device)
         assert self._packed is not None
         last_B = laid.cu_seqlens[1:].long() - 1
+        if again:
+            count = len(working) + len(coming)
+            last_B[again], last_B = last_B[count:].clone(), last_B[:count]
         if self._packed.has_plain_head(laid):
             return self._packed.head().logits(self._packed.hidden_TH(laid).index_select(0, last_B))
         return self._packed.logits_KV(laid, last_B)
+
+    def anew(self, working: Sequence[Row]) -> list[int]:
+        """The running rows that a step reads as a whole: those that have become so long that Transformers' `generate`
+        computes their cached keys anew."""
+        return [slot for slot, row in enumerate(working) if row.length - 1 == self._turn]
 
     def _slots_for(self, rows: list[Row], adapter: bool) -> tuple[Slots, int]:
         """Slots, and the number of prompt tokens in them already: the prefix that all prompts have in common, or that a
@@ -245,14 +259,14 @@ class TransformersEngine:
         # The model must read at least one token to return logits.
         prompts = [row.prompt[:-1] for row in rows]
         if len(rows) == 1:
-            if kept is None or kept[2] != adapter:
+            if kept is None or kept[2] != adapter or not self._shares:
                 return Slots(1), 0
             slots, tokens, _ = kept
             return slots, _common(tokens, prompts[0])
         slots = Slots(min(self._batch_size, len(rows)))
         # All others begin with what the first and the last in order begin with.
         known = _common(min(prompts, default=[]), max(prompts, default=[]))
-        if known < _SHARED_FROM:
+        if known < _SHARED_FROM or not self._shares:
             return slots, 0
         with self._with(adapter):
             self.step(slots, [], [replace(rows[0], prompt=rows[0].prompt[:known])])
@@ -278,8 +292,8 @@ class TransformersEngine:
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         penalty = self._penalty_of(sampling)
-        # Padding would change a recurrent state, and count for the repetition penalty.
-        pads = not (compat.carries_state(self._inner) or penalty != 1.0)
+        # Padding would change a recurrent state, count for the repetition penalty, and be a long row for the others.
+        pads = self._shares and not (compat.carries_state(self._inner) or penalty != 1.0)
         while rows:
             longest = len(rows[0].prompt)
             fit = len(rows) if pads else sum(len(row.prompt) == longest for row in rows)
@@ -330,7 +344,7 @@ class TransformersEngine:
             part, tokens, most = list[int](), 0, max(limit - len(context), len(context))
             for number in numbers:
                 more = len(rows[number].tokens) - 1
-                if part and tokens + more > most:
+                if part and (tokens + more > most or not self._shares):
                     parts.append((context, part))
                     part, tokens = [], 0
                 part.append(number)
@@ -354,20 +368,21 @@ class TransformersEngine:
             found = []
             for number in numbers:
                 context, tokens = rows[number].context, torch.tensor(list(rows[number].tokens), device=device)
-                ids = torch.tensor([[*context, *rows[number].tokens[:-1]]], device=device)
-                found.append(_compare(self.model(ids, use_cache=False).logits[0, len(context) - 1 :].float(), tokens))
+                ids = torch.tensor([[*context, *rows[number].tokens[: self._read]]], device=device)
+                logits_LV = self.model(ids, use_cache=False).logits[0, len(context) - 1 :][: len(tokens)]
+                found.append(_compare(logits_LV.float(), tokens))
         else:
             pieces, lengths = list[tuple[Sequence[int], int]](), list[tuple[int, list[int]]]()
             places, at = list[int](), 0
             for context, group in batch:
                 # A single continuation shares a row with its context.
                 alone = len(group) == 1
-                pieces.append(([*context, *(rows[group[0]].tokens[:-1] if alone else ())], 0))
+                pieces.append(([*context, *(rows[group[0]].tokens[: self._read] if alone else ())], 0))
                 last, at = at + len(context) - 1, at + len(pieces[-1][0])
                 branches = list[int]()
                 for number in group:
-                    fed = rows[number].tokens[:-1]
-                    places += [last, *range(last + 1 if alone else at, (last + 1 if alone else at) + len(fed))]
+                    fed, begin = rows[number].tokens[:-1], last + 1 if alone else at
+                    places += [last, *range(begin, begin + len(fed))]
                     if fed and not alone:
                         pieces.append((fed, len(context)))
                         branches.append(len(fed))

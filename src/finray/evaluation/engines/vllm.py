@@ -35,6 +35,7 @@ from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.files import first_line, remove_abandoned, temporary
 from finray.models.artifacts import require_fit
 from finray.models.export import export
+from finray.models.ropes import rope_types
 from finray.pretrained.tokenizers import source_options
 
 # Ranks for which vLLM has kernels.
@@ -141,6 +142,10 @@ class VLLMEngine:
         # vLLM refuses more than the model reads.
         reads = getattr(text, "max_position_embeddings", None)
         max_length = min(max_length, reads) if max_length and reads else max_length
+        if "longrope" in rope_types(text):
+            loading.notify(
+                "vLLM may give short rows the LongRoPE frequencies of long ones; in training, each has its own"
+            )
         gpus = torch.cuda.device_count() if loading.device.type == "cuda" else 1
         # A model without attention names no heads.
         heads = getattr(text, "num_attention_heads", 1)

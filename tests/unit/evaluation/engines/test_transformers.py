@@ -17,12 +17,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from finray.config.resolved import Packing
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.engines import Answer, Continuation, Sampling
 from finray.evaluation.engines import transformers as engine_module
 from finray.evaluation.engines.base import Loading, mute
 from finray.evaluation.engines.transformers import Row, TransformersEngine, take
-from finray.models import slots
+from finray.models import ropes, slots
 from finray.models.artifacts import Artifact, read_artifact
 from tests.support import tiny
 
@@ -390,33 +391,68 @@ def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> No
     assert [list(found[row].tokens) for row in range(len(PROMPTS))] == [plain(model, prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_length_of_the_text_are_left_to_transformers(kind: str) -> None:
-    """In slots, a row would get the angles of the longest one."""
+def by_length(kind: str, family: str) -> dict[str, Any]:
+    """Settings of a tiny model whose positions turn to others in a row of more than 16 tokens."""
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
     if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
-    model = tiny.build_model("llama", rope_parameters=rope, max_position_embeddings=64).eval()
-    expected = [plain(model, prompt, 12) for prompt in PROMPTS]
-    lines: list[str] = []
-    engine = TransformersEngine.of(model, Words(), batch_size=1, notify=lines.append)
-    found = by_row(engine.generate(PROMPTS, Sampling(12)))
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [1.5 + 2.0 * step for step in range(8)]}
+    if family == "gemma3":
+        usual = {"rope_type": "default", "rope_theta": 10000.0}
+        return {"rope_parameters": {"sliding_attention": usual, "full_attention": rope}, "max_position_embeddings": 16}
+    settings = {"rope_parameters": rope, "max_position_embeddings": 16}
+    return settings | ({"original_max_position_embeddings": 16} if family == "phi3" else {})
+
+
+BY_LENGTH = [("dynamic", "llama"), ("longrope", "llama"), ("longrope", "phi3"), ("dynamic", "gemma3")]
+BY_LENGTH += [("longrope", "gemma3")]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(("kind", "family"), BY_LENGTH)
+def test_positions_that_depend_on_the_length_of_a_row_are_those_of_the_row_alone(
+    kind: str, family: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows on both sides of the turn, and some that cross it in their answer: Phi-3 then reads the row anew."""
+    settings = by_length(kind, family)
+    # A new model for each row: dynamic NTK in Transformers remembers the longest row so far.
+    expected = [plain(tiny.build_model(family, **settings).eval(), prompt) for prompt in PROMPTS]
+    if not packs:
+        monkeypatch.setitem(engine_module._ASKS, "top_h", ())
+    engine = TransformersEngine.of(tiny.build_model(family, **settings).eval(), Words(), batch_size=4)
+    assert engine.has_slots == packs
+    # The small model has far fewer positions than rows.
+    engine.max_length = None
+    found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
     assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
-    assert not engine.has_slots
-    assert ["slower" in line for line in lines] == [True]
+    prefix = PROMPTS[6][:14]
+    for prompt in (prefix, [*prefix, 9, 8, 7], PROMPTS[6]):
+        # One after the other, as in a chat, and several that begin alike.
+        (answer,) = engine.generate([prompt], Sampling(NEW))
+        right = plain(tiny.build_model(family, **settings).eval(), prompt)
+        assert list(answer.tokens) == right
+        beside = by_row(engine.generate([prompt, [*prefix, 5]], Sampling(NEW)))
+        assert list(beside[0].tokens) == right
+    rows = [Continuation(PROMPTS[at], [7] * count) for at in (9, 6, 1) for count in (1, 3, 9)]
+    for one in engine.log_likelihood(rows):
+        logprobs, _ = likelihood(tiny.build_model(family, **settings).eval(), rows[one.row])
+        assert one.logprobs == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_of_one_kind_of_layer_that_depend_on_the_length_are_left_to_transformers(kind: str) -> None:
-    """A model with windows may have other positions in its windowed layers, told apart by the layers' names."""
-    usual = {"rope_type": "default", "rope_theta": 10000.0}
-    scaled = usual | {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16}
-    if kind == "longrope":
-        scaled |= {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
-    for full, has_slots in ((usual, True), (scaled, False)):
-        rope = {"sliding_attention": usual, "full_attention": full}
-        model = tiny.build_model("gemma3", rope_parameters=rope, max_position_embeddings=64).eval()
-        assert TransformersEngine.of(model, Words()).has_slots == has_slots
+@pytest.mark.parametrize("broken", ["_kinds", "anew"])
+def test_that_comparison_can_see_a_long_row_beside_and_keys_that_are_not_made_anew(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = by_length("longrope", "phi3")
+    expected = [plain(tiny.build_model("phi3", **settings).eval(), prompt) for prompt in PROMPTS]
+    if broken == "anew":
+        monkeypatch.setattr(TransformersEngine, "anew", lambda self, working: [])
+    else:
+        monkeypatch.setattr(ropes, "_kinds", lambda module: set())
+        monkeypatch.setattr(engine_module, "packing_of_config", lambda config: Packing(True, "phi3"))
+    engine = TransformersEngine.of(tiny.build_model("phi3", **settings).eval(), Words(), batch_size=4)
+    engine.max_length = None
+    found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
+    assert [list(found[row].tokens) for row in range(len(PROMPTS))] != expected
 
 
 def test_a_merged_adapter_answers_as_the_two_together_and_its_base_cannot(tiny_adapter_dir: Path) -> None:
