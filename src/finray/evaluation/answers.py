@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from finray.config.evaluation import ScoringConfig
 from finray.config.schema import Config
-from finray.config.tasks import metric_name
+from finray.config.tasks import CAUSAL_LM, SPECS, metric_name, task_class
 from finray.errors import ConfigError, DataError
 from finray.evaluation import harness
-from finray.evaluation.engines import Engine, Sampling, make_engine, require_engine
+from finray.evaluation.engines import Engine, Sampling, joins_gpus, make_engine, require_engine
 from finray.evaluation.estimates import Judged, Loss
 from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Estimate, Prediction
@@ -23,6 +23,7 @@ from finray.evaluation.subjects import Case, Subject
 from finray.evaluation.work import Work
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.tasks.causal_lm import CausalLM
 
 _ONE_NUMBER = Interval(None, None, "none: the function returns a single number")
 
@@ -69,9 +70,13 @@ def judge(case: Case) -> Judged:
         scores, needs = {}, frozenset()
     choices = _choices(rows, scoring, config) if rows is not None and "choices" in needs else {}
     columns = dict(rows.columns(config)) if rows is not None and "columns" in needs else {}
+    loss, task = Loss(), None if rows is None else _own_task(case)
+    if task is not None:
+        # It may be any number.
+        loss.bounds = (None, None)
     used, answered = list[dict[str, str]](), dict[str, list[tuple[str, ...]]]()
     found = Judged(
-        {**scores, "loss": Loss()},
+        {**scores, "loss": loss},
         {one.name: {} for one in case.subjects},
         {one.name: {} for one in case.subjects},
         made_by={
@@ -87,7 +92,7 @@ def judge(case: Case) -> Judged:
         with _engine(case, artifact) as opened:
             for subject in group:
                 if own is not None:
-                    work = Work(subject, own, case, sampling, opened)
+                    work = Work(subject, own, case, sampling, opened, task)
                     statistics = found.statistics[subject.name]
                     statistics["loss"] = work.losses()
                     answers = work.answered(needs, attempts, choices, columns, tokenizer) if scores else []
@@ -112,6 +117,25 @@ def judge(case: Case) -> Judged:
     if rows is not None and "answers" in needs:
         found.prediction = _shown(case, rows, answered, found)
     return found
+
+
+def _own_task(case: Case) -> type[CausalLM] | None:
+    """The user's task of a run, if it is causal language modelling with another loss; notes say whose loss it is."""
+    name = case.config.model.task if case.run is not None else case.tuned.artifact.notes.get("task", CAUSAL_LM.name)
+    if name in SPECS:
+        return None
+    engine, why = case.request.engine, "is known of its run only"
+    if case.run is not None:
+        why = "is computed by finray's own engine only (--engine transformers, without --replicas)"
+        if case.spread is None and (engine == "transformers" or (engine == "auto" and not joins_gpus(engine))):
+            found, usual = task_class(name), ("__init__", "metric_count", "metrics")
+            is_alike = isinstance(found, type) and issubclass(found, CausalLM)
+            if is_alike and all(getattr(found, one) is getattr(CausalLM, one) for one in usual):
+                case.notes.append(f"the loss is that of the task `{name}`")
+                return cast("type[CausalLM]", found)
+            why = "needs what the training knows"
+    case.notes.append(f"the loss is the cross-entropy of the answers' tokens: that of the task `{name}` {why}")
+    return None
 
 
 def _harness(case: Case, subject: Subject, engine: Engine) -> dict[str, harness.Found]:

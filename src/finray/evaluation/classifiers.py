@@ -26,7 +26,7 @@ from finray.evaluation.classify import Classification, Classified, classify
 from finray.evaluation.estimates import Judged
 from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Estimate, Prediction, Rate
-from finray.evaluation.scores.base import FloatArray, Score, SummedScore
+from finray.evaluation.scores.base import Bounds, FloatArray, Score, SummedScore, bounds_of
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
 from finray.evaluation.subjects import Case, EvaluationRequest, Subject
 from finray.models.artifacts import load_artifact
@@ -46,9 +46,10 @@ COMMONEST = "commonest"
 class Mean(SummedScore):
     """A mean over the rows."""
 
-    def __init__(self, *, is_share: bool, lower_is_better: bool = False) -> None:
+    def __init__(self, *, is_share: bool, higher_is_better: bool = True) -> None:
         super().__init__()
-        self.is_share, self.lower_is_better = is_share, lower_is_better
+        self.is_share, self.higher_is_better = is_share, higher_is_better
+        self.bounds = (0.0, 1.0 if higher_is_better else None)
 
 
 class FromCounts(SummedScore):
@@ -57,7 +58,8 @@ class FromCounts(SummedScore):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._of = OF_CONFUSION[name]
-        self.is_share = name != "matthews_corrcoef"
+        if name == "matthews_corrcoef":
+            self.is_share, self.bounds = False, (-1.0, 1.0)
 
     def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
         """The score, as in evaluations during training."""
@@ -82,6 +84,7 @@ class Pearson(SummedScore):
     """Pearson's correlation, from sums of x, y, x², y² and xy."""
 
     is_share = False
+    bounds: Bounds | None = (-1.0, 1.0)
 
     def total(self, sums_K: FloatArray, rows: int) -> float:
         """The correlation; 0 if all numbers are equal."""
@@ -116,6 +119,9 @@ def judge(case: Case) -> Judged:
         )
     rows = case.rows
     assert rows is not None
+    name = case.config.model.task if case.run is not None else case.tuned.artifact.notes.get("task", case.spec.name)
+    if name != case.spec.name:
+        case.notes.append(f"the loss and the scores are those of `{case.spec.name}`, not of the task `{name}`")
     truths = [rows.split.labels[number] for number in rows.numbers]
     held = [rows.split.row(number) for number in rows.numbers]
     found = {subject.name: _classified(case, subject, truths) for subject in case.subjects}
@@ -138,7 +144,8 @@ def judge(case: Case) -> Judged:
         if name not in others[model]:
             return Estimate(value, Interval(None, None, "none: there are too many classes and rows"))
         score, statistics_NK = others[model][name]
-        return Estimate(value, interval(statistics_NK, score.total, seed=request.seed), score.is_share)
+        span = interval(statistics_NK, score.total, seed=request.seed, bounds=bounds_of(score))
+        return Estimate(value, span, score.is_share)
 
     values = {
         model: {
@@ -218,14 +225,14 @@ def _statistics(
     found: dict[str, dict[str, FloatArray]] = {name: {} for name in predictions}
     others: _Others = {name: {} for name in predictions}
     if sums.problem == "regression":
+        error = Mean(is_share=False, higher_is_better=False)
         y = np.array([_number(one) for one in truths])
         for name, predicted in predictions.items():
             x = np.array([_number(one.label) for one in predicted])
             found[name]["mean_squared_error"] = np.square(x - y)[:, None]
             if (correlated := Pearson.rows(x, y)) is not None:
                 found[name]["pearson"] = correlated
-            others[name]["eval_loss"] = Mean(is_share=False), found[name]["mean_squared_error"]
-        error = Mean(is_share=False, lower_is_better=True)
+            others[name]["eval_loss"] = error, found[name]["mean_squared_error"]
         return {"mean_squared_error": error, "pearson": Pearson()}, found, others
     place = {name: number for number, name in enumerate(sums.names)}
     truth_NC, classes, rows = _marked(truths, place), len(place), len(truths)
@@ -235,7 +242,7 @@ def _statistics(
     totals: dict[str, Score] = {"accuracy": Mean(is_share=True)}
     if has_counts:
         totals |= {name: FromCounts(name) if is_single else FromCases(name) for name in compared}
-    totals["eval_loss"] = Mean(is_share=False, lower_is_better=True)
+    totals["eval_loss"] = Mean(is_share=False, higher_is_better=False)
     for name, predicted in predictions.items():
         try:
             predicted_NC = _marked([one.label for one in predicted], place)

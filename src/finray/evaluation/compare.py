@@ -17,7 +17,7 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.evaluation import answers, classifiers
 from finray.evaluation.engines.base import Engine
-from finray.evaluation.estimates import Judged, compared_with, evaluated, for_several, sentences
+from finray.evaluation.estimates import Judged, compared_with, directions, evaluated, for_several, sentences
 from finray.evaluation.harness import joined
 from finray.evaluation.outcome import Comparison, Evaluated, write
 from finray.evaluation.overlap import Words, overlap
@@ -92,6 +92,7 @@ def evaluate(
         judged.classes,
         judged.confusion,
         tuple(case.rates),
+        {name: one for name, one in directions(judged, case.tuned.name).items() if name in models[-1].scores},
     )
     write(found)
     if request.output is None:

@@ -11,14 +11,19 @@ import numpy.typing as npt
 
 from finray.evaluation.harness import Found
 from finray.evaluation.outcome import Compared, Estimate, Evaluated, Prediction
-from finray.evaluation.scores.base import FloatArray, Score, SummedScore
-from finray.evaluation.statistics import adjusted, interval, paired, sentence
+from finray.evaluation.scores.base import Bounds, FloatArray, Score, SummedScore, bounds_of
+from finray.evaluation.statistics import adjusted, are_apart, change, interval, paired, sentence
+
+# That are named where the first score says nothing.
+_CHANGES = 3
 
 
 class Loss(SummedScore):
     """Loss in nats per token: from each row's sum and number of tokens."""
 
-    is_share, lower_is_better = False, True
+    is_share = False
+    higher_is_better: bool | None = False
+    bounds: Bounds | None = (0.0, None)
 
     def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
         """The mean over tokens."""
@@ -70,8 +75,9 @@ def evaluated(judged: Judged, model: str, *, seed: int, kept: npt.NDArray[np.boo
         if (own := judged.statistics[model].get(name)) is not None:
             own, score = own if kept is None else own[kept], judged.totals[name]
             value = score.total(own.sum(0), len(own))
+            span = interval(own, score.total, seed=seed, bounds=bounds_of(score))
             counts = judged.counts.get(model, {}).get(name, {}) if kept is None else {}
-            found[name] = Estimate(value, interval(own, score.total, seed=seed), score.is_share, counts)
+            found[name] = Estimate(value, span, score.is_share, counts)
         elif name in values:
             found[name] = values[name]
     return Evaluated(model, found)
@@ -87,7 +93,8 @@ def compared_with(judged: Judged, *, seed: int) -> list[Compared]:
             first = first_of.get(score)
             if first is None or (score == "loss" and not np.array_equal(first[:, 1], second[:, 1])):
                 continue  # Losses of other tokens.
-            test = paired(first, second, judged.totals[score].total, seed=seed)
+            known = judged.totals[score]
+            test = paired(first, second, known.total, seed=seed, bounds=bounds_of(known))
             found.append(Compared(score, other, len(first), test))
     return found
 
@@ -102,21 +109,42 @@ def for_several(compared: Sequence[Compared]) -> list[Compared]:
     return found
 
 
+def directions(judged: Judged, model: str) -> dict[str, bool | None]:
+    """By score of a model, whether more of it is better; None where that is not known."""
+    known: dict[str, Score | Found] = {**judged.totals, **judged.harness.get(model, {})}
+    return {name: getattr(one, "higher_is_better", None) for name, one in known.items()}
+
+
 def sentences(models: Sequence[Evaluated], compared: Sequence[Compared], judged: Judged) -> tuple[str, ...]:
-    """A sentence for each baseline, about the first score that can be tested."""
-    tuned = models[-1]
+    """A sentence for each baseline, about the first score that can be tested; and about the others where that one says
+    nothing."""
+    tuned, by_name = models[-1], {one.name: one for one in models}
     first = next((name for name in tuned.scores if any(one.score == name for one in compared)), "")
-    known: dict[str, Score | Found] = {**judged.totals, **judged.harness.get(tuned.name, {})}
-    return tuple(
-        sentence(
+    known = directions(judged, tuned.name)
+
+    def values(one: Compared) -> tuple[str, str]:
+        before, after = (by_name[name].scores[one.score] for name in (one.baseline, tuned.name))
+        return before.text(with_interval=False), after.text(with_interval=False)
+
+    said = []
+    for one in (each for each in compared if each.score == first):
+        better = known.get(first)
+        text = sentence(
             one.found,
             name=tuned.name,
             other=one.baseline,
             score=first.replace("_", " "),
             rows=one.rows,
             shown=tuned.scores[first].difference,
-            lower_is_better=known[first].lower_is_better,
+            higher_is_better=better,
+            values=("", "") if better is not None else values(one),
         )
-        for one in compared
-        if one.score == first
-    )
+        if not are_apart(one.found):
+            others = [each for each in compared if each.baseline == one.baseline and are_apart(each.found)]
+            changes = [
+                change(each.found, each.score.replace("_", " "), values(each), known.get(each.score))
+                for each in others[:_CHANGES]
+            ]
+            text += f" What did change: {'; '.join(changes)}." if changes else ""
+        said.append(text)
+    return tuple(said)

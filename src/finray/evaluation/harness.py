@@ -33,7 +33,7 @@ class Found:
     value: float
     error: float | None
     rows: FloatArray | None
-    lower_is_better: bool = False
+    higher_is_better: bool | None = None
 
 
 def require() -> None:
@@ -127,8 +127,8 @@ def run(
             spread = results.get(f"{metric}_stderr,{chosen}")
             label = f"{task} {metric}" if chosen == "none" else f"{task} {metric} ({chosen})"
             deviation = float(spread) if isinstance(spread, int | float) else None
-            less = found.get("higher_is_better", {}).get(task, {}).get(metric) is False
-            metrics[label] = Found(float(value), deviation, own, less)
+            better = found.get("higher_is_better", {}).get(task, {}).get(metric)
+            metrics[label] = Found(float(value), deviation, own, None if better is None else bool(better))
     return metrics
 
 

@@ -39,9 +39,9 @@ class Estimate:
         more = {"checks": self.checks} if self.checks else {}
         return {"value": self.value, **ends, **({"share": True} if self.is_share else {}), **more}
 
-    def text(self) -> str:
+    def text(self, *, with_interval: bool = True) -> str:
         """Formatted for a table."""
-        span = self.interval
+        span = self.interval if with_interval else Interval(None, None, "")
         ends = "" if span.low is None or span.high is None else f" [{self._one(span.low)}, {self._one(span.high)}]"
         return f"{self._one(self.value)}{'%' if self.is_share else ''}{ends}"
 
@@ -164,6 +164,7 @@ class Comparison(Result):
         classes: of a classifier, by id.
         confusion: by model, rows by their class (first index) and the predicted one.
         rates: of what this call computed, part by part.
+        higher_is_better: by score; None where it is not known.
     """
 
     AS_IS: ClassVar[tuple[str, ...]] = ("predictions",)
@@ -181,6 +182,7 @@ class Comparison(Result):
     classes: tuple[str, ...] = ()
     confusion: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     rates: tuple[Rate, ...] = ()
+    higher_is_better: dict[str, bool | None] = field(default_factory=dict)
 
     @property
     def tuned(self) -> Evaluated:
@@ -206,6 +208,7 @@ class Comparison(Result):
             "models": {one.name: one.json() for one in self.models},
             "comparisons": [{"model": self.tuned.name, **one.json()} for one in self.compared],
             "says": list(self.sentences),
+            "higher_is_better": self.higher_is_better,
             "in_training_data": None if self.overlap is None else self.overlap.plain(),
             "without_training_rows": {one.name: one.json() for one in self.held_out} or None,
             **({"classes": list(self.classes), "confusion": self.confusion} if self.confusion else {}),

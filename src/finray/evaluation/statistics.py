@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from finray.evaluation.scores.base import FloatArray
+from finray.evaluation.scores.base import Bounds, FloatArray
 
 Total = Callable[[FloatArray, int], float]
 LEVEL = 0.95
@@ -23,8 +23,11 @@ _RESAMPLES = 2000
 _SWAPS = 4000
 # Up to this many rows, enumerating all swaps is cheaper.
 _ALL_SWAPS = 12
-# Up to this many rows, the jackknife leaves out each. Beyond that, this many estimate the skew well enough.
-_JACKKNIFED = 10_000
+# Above so many rows, bootstrap, jackknife and permutation take this many groups of rows instead: a score of so many
+# rows is as good as normal, and its spread follows from groups as well as from rows.
+_MOST_ROWS, _GROUPS = 10_000, 5_000
+# With more columns, such as the cells of a confusion matrix, counting how often each row is drawn pays off.
+_COLUMNS = 8
 # Random numbers in memory at a time.
 _HELD = 2**22
 
@@ -64,18 +67,19 @@ def is_right_or_wrong(statistics_NK: FloatArray) -> bool:
     return statistics_NK.shape[1] == 1 and bool(np.isin(statistics_NK, (0.0, 1.0)).all())
 
 
-def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Interval:
+def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0, bounds: Bounds = (None, None)) -> Interval:
     """The 95 % interval of a score.
 
     For 0/1 rows it is Wilson's interval (1927), which is also valid at 0 % and 100 % and for few rows. Otherwise a
     bootstrap (BCa: Efron 1987), whose quantiles are widened for few rows as in Hesterberg (2015, "What teachers should
     know about the bootstrap", section 5.3); each end is at least as far out as Student's t with the jackknife's
-    standard error, because few rows of a skewed score say little about their tail.
+    standard error, because few rows of a skewed score say little about their tail. No end is out of bounds.
 
     Args:
         statistics_NK: of each row.
         total: the score, from sums of statistics and the number of rows.
         seed: for the resamples.
+        bounds: of the score.
     """
     # Here and below: its import takes a second, which reading scores can save.
     from scipy import stats
@@ -86,46 +90,73 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
         return Interval(float(found.low), float(found.high), "Wilson")
     if rows < 2:
         return Interval(None, None, "none: one row has no spread")
-    return _bootstrap(statistics_NK, total, seed)
+    return _bootstrap(*_grouped(statistics_NK, seed), total, seed, bounds)
 
 
-def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
+def _grouped(statistics_NK: FloatArray, seed: int) -> tuple[FloatArray, npt.NDArray[np.int64]]:
+    """Statistics (G, K) of groups of rows drawn at random, and the number of rows of each; of few rows, each is one."""
+    rows = len(statistics_NK)
+    if rows <= _MOST_ROWS:
+        return statistics_NK, np.ones(rows, dtype=np.int64)
+    order = np.random.default_rng([seed, 3]).permutation(rows)
+    edges = np.linspace(0, rows, _GROUPS + 1).astype(np.int64)
+    return np.add.reduceat(statistics_NK[order], edges[:-1], axis=0), np.diff(edges)
+
+
+def _bootstrap(
+    statistics_GK: FloatArray, sizes_G: npt.NDArray[np.int64], total: Total, seed: int, bounds: Bounds
+) -> Interval:
     from scipy import stats
 
-    rows = len(statistics_NK)
-    whole = statistics_NK.sum(0)
-    resampled = np.sort([total(sums, rows) for sums in _resampled_sums(statistics_NK, seed)])
+    groups, rows = len(sizes_G), int(sizes_G.sum())
+    whole = statistics_GK.sum(0)
+    with_sizes = np.concatenate([statistics_GK, sizes_G[:, None]], axis=1)
+    resampled = np.sort([total(sums[:-1], int(sums[-1])) for sums in _resampled_sums(with_sizes, seed)])
     observed = total(whole, rows)
     if resampled[0] == resampled[-1]:
         return Interval(None, None, "none: all rows have the same score")
     share = (np.sum(resampled < observed) + 0.5 * np.sum(resampled == observed)) / len(resampled)
     bias = float(stats.norm.ppf(np.clip(share, 0.5 / len(resampled), 1 - 0.5 / len(resampled))))
-    quantile = float(stats.t.ppf((1 + LEVEL) / 2, rows - 1))
-    widened, acceleration, error = math.sqrt(rows / (rows - 1)) * quantile, 0.0, 0.0
-    if rows <= _JACKKNIFED:
-        left_out = np.array([total(whole - one, rows - 1) for one in statistics_NK])
-        spread = left_out.mean() - left_out
-        squares = float((spread**2).sum())
-        acceleration = float((spread**3).sum() / (6 * squares**1.5)) if squares else 0.0
-        error = math.sqrt(squares * (rows - 1) / rows)
+    quantile = float(stats.t.ppf((1 + LEVEL) / 2, groups - 1))
+    widened = math.sqrt(groups / (groups - 1)) * quantile
+    left_out = np.array(
+        [total(whole - one, rows - size) for one, size in zip(statistics_GK, sizes_G.tolist(), strict=True)]
+    )
+    spread = left_out.mean() - left_out
+    squares = float((spread**2).sum())
+    acceleration = float((spread**3).sum() / (6 * squares**1.5)) if squares else 0.0
+    reach = quantile * math.sqrt(squares * (groups - 1) / groups)
     ends = []
     for z in (bias - widened, bias + widened):
         # Of two rows the acceleration is 0 (but for rounding), and of many below 1/6: the divisor is at least 0.09.
         level = stats.norm.cdf(bias + z / (1 - acceleration * z))
         ends.append(float(np.quantile(resampled, level)))
-    reach = quantile * error
-    return Interval(min(ends[0], observed - reach), max(ends[1], observed + reach), "bootstrap (BCa)")
+    low, high = min(ends[0], observed - reach), max(ends[1], observed + reach)
+    return Interval(*_within(low, high, observed, bounds), "bootstrap (BCa)")
 
 
-def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray]:
-    """Sums over N rows drawn with replacement, ``_RESAMPLES`` times."""
-    rows = len(statistics_NK)
+def _within(low: float, high: float, observed: float, bounds: Bounds) -> tuple[float, float]:
+    """The ends, as far as the scale reaches: what lies beyond cannot be the truth."""
+    least, most = bounds
+    return (
+        low if least is None else min(max(low, least), observed),
+        high if most is None else max(min(high, most), observed),
+    )
+
+
+def _resampled_sums(statistics_GK: FloatArray, seed: int) -> Iterator[FloatArray]:
+    """Sums over G rows drawn with replacement, ``_RESAMPLES`` times."""
+    rows, columns = statistics_GK.shape
     generator = np.random.default_rng([seed, 1])
     held = max(1, _HELD // rows)
     for start in range(0, _RESAMPLES, held):
         size = min(held, _RESAMPLES - start)
         chosen = generator.integers(0, rows, size=(size, rows))
-        yield from np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
+        if columns > _COLUMNS:
+            chosen += rows * np.arange(size)[:, None]
+            yield from np.bincount(chosen.ravel(), minlength=chosen.size).reshape(size, rows) @ statistics_GK
+        else:
+            yield from np.stack([column[chosen].sum(1) for column in statistics_GK.T], axis=1)
 
 
 def auroc_rows(truth_NC: npt.NDArray[np.bool_], scores_NC: FloatArray) -> tuple[float, FloatArray] | None:
@@ -190,7 +221,9 @@ def spearman_interval(value: float, rows: int) -> Interval:
     return Interval(math.tanh(math.atanh(value) - reach), math.tanh(math.atanh(value) + reach), "Bonett-Wright")
 
 
-def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0) -> Paired:
+def paired(
+    first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0, bounds: Bounds = (None, None)
+) -> Paired:
     """Test whether the second of two models is better on the same rows.
 
     For 0/1 rows: McNemar's exact test, and the interval of Agresti and Min (2005) for the difference. Otherwise: a
@@ -201,6 +234,7 @@ def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: i
         second_NK: for the other, rows in the same order.
         total: the score, from sums of statistics and the number of rows.
         seed: for random draws.
+        bounds: of the score.
     """
     from scipy import stats
 
@@ -221,22 +255,28 @@ def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: i
         return Paired(observed, found, p, "exact McNemar", gained, lost)
     if rows < 2:
         return Paired(observed, Interval(None, None, "none: one row has no spread"), 1.0, "permutation")
-    span = _bootstrap(both, difference, seed)
-    return Paired(observed, span, _permutation(first_NK, second_NK, total, observed, seed), "permutation")
+    both_GK, sizes_G = _grouped(both, seed)
+    least, most = bounds
+    apart = None if least is None or most is None else most - least
+    span = _bootstrap(both_GK, sizes_G, difference, seed, (None if apart is None else -apart, apart))
+    p = _permutation(both_GK[:, :columns], both_GK[:, columns:], rows, total, observed, seed)
+    return Paired(observed, span, p, "permutation")
 
 
-def _permutation(first_NK: FloatArray, second_NK: FloatArray, total: Total, observed: float, seed: int) -> float:
-    rows = len(first_NK)
-    moved_NK, whole_K = second_NK - first_NK, (first_NK + second_NK).sum(0)
+def _permutation(
+    first_GK: FloatArray, second_GK: FloatArray, rows: int, total: Total, observed: float, seed: int
+) -> float:
+    groups = len(first_GK)
+    moved_GK, whole_K = second_GK - first_GK, (first_GK + second_GK).sum(0)
     extreme = drawn = 0
     # Ignore rounding errors of sums.
     least = abs(observed) * (1 - 1e-9) - 1e-12
-    for signs in _signs(rows, seed):
-        apart_K = signs @ moved_NK
+    for signs in _signs(groups, seed):
+        apart_K = signs @ moved_GK
         extreme += abs(total((whole_K + apart_K) / 2, rows) - total((whole_K - apart_K) / 2, rows)) >= least
         drawn += 1
     # The enumeration of all swaps includes the observed one; to a sample, it is added (Phipson and Smyth 2010).
-    return extreme / drawn if rows <= _ALL_SWAPS else (extreme + 1) / (drawn + 1)
+    return extreme / drawn if groups <= _ALL_SWAPS else (extreme + 1) / (drawn + 1)
 
 
 def _signs(rows: int, seed: int) -> Iterator[FloatArray]:
@@ -258,10 +298,31 @@ def adjusted(p: list[float]) -> list[float]:
     return [found[number] for number in range(len(p))]
 
 
+def are_apart(found: Paired) -> bool:
+    """Whether two models can be told apart: the test and the interval must both say so."""
+    span = found.interval
+    both = span.low is None or span.high is None or span.low * span.high > 0
+    return bool(found.p < 1 - LEVEL and both and found.difference)
+
+
+def change(found: Paired, score: str, values: tuple[str, str], higher_is_better: bool | None) -> str:
+    """How a score changed from one model to another that can be told apart: a part of a sentence."""
+    word = "" if higher_is_better is None else "better, " if (found.difference > 0) is higher_is_better else "worse, "
+    return f"{score} from {values[0]} to {values[1]} ({word}{p_text(found.p)})"
+
+
 def sentence(
-    found: Paired, *, name: str, other: str, score: str, rows: int, shown: Callable[[float], str], lower_is_better: bool
+    found: Paired,
+    *,
+    name: str,
+    other: str,
+    score: str,
+    rows: int,
+    shown: Callable[[float], str],
+    higher_is_better: bool | None,
+    values: tuple[str, str] = ("", ""),
 ) -> str:
-    """The conclusion about two models, in plain words.
+    """The conclusion about two models, in plain words; it does not judge where it is not known what is better.
 
     Args:
         found: the second model against the first.
@@ -270,23 +331,29 @@ def sentence(
         score: its name.
         rows: number of scored rows.
         shown: formats a difference without its sign.
-        lower_is_better: as for losses.
+        higher_is_better: False as for losses; None where it is not known.
+        values: of the first and the second model, where it is not known what is better.
     """
-    span, alpha = found.interval, 1 - LEVEL
-    gain = -found.difference if lower_is_better else found.difference
-    what = f"on {score}"
+    span, less = found.interval, higher_is_better is False
+    gain = -found.difference if less else found.difference
+    what, few = f"on {score}", " So few rows speak for these rows only." if rows < 30 else ""
     if span.low is None or span.high is None:
-        if found.p < alpha and gain:
-            word, evidence = "better" if gain > 0 else "worse", f"({p_text(found.p)}, {rows} rows without any spread)"
-            return f"{name} is {word} than {other} {what}: by {shown(abs(gain))} {evidence}."
-        return f"{name} and {other} cannot be told apart {what}: {rows} rows show no spread to judge by."
-    ends = sorted((-span.low, -span.high) if lower_is_better else (span.low, span.high))
-    sizes = " to ".join(f"{'-' if end < 0 else '+'}{shown(abs(end))}" for end in ends)
-    evidence = f"(95 % interval of the gain {sizes}, {p_text(found.p)}, {rows} rows)"
-    if found.p < alpha and ends[0] * ends[1] > 0 and gain:
+        evidence, few = f"({p_text(found.p)}, {rows} rows without any spread)", ""
+    else:
+        ends = sorted((-span.low, -span.high) if less else (span.low, span.high))
+        sizes = " to ".join(f"{'-' if end < 0 else '+'}{shown(abs(end))}" for end in ends)
+        of = "difference" if higher_is_better is None else "gain"
+        evidence = f"(95 % interval of the {of} {sizes}, {p_text(found.p)}, {rows} rows)"
+    if are_apart(found):
+        if higher_is_better is None:
+            return (
+                f"{score} changed from {values[0]} of {other} to {values[1]} of {name} {evidence}.{few} Whether more "
+                "or less is better is not known: `higher_is_better` of the function says so."
+            )
         word = "better" if gain > 0 else "worse"
-        few = " So few rows speak for these rows only." if rows < 30 else ""
         return f"{name} is {word} than {other} {what}: by {shown(abs(gain))} {evidence}.{few}"
+    if span.low is None or span.high is None:
+        return f"{name} and {other} cannot be told apart {what}: {rows} rows show no spread to judge by."
     return (
         f"{name} and {other} cannot be told apart {what} from {rows} rows: the difference of {shown(abs(gain))} may be "
         f"chance {evidence}."

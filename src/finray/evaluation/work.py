@@ -12,12 +12,14 @@ import numpy as np
 
 from finray.errors import DataError
 from finray.evaluation.engines import Continuation, Engine, Sampling
+from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Rate
 from finray.evaluation.rows import Rows
 from finray.evaluation.scores.base import Answered, FloatArray
 from finray.evaluation.subjects import Case, Subject
 from finray.files import seal_of
+from finray.tasks.causal_lm import CausalLM
 
 # Rows passed to an engine (or to each replica) at a time: its memory does not grow with the number of rows.
 _ROWS = 512
@@ -32,15 +34,25 @@ class Work:
     case: Case
     sampling: Sampling
     open: Callable[[], Engine]
+    # A user's task, whose loss is taken.
+    task: type[CausalLM] | None = None
     # The engines that computed all of it, now or in an earlier call.
     made_by: list[dict[str, str]] = field(default_factory=list)
 
     def losses(self) -> FloatArray:
         """Summed loss in nats and number of tokens of each row's answers (N, 2)."""
-        rows = self.rows
-        kept = Kept(self.case.folder, "losses", self._belongs())
+        rows, task = self.rows, self.task
+        own = {} if task is None else {"task": self.case.config.model.task}
+        kept = Kept(self.case.folder, "losses", {**self._belongs(), **own})
         with self._each("loss", kept, list(rows.numbers)) as (parts, keep):
             for part in parts:
+                if task is not None:
+                    engine = self.open()
+                    assert isinstance(engine, TransformersEngine)
+                    each = engine.sums_of(task, rows.split, part, adapter=self.subject.adapter)
+                    for number, sums in zip(part, each, strict=True):
+                        keep(number, sums, tokens=len(rows.split.row(number)[0]))
+                    continue
                 pairs = [self._continuation(number) for number in part]
                 engine = self.open()
                 likelihoods = engine.log_likelihood([one for one, _ in pairs], adapter=self.subject.adapter)

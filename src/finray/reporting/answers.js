@@ -54,7 +54,7 @@
   function compared(row) {
     if (score.value === "") return null;
     const at = Number(score.value), a = row[4][Number(left.value)]?.[at], b = row[4][Number(right.value)]?.[at];
-    if (a == null || b == null) return null;
+    if (a == null || b == null || set().less[at] == null) return null;
     return Math.sign(b - a) * (set().less[at] ? -1 : 1);
   }
 

@@ -93,9 +93,11 @@ class _Set:
         rows: dict[tuple[str, str], _Row] = {}
         scores: dict[str, None] = {}
         used: dict[int, None] = {}
+        self.higher_is_better: dict[str, bool | None] = {}
         place = {model: number for number, model in enumerate(models)}
         for run, evaluations in runs:
             for one in (found for found in evaluations if found.name == name and found.answered):
+                self.higher_is_better |= one.higher_is_better
                 own = {model: place[f"{run}: {model}" if several else model] for model in one.models}
                 used |= dict.fromkeys(own.values())
                 for answered in one.answered:
@@ -105,13 +107,20 @@ class _Set:
                     scores |= dict.fromkeys(score for kept in answered.scores.values() for score in kept)
         self.rows, self.scores, self.models = list(rows.values()), list(scores), sorted(used)
 
+    def _is_less(self, score: str) -> bool | None:
+        if score not in self.higher_is_better:
+            return less_is_better(score)
+        more = self.higher_is_better[score]
+        return None if more is None else not more
+
     def plain(self, place: Callable[[str], int]) -> dict[str, Any]:
         width = 1 + max(self.models, default=0)
         return {
             "name": self.name or "held-out rows",
             "models": self.models,
             "scores": self.scores,
-            "less": [less_is_better(one) for one in self.scores],
+            # Null where it is not known.
+            "less": [self._is_less(one) for one in self.scores],
             "rows": [
                 [
                     place(row.first.where),

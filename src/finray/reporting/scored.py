@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -23,6 +23,7 @@ class _Metrics(TypedDict):
     models: dict[str, dict[str, Any]]
     comparisons: NotRequired[list[dict[str, Any]]]
     says: NotRequired[list[str]]
+    higher_is_better: NotRequired[dict[str, bool | None]]
     notes: NotRequired[list[str]]
     classes: NotRequired[list[str]]
     confusion: NotRequired[dict[str, list[list[int]]]]
@@ -82,6 +83,7 @@ class Evaluation:
 
     Attributes:
         name: the directory below ``evaluation/``; empty for the run's own held-out rows.
+        higher_is_better: by score, None where it is not known; empty for evaluations of earlier versions.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Evaluation:
     confusion: Mapping[str, tuple[tuple[int, ...], ...]]
     made_by: Mapping[str, Any]
     answered: tuple[Answered, ...] = ()
+    higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
 
     @property
     def tuned(self) -> str:
@@ -136,6 +139,7 @@ def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Eva
         confusion=confusion,
         made_by=plain.get("made_by", {}),
         answered=tuple(_answered(answers)) if with_answers and answers.exists() else (),
+        higher_is_better=plain.get("higher_is_better", {}),
     )
 
 

@@ -61,7 +61,7 @@ def test_precision_and_recall_of_each_class() -> None:
     assert set(totals) == {"accuracy", "f1_macro", "f1_weighted", "matthews_corrcoef", "eval_loss"}
     # What is shown as a percentage, and what is better where it is less.
     assert [name for name, one in totals.items() if not one.is_share] == ["matthews_corrcoef", "eval_loss"]
-    assert [name for name, one in totals.items() if one.lower_is_better] == ["eval_loss"]
+    assert [name for name, one in totals.items() if not one.higher_is_better] == ["eval_loss"]
     assert set(others["m"]) == {f"{kind}_{name}" for kind in ("precision", "recall") for name in NAMES}
     truths, says = np.array(truth), np.array(said)
     for kind, of in (("precision", sk.precision_score), ("recall", sk.recall_score)):
@@ -115,9 +115,9 @@ def test_pearsons_correlation_of_numbers_far_from_zero() -> None:
         ROWS,
         near=0.04,
     )
-    assert [(name, one.is_share, one.lower_is_better) for name, one in totals.items()] == [
-        ("mean_squared_error", False, True),
-        ("pearson", False, False),
+    assert [(name, one.is_share, one.higher_is_better) for name, one in totals.items()] == [
+        ("mean_squared_error", False, False),
+        ("pearson", False, True),
     ]
 
 
@@ -223,7 +223,7 @@ def test_the_loss_of_rows_is_that_of_their_probabilities(problem: Any) -> None:
         LabelSet(problem, order), tuple(Classification(label, tuple(one)) for one in shuffled.tolist()), None
     )
     totals, found, _ = _statistics(ScoreSums(problem, NAMES), truths, {"m": _in_order(said, NAMES)})
-    assert totals["eval_loss"].lower_is_better
+    assert totals["eval_loss"].higher_is_better is False
     assert found["m"]["eval_loss"].mean() == pytest.approx(float(expected), rel=1e-9)
 
 

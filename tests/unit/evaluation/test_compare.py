@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ import pytest
 import torch
 from peft import PeftModel
 from rich.console import Console
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finray.checkpoint.rundir import RunDir, saved_config
+from finray.config.tasks import CAUSAL_LM
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.splits import sample
 from finray.errors import DataError
+from finray.tasks.causal_lm import CausalLM
 from finray.tracking.jsonl import read_records
 from tests.support import runs, tiny
 from tests.support.evaluated import evaluate
@@ -63,6 +68,32 @@ def test_scores_and_answers_of_held_out_rows(run_dir: Path) -> None:
     assert scores["models"]["base"]["loss"]["value"] == found.base.loss
     assert found.tuned.loss != found.base.loss
     assert found.tuned.loss == pytest.approx(evaluation_loss(run_dir), rel=1e-5)
+
+
+class Smoothed(CausalLM):
+    """Another loss, as in the guide to extending."""
+
+    spec = replace(CAUSAL_LM, name="smoothed")
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        with self.packed.autocast():
+            logits = self.packed.logits_KV(batch, batch.target_positions_K).float()
+        return functional.cross_entropy(logits, batch.targets_K, reduction="sum", label_smoothing=0.2)
+
+
+def test_a_task_of_ones_own_has_its_own_loss_in_evaluation_too(
+    run_dir: Path, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    path = trained(tiny_model_dir, tmp_path, **{"model.task": f"{__name__}:Smoothed"})
+    found = evaluate(path)
+    assert found.tuned.loss == pytest.approx(evaluation_loss(path), rel=1e-5)
+    assert f"the loss is that of the task `{__name__}:Smoothed`" in found.notes
+    # Control: the plain loss of the same base model is another.
+    assert abs(found.base.loss - evaluate(run_dir).base.loss) > 0.01
+    # What cannot know the task says so; here the exported model does.
+    shutil.copytree(path / "checkpoint-000001", tmp_path / "alone")
+    alone = evaluate(tmp_path / "alone", file=path.parent / "rows.jsonl", baselines=["none"], max_rows=2)
+    assert any("cross-entropy of the answers' tokens: that of the task" in note for note in alone.notes)
 
 
 def by_transformers(model: Path, rows: list[list[int]], *, adapter: Path | None = None) -> float:

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finray.errors import ConfigError
 from finray.evaluation.classifiers import Mean
-from finray.evaluation.estimates import Judged, Loss, compared_with, evaluated, for_several, sentences
+from finray.evaluation.estimates import Judged, Loss, compared_with, directions, evaluated, for_several, sentences
 from finray.evaluation.harness import Found
 from finray.evaluation.outcome import Compared, Estimate, Evaluated
+from finray.evaluation.scores.base import OwnScore, bounds_of
 from finray.evaluation.statistics import Interval, Paired, interval, paired
 
 ROWS = 9
-SHARE, ERROR = Mean(is_share=True), Mean(is_share=False, lower_is_better=True)
+SHARE, ERROR = Mean(is_share=True), Mean(is_share=False, higher_is_better=False)
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def judged() -> Judged:
 
 def test_the_loss_is_per_token_of_all_rows_and_less_is_better() -> None:
     assert Loss().total(np.array([7.5, 3.0]), 2) == 2.5
-    assert (Loss().is_share, Loss().lower_is_better) == (False, True)
+    assert (Loss().is_share, Loss().higher_is_better) == (False, False)
 
 
 @pytest.mark.parametrize("seed", [0, 6])
@@ -50,9 +52,11 @@ def test_scores_of_a_model_are_those_of_its_rows_and_its_own_values(judged: Judg
     sums = own["loss"].sum(0)
     assert found.name == "tuned"
     assert list(found.scores) == ["area", "accuracy", "error", "loss", "bleurt"]
-    assert found.scores["loss"] == Estimate(sums[0] / sums[1], interval(own["loss"], Loss().total, seed=seed), False)
+    assert found.scores["loss"] == Estimate(
+        sums[0] / sums[1], interval(own["loss"], Loss().total, seed=seed, bounds=(0.0, None)), False
+    )
     assert found.scores["accuracy"].value == pytest.approx(own["accuracy"].mean())
-    assert found.scores["accuracy"].interval == interval(own["accuracy"], SHARE.total, seed=seed)
+    assert found.scores["accuracy"].interval == interval(own["accuracy"], SHARE.total, seed=seed, bounds=(0.0, 1.0))
     assert [found.scores[name].is_share for name in ("accuracy", "error")] == [True, False]
     assert (found.scores["bleurt"], found.scores["area"].value) == (judged.values["tuned"]["bleurt"], 0.5)
     assert list(evaluated(judged, "two", seed=seed).scores) == ["accuracy", "loss", "bleurt"]
@@ -66,7 +70,7 @@ def test_scores_of_some_rows_are_those_of_these_rows_alone(judged: Judged) -> No
     assert list(found.scores) == ["accuracy", "error", "loss"]
     part = judged.statistics["tuned"]["loss"][kept]
     assert found.loss == pytest.approx(part[:, 0].sum() / part[:, 1].sum())
-    assert found.scores["loss"].interval == interval(part, Loss().total, seed=2)
+    assert found.scores["loss"].interval == interval(part, Loss().total, seed=2, bounds=(0.0, None))
     assert found.scores["accuracy"].value == pytest.approx(judged.statistics["tuned"]["accuracy"][kept].mean())
 
 
@@ -89,7 +93,8 @@ def test_the_last_model_is_compared_with_each_other_on_what_both_have(judged: Ju
         first, second = (
             (judged.statistics[name] | judged.contrasts.get(name, {}))[one.score] for name in (one.baseline, "tuned")
         )
-        assert one.found == paired(first, second, judged.totals[one.score].total, seed=seed)
+        total = judged.totals[one.score]
+        assert one.found == paired(first, second, total.total, seed=seed, bounds=bounds_of(total))
 
 
 def compared(score: str, baseline: str, p: float, difference: float = 0.5) -> Compared:
@@ -138,11 +143,64 @@ def test_there_is_a_sentence_for_each_baseline_about_the_first_score_that_is_com
     assert better.startswith("tuned is better than one on accuracy: ")
 
 
-@pytest.mark.parametrize(("less", "word"), [(True, "worse"), (False, "better")])
+@pytest.mark.parametrize(("more", "word"), [(False, "worse"), (True, "better")])
 def test_a_metric_of_lm_eval_is_better_the_less_it_is_where_its_task_says_so(
-    judged: Judged, less: bool, word: str
+    judged: Judged, more: bool, word: str
 ) -> None:
-    judged.harness["tuned"] = {"crows_pairs likelihood_diff": Found(0.5, None, None, less)}
+    judged.harness["tuned"] = {"crows_pairs likelihood_diff": Found(0.5, None, None, more)}
     models = [model("one"), model("tuned", "crows_pairs likelihood_diff")]
     (found,) = sentences(models, [compared("crows_pairs likelihood_diff", "one", 0.001)], judged)
     assert found.startswith(f"tuned is {word} than one on crows pairs likelihood diff: by ")
+
+
+def told(name: str, **scores: float) -> Evaluated:
+    found = {score: Estimate(value, Interval(None, None, "x")) for score, value in scores.items()}
+    return Evaluated(name, found)
+
+
+def test_where_it_is_not_known_what_is_better_the_sentence_does_not_judge(judged: Judged) -> None:
+    """A word error rate that falls from 4.8 to 0 was called worse."""
+    judged.totals["wer"] = OwnScore(lambda answers, references: [0.0], "my:wer")
+    models = [told("one", wer=4.8), told("tuned", wer=0.0)]
+    (found,) = sentences(models, [compared("wer", "one", 0.0001, -4.8)], judged)
+    assert found == (
+        "wer changed from 4.8 of one to 0 of tuned (95 % interval of the difference -5.05 to -4.55, p < 0.001, 40 "
+        "rows). Whether more or less is better is not known: `higher_is_better` of the function says so."
+    )
+    assert directions(judged, "tuned")["wer"] is None
+
+
+@pytest.mark.parametrize(("more", "word"), [(True, "worse"), (False, "better")])
+def test_a_function_says_what_is_better(judged: Judged, more: bool, word: str) -> None:
+    def wer(answers: list[str], references: list[str]) -> list[float]:
+        return [0.0] * len(answers)
+
+    wer.higher_is_better = more  # type: ignore[attr-defined]
+    judged.totals["wer"] = OwnScore(wer, "my:wer")
+    models = [told("one", wer=4.8), told("tuned", wer=0.0)]
+    (found,) = sentences(models, [compared("wer", "one", 0.001, -4.8)], judged)
+    assert found.startswith(f"tuned is {word} than one on wer: by 4.8")
+    wer.higher_is_better = "no"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="must be True or False"):
+        OwnScore(wer, "my:wer")
+
+
+def test_where_the_first_score_says_nothing_the_sentence_names_what_did_change(judged: Judged) -> None:
+    judged.totals["chars"] = OwnScore(lambda answers, references: [0.0], "my:chars")
+    models = [
+        told("one", accuracy=0.25, chars=12.0, loss=4.249, error=2.0),
+        told("tuned", accuracy=0.3, chars=9.0, loss=2.53, error=2.1),
+    ]
+    changes = [
+        compared("accuracy", "one", 0.4),
+        compared("chars", "one", 0.01, -3.0),
+        compared("loss", "one", 0.0001, -1.719),
+        compared("error", "one", 0.3),
+    ]
+    (found,) = sentences(models, changes, judged)
+    assert found.startswith("tuned and one cannot be told apart on accuracy from 40 rows: ")
+    assert found.endswith(
+        " What did change: chars from 12 to 9 (p = 0.01); loss from 4.249 to 2.53 (better, p < 0.001)."
+    )
+    (alone,) = sentences(models, [changes[0], changes[3]], judged)
+    assert "What did change" not in alone

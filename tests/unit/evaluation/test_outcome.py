@@ -107,7 +107,7 @@ def test_a_comparison_as_json_holds_what_there_is(found: Comparison, tmp_path: P
     usual = {
         **{"format_version": 1, "rows": 8, "models": models, "says": ["tuned is better."], "in_training_data": None},
         "comparisons": [{"model": "tuned", **MATCH.json()}, {"model": "tuned", **LOSS.json()}],
-        **{"without_training_rows": None, "notes": [], "rates": [], "made_by": {}},
+        **{"without_training_rows": None, "notes": [], "rates": [], "made_by": {}, "higher_is_better": {}},
     }
     assert found.json() == usual
     assert found.plain() == {**usual, "folder": str(tmp_path), "predictions": [ASKED.json()]}

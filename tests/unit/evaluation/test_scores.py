@@ -408,10 +408,10 @@ def test_a_byte_level_tokenizer_gets_a_text_as_inside_of_another(name: str, begi
     assert asked == [{"truncation": True, "max_length": 65536}] * 3
 
 
-def test_a_function_of_your_own_is_better_the_less_it_is_where_its_name_says_so() -> None:
+def test_a_function_of_your_own_is_better_the_less_it_is_where_its_name_says_so_and_else_it_is_not_known() -> None:
     """As in training, and in a report."""
-    for name, less in (("my:word_error_rate", True), ("my.errors:closeness", False), ("my:eval_loss", True)):
-        assert OwnScore(lambda answers, references: 0.0, name).lower_is_better is less
+    for name, more in (("my:word_error_rate", False), ("my.errors:closeness", None), ("my:eval_loss", False)):
+        assert OwnScore(lambda answers, references: 0.0, name).higher_is_better is more
 
 
 def test_the_likeliest_choice_counts_and_by_length_another_may() -> None:
@@ -515,6 +515,11 @@ def test_what_a_metric_raises_is_an_error_that_names_it(error: BaseException) ->
     """Also the end of the process, which would print nothing and look like success."""
     with pytest.raises(ConfigError, match="the metric `mine:f` failed: " + type(error).__name__), blaming("mine:f"):
         raise error
+
+
+def test_what_a_metric_raises_is_told_with_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"KeyError: 'river' \(test_scores.py, line \d+\)"), blaming("mine:f"):
+        OwnScore(lambda answers, references: {}["river"], "mine:f").value(answered([("a", "b")]))
 
 
 def test_an_error_of_finrays_is_told_as_it_is() -> None:

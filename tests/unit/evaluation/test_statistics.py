@@ -147,7 +147,7 @@ def said(difference: float, low: float, high: float, p: float, rows: int = 200, 
         score="accuracy",
         rows=rows,
         shown=lambda value: f"{value:.2f}",
-        lower_is_better=lower,
+        higher_is_better=not lower,
     )
 
 
@@ -178,20 +178,20 @@ def test_the_sentence_says_no_more_than_the_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("difference", "p", "lower_is_better", "said"),
+    ("difference", "p", "higher_is_better", "said"),
     [
-        (0.1, 0.4, False, "a and b cannot be told apart on s: 9 rows show no spread to judge by."),
-        (0.0, 0.001, False, "a and b cannot be told apart on s: 9 rows show no spread to judge by."),
+        (0.1, 0.4, True, "a and b cannot be told apart on s: 9 rows show no spread to judge by."),
+        (0.0, 0.001, True, "a and b cannot be told apart on s: 9 rows show no spread to judge by."),
         # All rows differ by the same.
-        (1.0, 0.0002, False, "a is better than b on s: by 1.0 (p < 0.001, 9 rows without any spread)."),
-        (1.0, 0.004, True, "a is worse than b on s: by 1.0 (p = 0.004, 9 rows without any spread)."),
+        (1.0, 0.0002, True, "a is better than b on s: by 1.0 (p < 0.001, 9 rows without any spread)."),
+        (1.0, 0.004, False, "a is worse than b on s: by 1.0 (p = 0.004, 9 rows without any spread)."),
     ],
 )
 def test_of_rows_without_spread_the_test_alone_can_speak(
-    difference: float, p: float, lower_is_better: bool, said: str
+    difference: float, p: float, higher_is_better: bool, said: str
 ) -> None:
     found = Paired(difference, Interval(None, None, "none"), p, "y")
-    text = sentence(found, name="a", other="b", score="s", rows=9, shown=str, lower_is_better=lower_is_better)
+    text = sentence(found, name="a", other="b", score="s", rows=9, shown=str, higher_is_better=higher_is_better)
     assert text == said
 
 
@@ -248,20 +248,18 @@ def test_two_graded_rows_have_an_interval_and_one_has_none() -> None:
     assert interval(first, mean).low is not None
 
 
-def bca(statistics_NK: FloatArray, total: Callable[[FloatArray, int], float], *, jackknife: bool = True) -> Interval:
-    """By its formulas, of any score; rows beyond the limit of the jackknife have no skew and no error."""
+def bca(statistics_NK: FloatArray, total: Callable[[FloatArray, int], float]) -> Interval:
+    """By its formulas, of any score."""
     rows = len(statistics_NK)
     chosen = np.random.default_rng([0, 1]).integers(0, rows, size=(module._RESAMPLES, rows))
     scores = np.array([total(statistics_NK[some].sum(0), rows) for some in chosen])
     observed = total(statistics_NK.sum(0), rows)
     below = np.mean(scores < observed) + np.mean(scores == observed) / 2
     z0 = stats.norm.ppf(min(max(below, 0.5 / len(scores)), 1 - 0.5 / len(scores)))
-    skew = error = 0.0
-    if jackknife:
-        left_out = np.array([total(np.delete(statistics_NK, row, axis=0).sum(0), rows - 1) for row in range(rows)])
-        away = left_out.mean() - left_out
-        skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5) if away.any() else 0.0
-        error = np.sqrt((rows - 1) / rows * (away**2).sum())
+    left_out = np.array([total(np.delete(statistics_NK, row, axis=0).sum(0), rows - 1) for row in range(rows)])
+    away = left_out.mean() - left_out
+    skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5) if away.any() else 0.0
+    error = np.sqrt((rows - 1) / rows * (away**2).sum())
     t = stats.t.ppf(0.975, rows - 1)
     low, high = (
         np.quantile(scores, stats.norm.cdf(z0 + z / (1 - skew * z)))
@@ -303,26 +301,45 @@ def test_the_bootstrap_of_odd_scores_by_its_formulas(
     assert found.method == right.method
 
 
-@pytest.mark.parametrize(("rows", "jackknife"), [(9999, True), (10_000, True), (10_001, False)])
-def test_the_skew_of_more_than_ten_thousand_rows_is_left_out(
-    rows: int, jackknife: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows", [10_000, 10_001, 200_000])
+def test_many_rows_are_taken_in_groups_with_the_interval_and_the_p_of_the_normal_distribution(
+    rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RESAMPLES", 20)
-    values = np.random.default_rng(3).exponential(1.0, (rows, 1)) ** 3
-    sums, found = values.sum(), interval(values, mean)
-    # The mean without each row, at once.
-    away = (sums - values) / (rows - 1)
-    away = away.mean() - away
-    chosen = np.random.default_rng([0, 1]).integers(0, rows, size=(20, rows))
-    scores, t = np.sort(values[chosen, 0].mean(1)), stats.t.ppf(0.975, rows - 1)
-    skew, error = (away**3).sum() / (6 * (away**2).sum() ** 1.5), np.sqrt((rows - 1) / rows * (away**2).sum())
-    skew, error = (skew, error) if jackknife else (0.0, 0.0)
-    z0, reach = stats.norm.ppf(np.mean(scores < values.mean())), t * np.sqrt(rows / (rows - 1))
-    low, high = (
-        np.quantile(scores, stats.norm.cdf(z0 + (z0 + side) / (1 - skew * (z0 + side)))) for side in (-reach, reach)
-    )
-    assert found.low == pytest.approx(min(low, values.mean() - t * error), rel=1e-9)
-    assert found.high == pytest.approx(max(high, values.mean() + t * error), rel=1e-9)
+    """A group has a number of rows of its own, so of a score far from 0 as well. Of as many groups at most is drawn."""
+    drawn: list[int] = []
+    resampled = module._resampled_sums
+    monkeypatch.setattr(module, "_resampled_sums", lambda sums, seed: drawn.append(len(sums)) or resampled(sums, seed))
+    random = np.random.default_rng(3)
+    values = 100 + np.sort(random.exponential(1.0, rows))
+    error = values.std(ddof=1) / np.sqrt(rows)
+    found = interval(values[:, None], mean)
+    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.2 * error)
+    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.2 * error)
+    moved = random.normal(size=rows)
+    moved += 1.5 * moved.std() / np.sqrt(rows) - moved.mean()
+    apart = paired(values[:, None], (values + moved)[:, None], mean)
+    assert apart.p == pytest.approx(2 * stats.norm.sf(1.5), abs=0.02)
+    assert max(drawn) <= 10_000
+
+
+def test_columns_are_added_up_the_same_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(1).integers(0, 5, (30, 4)).astype(float)
+    found = list(module._resampled_sums(values, 0))
+    monkeypatch.setattr(module, "_COLUMNS", 2)
+    assert np.array_equal(found, list(module._resampled_sums(values, 0)))
+
+
+def test_no_interval_leaves_the_scale_of_its_score() -> None:
+    shares = np.array([0.9, 1.0, 1.0, 1.0, 0.2, 1.0])[:, None]
+    open_, closed = interval(shares, mean), interval(shares, mean, bounds=(0.0, 1.0))
+    assert open_.high is not None
+    assert open_.high > 1
+    assert closed == Interval(open_.low, 1.0, open_.method)
+    small = np.array([0.0, 0.0, 0.0, 0.0, 0.3])[:, None]
+    assert (interval(small, mean).low or 0) < 0
+    assert interval(small, mean, bounds=(0.0, None)).low == 0.0
+    apart = paired(1 - shares, shares, lambda sums, rows: 1.3 * mean(sums, rows), bounds=(0.0, 1.0)).interval
+    assert apart.high == 1.0
 
 
 def test_no_rows_have_no_interval() -> None:

@@ -51,7 +51,7 @@ def test_in_which_pieces_sums_are_made() -> None:
 def test_by_which_numbers_scores_are_judged() -> None:
     """Intervals, p-values and what counts as known of the training data; guide and reports name them."""
     assert (statistics.LEVEL, statistics._RESAMPLES, statistics._SWAPS) == (0.95, 2_000, 4_000)
-    assert (statistics._ALL_SWAPS, statistics._JACKKNIFED) == (12, 10_000)
+    assert (statistics._ALL_SWAPS, statistics._MOST_ROWS, statistics._GROUPS) == (12, 10_000, 5_000)
     assert (overlap.RUN, overlap._COMMON, overlap._NAMED) == (13, 10, 20)
 
 

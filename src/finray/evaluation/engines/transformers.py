@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from finray import compat
+from finray.data.dataset.prepared import PreparedSplit
 from finray.evaluation.engines.base import (
     Answer,
     Continuation,
@@ -41,6 +42,7 @@ from finray.models.reordered import reorder
 from finray.models.ropes import FIXED, RowRopes, rope_types
 from finray.models.saved_layout import without_adapter
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
+from finray.tasks.causal_lm import CausalLM
 
 # Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -424,6 +426,27 @@ class TransformersEngine:
         self._kept = None
         if self._packed is not None:
             self._inner.set_attn_implementation(self._usual)
+
+    @torch.inference_mode()
+    def sums_of(
+        self, kind: type[CausalLM], split: PreparedSplit, rows: Sequence[int], *, adapter: bool = True
+    ) -> Iterator[list[float]]:
+        """The sums of a task's metrics over each row, as in an evaluation during training.
+
+        Args:
+            kind: of the task.
+            split: that the rows are in.
+            rows: their numbers.
+            adapter: whether to apply the adapter.
+        """
+        name = None if self._packed is None else attention.NAME
+        precision = "fp32" if self._inner.dtype == torch.float32 else "bf16"
+        task = kind(self.model, precision=precision, attention_name=name, device=self.model.device)
+        for row in rows:
+            sums = torch.zeros(task.metric_count(1), dtype=torch.float64, device=self.model.device)
+            with self._with(adapter):
+                task.score(task.collate(split, [row]).to(self.model.device), sums)
+            yield sums.tolist()
 
     def _with(self, adapter: bool) -> AbstractContextManager[Any]:
         """Context manager of a forward pass with or without the adapter."""

@@ -4,21 +4,28 @@ all."""
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+import finray
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
 from finray.config.tasks import less_is_better, metric_name
 from finray.errors import ConfigError, FinrayError
 from finray.files import first_line
+from finray.limits import cut
 
+_ROOT = Path(finray.__file__).parent
 FloatArray = npt.NDArray[np.float64]
+# The least and the largest value of a score; None where there is none.
+Bounds = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +63,14 @@ class Score(Protocol):
     Attributes:
         needs: its inputs besides answers and references: ``answers``, ``columns`` or ``choices``.
         is_share: whether it lies between 0 and 1.
-        lower_is_better: as for losses.
+        higher_is_better: False as for losses; None where it is not known.
+        bounds: as of :func:`bounds_of`; None for those that ``is_share`` implies.
     """
 
     needs: ClassVar[frozenset[str]]
     is_share: bool
-    lower_is_better: bool
+    higher_is_better: bool | None
+    bounds: Bounds | None
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
         """Statistics (N, K) of N rows; None if there are none, and only :meth:`value` works."""
@@ -73,12 +82,19 @@ class Score(Protocol):
         """The score of rows."""
 
 
+def bounds_of(score: Score) -> Bounds:
+    """The least and the largest value of a score; a share lies between 0 and 1."""
+    own: Bounds | None = getattr(score, "bounds", None)
+    return own if own is not None else (0.0, 1.0) if score.is_share else (None, None)
+
+
 class SummedScore:
     """A score by its statistics; a mean unless :meth:`total` is overridden."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"answers"})
     is_share: bool = True
-    lower_is_better: bool = False
+    higher_is_better: bool | None = True
+    bounds: Bounds | None = None
 
     def __init__(self, settings: ScoringConfig | None = None) -> None:
         self.settings = settings or ScoringConfig()
@@ -108,6 +124,7 @@ class SummedScore:
 
 class OwnScore(SummedScore):
     """A user's function of answers and references. It returns one number, or one per row, whose mean is the score.
+    Whether more or less of it is better, its attribute ``higher_is_better`` says, or a name such as ``word_error``.
 
     Args:
         function: called with two lists of texts in the same order.
@@ -119,7 +136,13 @@ class OwnScore(SummedScore):
     def __init__(self, function: Callable[[list[str], list[str]], Any], name: str) -> None:
         super().__init__()
         self._function, self._name = function, name
-        self.lower_is_better = less_is_better(metric_name(name))
+        self.higher_is_better = getattr(
+            function, "higher_is_better", False if less_is_better(metric_name(name)) else None
+        )
+        if not (self.higher_is_better is None or isinstance(self.higher_is_better, bool)):
+            raise ConfigError(
+                f"`higher_is_better` of `{name}` must be True or False", where="evaluation.metrics", repair="set it so"
+            )
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
         """The values of rows, or None if the function returns a single number."""
@@ -165,8 +188,12 @@ def blaming(name: str, kind: type[FinrayError] = ConfigError) -> Iterator[None]:
     except FinrayError:
         raise
     except (Exception, SystemExit) as error:
+        frames = [(Path(one.f_code.co_filename), line) for one, line in traceback.walk_tb(error.__traceback__)]
+        places = [
+            f" ({file.name}, line {line})" for file, line in frames if file.is_file() and _ROOT not in file.parents
+        ]
         raise kind(
-            f"the metric `{name}` failed: {type(error).__name__}: {first_line(error)}",
+            f"the metric `{name}` failed: {type(error).__name__}: {cut(first_line(error))}{''.join(places[-1:])}",
             where="evaluation.metrics",
             repair="fix it, or leave it out; the same command then continues with what is saved",
         ) from None

@@ -19,7 +19,7 @@ from finray.config.evaluation import ScoringConfig
 from finray.config.schema import ModelConfig
 from finray.errors import ConfigError
 from finray.evaluation.artifacts import inference_device
-from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
+from finray.evaluation.scores.base import Answered, Bounds, FloatArray, SummedScore
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, loading_options, not_loaded
 
 # The layer that bert-score 0.3.13 compares (`model2layers`), for the most common encoders.
@@ -45,6 +45,8 @@ _latest: dict[Any, FloatArray] = {}
 class BERTScore(SummedScore):
     """Mean F1 of BERTScore with the encoder of ``evaluation.scoring.encoder``."""
 
+    # Cosines may be negative.
+    bounds: Bounds | None = (-1.0, 1.0)
     # Of precision, recall and F1.
     column: ClassVar[int] = 2
 

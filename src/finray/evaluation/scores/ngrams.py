@@ -9,7 +9,7 @@ import numpy as np
 
 from finray import compat
 from finray.config.evaluation import ScoringConfig
-from finray.evaluation.scores.base import Answered, FloatArray, SummedScore, require
+from finray.evaluation.scores.base import Answered, Bounds, FloatArray, SummedScore, require
 
 
 class Rouge(SummedScore):
@@ -51,6 +51,7 @@ class BLEU(SummedScore):
     """Corpus BLEU of sacrebleu with its defaults, 0 to 100: from the summed n-gram counts, not a mean over rows."""
 
     is_share = False
+    bounds: Bounds | None = (0.0, 100.0)
 
     def __init__(self, settings: ScoringConfig | None = None) -> None:
         super().__init__(settings)
