@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-import finray
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
 from finray.config.tasks import less_is_better, metric_name
@@ -22,7 +21,7 @@ from finray.errors import ConfigError, FinrayError
 from finray.files import first_line
 from finray.limits import cut
 
-_ROOT = Path(finray.__file__).parent
+_ROOT = Path(__file__).parents[2]
 FloatArray = npt.NDArray[np.float64]
 # The least and the largest value of a score; None where there is none.
 Bounds = tuple[float | None, float | None]
