@@ -234,7 +234,7 @@ def test_in_a_notebook_an_error_is_its_message_and_a_defect_has_its_traceback() 
         return done.stdout + done.stderr
 
     text = said("import finray; finray.load_config('no.yaml')")
-    assert "ConfigError: no.yaml: the config file does not exist\n  repair: `finray init`" in text
+    assert "ConfigError: no.yaml: the file does not exist\n  repair: `finray init`" in text
     assert "Traceback" not in text
     assert "Traceback" in said("import finray; 1 / 0")
 
@@ -263,3 +263,10 @@ def test_one_observer_alone_may_be_given() -> None:
     seen: list[Record] = []
     api.with_observers(lambda record: None, seen.append)(Note("one"))
     assert seen == [Note("one")]
+
+
+def test_a_keyword_that_a_function_lacks_is_no_key_of_the_config() -> None:
+    with pytest.raises(ConfigError, match="`quiet` is no option of this function and no section of a config"):
+        finray.plan(model="m", data="d", quiet=True)
+    with pytest.raises(ConfigError, match=r"no section of a config \(did you mean `train.learning_rate`\?\)"):
+        finray.plan(model="m", data="d", learning_rate=1e-4)

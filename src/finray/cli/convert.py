@@ -9,7 +9,7 @@ import typer
 
 from finray.cli import show
 from finray.config.convert import convert as read_foreign
-from finray.errors import ConfigError
+from finray.errors import ConfigError, did_you_mean_path
 
 
 @show.command
@@ -31,7 +31,7 @@ def convert(
     show.require_replaceable(output, force=force)
     if dataset_info is not None and not dataset_info.is_file():
         raise ConfigError(
-            "the file does not exist",
+            f"the file does not exist{did_you_mean_path(dataset_info)}",
             where=f"--dataset-info {dataset_info}",
             repair="give the path of dataset_info.json",
         )

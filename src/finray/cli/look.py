@@ -40,7 +40,7 @@ def plan(
         problems = [{"message": message, "where": error.where, "repair": error.repair} for message in messages]
         show.document({"starts": False, "problems": problems, "warnings": []})
         raise typer.Exit(error.exit_code) from None
-    show.result(result)
+    show.result(result, quiet=show.mode().quiet)
     if result.problems:
         raise typer.Exit(FinrayError.exit_code)
 

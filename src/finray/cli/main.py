@@ -20,6 +20,7 @@ from finray.cli import config as config_commands
 from finray.cli import doctor as doctor_command
 from finray.cli import serve as serving
 from finray.config.load import suggest_owner
+from finray.config.names import HERE_IS, not_yet
 from finray.config.redact import redact_text
 from finray.errors import ConfigError
 from finray.files import require_writable_file
@@ -38,6 +39,16 @@ PANELS = {
 }
 
 
+# What other systems call these.
+_ELSEWHERE = {
+    **dict.fromkeys(("sft", "finetune", "fine-tune", "fit", "run", "launch"), "train"),
+    **dict.fromkeys(("preprocess", "tokenize"), "prepare"),
+    **dict.fromkeys(("inference", "predict", "infer"), "generate"),
+    **dict.fromkeys(("merge", "merge-lora", "merge_lora"), "export"),
+    **{"eval": "evaluate", "api": "serve", "list": "runs", "ps": "jobs", "upload": "push", "download": "pull"},
+}
+
+
 class _Commands(TyperGroup):
     """The commands; one that is given a field as an option says how fields are set."""
 
@@ -45,6 +56,19 @@ class _Commands(TyperGroup):
         """The names of the commands, as in :data:`PANELS`."""
         order = [name for names in PANELS.values() for name in names]
         return sorted(super().list_commands(ctx), key=lambda name: order.index(name))
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        """The command that words name; of what other systems have it is said whether finray has it."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            # Typer keeps the class of this error to itself.
+            unknown: Any = error
+            if what := not_yet(args[0]):
+                unknown.message = f"No such command {args[0]!r}: finray has no {what} yet; {HERE_IS}: finray train"
+            elif args[0] in _ELSEWHERE:
+                unknown.message = f"No such command {args[0]!r}. Did you mean {_ELSEWHERE[args[0]]!r}?"
+            raise
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         """A command, with its panel."""
@@ -160,7 +184,9 @@ def generate(
     tools: Annotated[
         Path | None, typer.Option(help="JSON list of functions that the model may call, as in a row's `tools`.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write JSONL to this file instead of printing.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write JSONL to this file instead of printing.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 128,
     temperature: show.Temperature = 0.0,
     top_p: show.TopP = 1.0,
@@ -265,7 +291,9 @@ def evaluate(
         str | None, typer.Option(help="lm-eval tasks, separated by commas: names or task files.")
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of answers shown side by side.")] = 3,
-    output: Annotated[Path | None, typer.Option(help="Directory to write to (default: beside the weights).")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Directory to write to (default: beside the weights).")
+    ] = None,
     base: show.BaseModel = None,
 ) -> None:
     """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
@@ -305,7 +333,7 @@ def _words(text: str | None) -> list[str]:
 @show.command
 def export(
     run: RunPath,
-    output: Annotated[Path, typer.Option(help="Directory to create.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
     merge: Annotated[
         bool, typer.Option("--merge/--adapter", help="Merge the adapter into the model, or write the adapter alone.")
     ] = True,
@@ -392,7 +420,7 @@ def push(
 @show.command
 def pull(
     name: Annotated[str, typer.Argument(help="Model on the Hub, OWNER/NAME, to which a run pushes its checkpoints.")],
-    output: Annotated[Path, typer.Option(help="Run directory to create, such as runs/my-run.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Run directory to create, such as runs/my-run.")],
 ) -> None:
     """Bring back the last checkpoint that a run has pushed; the same `finray train` continues it, on any machine."""
     from finray.publishing.restore import pull as run_pull

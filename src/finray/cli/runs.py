@@ -32,7 +32,9 @@ def report(
     runs: Annotated[list[str], typer.Argument(help="Run directories, or their URLs.", show_default=False)],
     output: Annotated[
         Path | None,
-        typer.Option(help="HTML file to write (default: report.html in the run, or here for several runs)."),
+        typer.Option(
+            "--output", "-o", help="HTML file to write (default: report.html in the run, or here for several runs)."
+        ),
     ] = None,
 ) -> None:
     """Write one HTML page about a run, or about several side by side."""

@@ -43,7 +43,7 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     Raises:
         ConfigError: it is of neither, or trains something that finray does not.
     """
-    raw, lines = read_yaml_lines(path)
+    raw, lines = read_yaml_lines(path, repair="give a training config of LLaMA-Factory or Axolotl")
     for key, value in raw.items():
         raw[key] = _json(value)
         if odd := NO_TEXT.search(f"{key} {raw[key]}"):

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from finray.config.names import not_yet
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import cut
 
@@ -126,5 +127,6 @@ def named(group: str, *others: str) -> Callable[[str], str]:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    hint = did_you_mean(name, known)
+    what = not_yet(name)
+    hint = f" (finray has no {what} yet)" if what else did_you_mean(name, known)
     return f"unknown name `{name}`{hint}; known names are {', '.join(known)}, or your own as package.module:Name"

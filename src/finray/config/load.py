@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from finray.config import replicas
-from finray.config.names import NAMES, asks_nothing, called_here, value_here
+from finray.config.names import NAMES, asks_nothing, called_here, system_of, value_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean, did_you_mean_path
 from finray.limits import cut, read_named, shown
@@ -197,8 +197,14 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
         ConfigError: with every problem found, each with its dotted path.
     """
     texts = [overrides] if isinstance(overrides, str) else [] if isinstance(overrides, Mapping) else list(overrides)
+    # Keywords of the function that was called, of which it has none of this name.
+    odd = [name for name in changed if name.partition(".")[0] not in (*sections(), PRESET_KEY)]
+    problems = [
+        f"`{name}` is no option of this function and no section of a config{suggest_owner(name, changed.pop(name))}"
+        for name in odd
+    ]
     values = [one for one in (overrides, changed) if one and isinstance(one, Mapping)]
-    if config is None and not texts and not values:
+    if config is None and not texts and not values and not problems:
         config = DEFAULT_FILE
     source, raw = "overrides" if config is None else "config", {}
     if isinstance(config, Config):
@@ -209,6 +215,13 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
     elif isinstance(config, str | PurePath):
         source = str(config)
         raw = {PRESET_KEY: source} if is_preset(source) else read_yaml(Path(source).expanduser())
+        if (system := system_of(raw)) and not any(isinstance(raw.get(name), Mapping) for name in sections()):
+            raise ConfigError(
+                f"this is a config of {system}",
+                where=source,
+                repair=f"`finray convert {source} -o my-run.yaml` writes one for finray, and lists what is not carried "
+                "over",
+            )
     elif config is not None:
         kind = type(config).__name__
         raise ConfigError(
@@ -216,7 +229,7 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
             where="config",
             repair="pass a YAML file, a preset name or a mapping of sections; pass rows as data=...",
         )
-    problems = [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
+    problems += [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
     notes: list[str] = []
     if not isinstance(config, Config):
         raw, notes = replicas.from_replicas(raw)
@@ -284,15 +297,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data or {}
 
 
-def read_yaml_lines(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """As :func:`read_yaml`, with the keys as they are written, and the line of each."""
-    found: tuple[dict[str, Any], dict[str, int]] | None = _parsed(_text_of(path), str(path), _Loader.get_lines)
+def read_yaml_lines(path: Path, *, repair: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """As :func:`read_yaml`, with the keys as they are written, and the line of each.
+
+    Args:
+        path: the file.
+        repair: where there is none.
+    """
+    text = _text_of(path, repair=repair)
+    found: tuple[dict[str, Any], dict[str, int]] | None = _parsed(text, str(path), _Loader.get_lines)
     if found is None:
         raise ConfigError(_NO_SECTIONS, where=str(path))
     return found
 
 
-def _text_of(path: Path) -> str:
+def _text_of(
+    path: Path, repair: str = "`finray init` writes a starter file; `finray config presets` lists the presets"
+) -> str:
     if path.suffix in _DATA_SUFFIXES and path.is_file():
         raise ConfigError(
             "this is a file of data, not a config",
@@ -304,9 +325,9 @@ def _text_of(path: Path) -> str:
     except FileNotFoundError:
         near = did_you_mean_path(path, "*.yaml", "*.yml") or did_you_mean(str(path), preset_names())
         raise ConfigError(
-            f"the config file does not exist{near}",
+            f"the file does not exist{near}",
             where=str(path),
-            repair="`finray init` writes a starter file; `finray config presets` lists the presets",
+            repair=repair,
         ) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error
@@ -353,7 +374,7 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
     if not equals:
         return [f"`{override}` is not an override: write section.field=value, without spaces"]
     if "." not in path and path.strip() != PRESET_KEY:
-        return [f"`{override}` names no section: write section.field=value{suggest_owner(path.strip())}"]
+        return [f"`{override}` names no section: write section.field=value{suggest_owner(path.strip(), text.strip())}"]
     section, _, name = path.strip().partition(".")
     field = sections()[section].model_fields.get(name) if section in sections() else None
     # Templates and instructions such as `{answer}` and `Answer: {answer}` are no YAML that anybody means.
@@ -465,6 +486,8 @@ def _suggest_value(path: str, item: Mapping[str, Any]) -> str:
     match item["type"]:
         case "literal_error":
             return value_here(value, re.findall(r"'([^']+)'", item["ctx"]["expected"]))
+        case "greater_than" if value == 0 and path == "train.max_grad_norm":
+            return " (null clips nothing)"
         case "list_type" if isinstance(value, str):
             return f" (write [{value}])"
         case "string_type" if isinstance(value, list) and path == "data.source":
@@ -472,9 +495,9 @@ def _suggest_value(path: str, item: Mapping[str, Any]) -> str:
     return ""
 
 
-def suggest_owner(name: str) -> str:
+def suggest_owner(name: str, value: object = None) -> str:
     """A suggestion of ``section.field`` for another system's name, or the name of a field that only one section has."""
-    if known := called_here(name):
+    if known := called_here(name, value):
         return known
     fields = [(field, f"{section}.{field}") for section, model in sections().items() for field in model.model_fields]
     names = [field for field, _ in fields]

@@ -6,7 +6,7 @@ docs/guide/coming-from.md has this table.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from finray.errors import did_you_mean
 
@@ -358,6 +358,21 @@ _METHODS_SETTINGS: dict[str, str] = {
 HERE_IS = "finray trains on prompts and answers, conversations, plain text, and texts with labels"
 
 
+# Keys that only one system's files have, beside the name of the model, which others have too.
+_SIGNS: dict[str, tuple[str, frozenset[str]]] = {
+    "LLaMA-Factory": (
+        "model_name_or_path",
+        frozenset(("stage", "finetuning_type", "dataset", "dataset_dir", "template", "cutoff_len", "lora_target")),
+    ),
+    "Axolotl": ("base_model", frozenset(("datasets", "pretraining_dataset", "sequence_len", "micro_batch_size"))),
+}
+
+
+def system_of(config: Mapping[str, object]) -> str:
+    """The system whose config this is; empty where it is none that `finray convert` reads."""
+    return next((name for name, (sign, keys) in _SIGNS.items() if sign in config and keys & config.keys()), "")
+
+
 def not_yet(method: str) -> str:
     """What another system calls by this name, where finray does not have it yet; else empty."""
     return METHODS.get(method.lower().replace("-", "_"), "")
@@ -365,9 +380,10 @@ def not_yet(method: str) -> str:
 
 def missing(name: str, value: object = None) -> str:
     """The sentence for a setting of something that finray does not have yet; else empty."""
-    if name in ("stage", "rl", "task", "trainer_type"):
-        what = not_yet(str(value))
-    else:
+    what = not_yet(str(value)) if name in ("stage", "rl", "task", "method", "trainer_type") else ""
+    if isinstance(value, Mapping) or not what:
+        what = not_yet(name) if name not in ("rl", "reward") or isinstance(value, Mapping) else what
+    if not what:
         what = next((what for start, what in _METHODS_SETTINGS.items() if name.startswith(start)), "")
     return f"needed and missing: finray has no {what} yet" if what else ""
 
@@ -403,4 +419,4 @@ def names_markdown() -> str:
 
 
 def _is_field(found: str) -> bool:
-    return bool(found) and "`" not in found and not found.startswith("not ")
+    return bool(found) and "`" not in found and not found.startswith(("not ", "needed "))

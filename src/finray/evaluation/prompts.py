@@ -14,7 +14,7 @@ from finray.data.formats.convert import messages_of, tools_of
 from finray.data.sources.pieces import read_file
 from finray.data.sources.resolve import Row
 from finray.data.tokenize.chat import ChatRenderer, guarded
-from finray.errors import DataError, ModelError
+from finray.errors import DataError, ModelError, did_you_mean_path
 from finray.files import FileKind
 
 _FILES = FileKind(DataError, repair="write UTF-8 text with one prompt per line, or JSONL")
@@ -43,10 +43,20 @@ def read_tools(path: Path) -> tuple[Mapping[str, Any], ...]:
     Raises:
         DataError: it is not such a file.
     """
+    _require_file(path)
     try:
         return tools_of(_TOOLS.text(path))
     except DataError as error:
         raise _TOOLS.refused(error.message, error.where or path) from None
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise DataError(
+            "this is no file" if path.exists() else f"the file does not exist{did_you_mean_path(path)}",
+            where=str(path),
+            repair="check the path and the working directory",
+        )
 
 
 def read_prompts(
@@ -65,8 +75,8 @@ def read_prompts(
         DataError: the file cannot be read, there is no prompt, or one holds what is not a valid character.
     """
     prompts = [Prompt.of(text, system) for text in arguments]
-    if file is not None and not file.is_file():
-        raise DataError("the file does not exist", where=str(file))
+    if file is not None:
+        _require_file(file)
     if file is not None and file.suffix.lower() in (".jsonl", ".json"):
         prompts += [_prompt(row, system) for row in read_file(file)]
     else:

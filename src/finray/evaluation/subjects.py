@@ -334,7 +334,11 @@ def _config_of(
         )
     if request.file is not None:
         if not Path(request.file).expanduser().is_file():
-            raise DataError("the file does not exist", where=f"--file {request.file}")
+            raise DataError(
+                f"the file does not exist{did_you_mean_path(request.file)}",
+                where=f"--file {request.file}",
+                repair="check the path and the working directory",
+            )
         own: dict[str, Any] = {"source": str(request.file), "mix": [], "group_by": None, "train_split": "train"}
         own |= dict.fromkeys(("eval_source", "eval_split", "test_split", "subset", "revision"))
         # A truncated reference would be a different one. All rows are evaluated; a ratio is required by the settings of

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError, require_package
+from finray.errors import ModelError, did_you_mean_path, require_package
 from finray.files import hold, remove_abandoned
 from finray.limits import cut
 from finray.models.adapters import load_adapter
@@ -195,6 +195,12 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
     """
     if output.exists():
         raise ModelError("the output already exists", where=str(output), repair="choose a new directory")
+    if not file.is_file():
+        raise ModelError(
+            "this is no file" if file.exists() else f"the file does not exist{did_you_mean_path(file, '*.gguf')}",
+            where=str(file),
+            repair="give a .gguf file",
+        )
     require_package("reading a GGUF file", "gguf", extra="gguf")
     model = ModelConfig(name=str(file))
     with _scratch(output) as scratch:

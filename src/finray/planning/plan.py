@@ -125,9 +125,9 @@ class Plan(Result):
         """The plan as JSON types."""
         return {"starts": self.starts, **asdict(self)}
 
-    def print(self, console: Console) -> None:
-        """Tables, warnings and problems, and the verdict."""
-        show_plan(console, self)
+    def print(self, console: Console, *, quiet: bool = False) -> None:
+        """Tables, warnings and problems, and the verdict; ``quiet``: only problems."""
+        show_plan(console, self, quiet=quiet)
 
 
 def no_cluster(config: Config) -> Nodes:

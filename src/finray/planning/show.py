@@ -15,6 +15,7 @@ from finray.results import Table
 from finray.tracking.console import duration, several
 
 if TYPE_CHECKING:
+    from finray.planning.findings import Finding
     from finray.planning.memory import MemoryPlan
     from finray.planning.plan import DataPlan, EarlierPlan, Plan
 
@@ -23,8 +24,11 @@ _GIB = 2**30
 _SMALL = 10**9
 
 
-def show_plan(target: Console, result: Plan) -> None:
-    """The plan in tables, warnings and problems, and the verdict."""
+def show_plan(target: Console, result: Plan, *, quiet: bool = False) -> None:
+    """The plan in tables, warnings and problems, and the verdict; ``quiet``: only problems."""
+    if quiet:
+        _show_findings(target, "problem", "bold red", result.problems)
+        return
     # Lines around tables on a terminal, none elsewhere.
     box = HEAVY_HEAD if target.is_terminal else None
     facts = Table(title="plan", show_header=False, title_justify="left", box=box)
@@ -38,10 +42,7 @@ def show_plan(target: Console, result: Plan) -> None:
         ("not checked", "bold yellow", result.unchecked),
         ("problem", "bold red", result.problems),
     ):
-        for one in found:
-            # An error prints as where, message and repair.
-            text = f"{kind}: {FinrayError(one.message, where=one.where, repair=one.repair)}"
-            target.print(redact_text(text), style=style, highlight=False, soft_wrap=True)
+        _show_findings(target, kind, style, found)
     count = len(result.problems)
     verdict, style = "the run would start", "bold green"
     if count:
@@ -49,6 +50,13 @@ def show_plan(target: Console, result: Plan) -> None:
     elif result.unchecked:
         verdict, style = "no problems found, but not everything was checked", "bold yellow"
     target.print(verdict, style=style, highlight=False)
+
+
+def _show_findings(target: Console, kind: str, style: str, found: Iterable[Finding]) -> None:
+    for one in found:
+        # An error prints as where, message and repair.
+        text = f"{kind}: {FinrayError(one.message, where=one.where, repair=one.repair)}"
+        target.print(redact_text(text), style=style, highlight=False, soft_wrap=True)
 
 
 def _goes_on(earlier: EarlierPlan, data: DataPlan | None) -> str:

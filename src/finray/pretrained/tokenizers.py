@@ -116,9 +116,20 @@ def check_exists(name: str) -> None:
     """
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(
-            "the directory holds no `config.json`", where=f"model.name={name}", repair="give a model directory"
-        )
+        repair = "give a model directory"
+        if (path / "final" / "config.json").is_file():
+            repair = f"this is a run; its model is {path / 'final'}"
+        elif (path / "final" / "adapter_config.json").is_file():
+            repair = (
+                f"this is a run; `adapter.start_from={name}` continues its adapter, and `finray export {name} --output "
+                "DIR` writes a model"
+            )
+        elif (path / "adapter_config.json").is_file():
+            repair = (
+                f"this is an adapter; `adapter.start_from={name}` continues it, and `finray export {name} --output "
+                "DIR` writes a model"
+            )
+        raise ModelError("the directory holds no `config.json`", where=f"model.name={name}", repair=repair)
     if path.is_dir():
         check_sizes(_CONFIGS.json(path / "config.json", dict[str, Any]), str(path / "config.json"))
     # Hub ids have one slash at most, and no dots in front: a name is else a path.

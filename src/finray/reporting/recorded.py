@@ -188,7 +188,9 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     place = str(place).rstrip("/") if is_url(str(place)) else place
     path = Path(local_copy(place, weights=False)).expanduser().absolute()
     if not is_run(path):
-        what = "holds no run" if path.is_dir() else "is no directory" if path.exists() else "does not exist"
+        what = (
+            "holds no run" if path.is_dir() else "is no directory" if path.exists() else "the directory does not exist"
+        )
         what += "" if path.exists() else did_you_mean_path(place)
         raise DataError(
             what, where=str(path), repair="give a run directory, such as runs/my-run; `finray runs` lists them"
@@ -264,7 +266,10 @@ def runs_in(folder: Path) -> list[Path]:
     folder = folder.expanduser()
     if is_run(folder):
         return [folder]
-    with FileKind(DataError, repair="give the directory that run.output_dir names").reading(folder):
+    repair = "give the directory that run.output_dir names"
+    if not folder.exists():
+        raise DataError(f"the directory does not exist{did_you_mean_path(folder)}", where=str(folder), repair=repair)
+    with FileKind(DataError, repair=repair).reading(folder):
         return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and is_run(path))
 
 
@@ -309,7 +314,7 @@ def size_of(folder: Path) -> int:
 
 def _sections(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
-        raise DataError("is missing", where=str(path))
+        raise DataError("the file does not exist", where=str(path))
     plain = redact(read_yaml(path))
     return {str(name): fields for name, fields in plain.items() if isinstance(fields, dict)}
 

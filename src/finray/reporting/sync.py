@@ -14,7 +14,7 @@ from finray.checkpoint.copies import RUN_ID
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.extensions import load_named
 from finray.config.redact import redact, redact_text
-from finray.errors import ConfigError, FinrayError, TrainingError
+from finray.errors import ConfigError, FinrayError, TrainingError, did_you_mean_path
 from finray.files import FileKind
 from finray.results import Result
 from finray.tracking.access import require_access
@@ -53,6 +53,12 @@ def sync_run(run_dir: Path, to: str | None = None) -> list[Synced]:
         FinrayError: there is no such run or service, or it cannot be reached.
     """
     run = RunDir(run_dir.resolve())
+    if not run.path.exists():
+        raise ConfigError(
+            f"the directory does not exist{did_you_mean_path(run_dir)}",
+            where=str(run_dir),
+            repair="give a run directory, such as runs/my-run; `finray runs` lists them",
+        )
     if not run.config_file.is_file() or not (run.path / RUN_ID).is_file():
         raise ConfigError("the directory holds no run that has started training", where=str(run_dir))
     config = saved_config(run)

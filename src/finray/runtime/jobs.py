@@ -149,7 +149,8 @@ class Server:
         from finray.runtime.cluster import _use_token
 
         url, where = f"{self.address}/api/version", f"--address {redact_text(self.address)}"
-        repair = "start Ray's head with its dashboard, or give the dashboard address that `ray start --head` prints"
+        repair = "`finray cluster up` starts a cluster with this machine as its head; or give the address of a head's "
+        repair += "dashboard, which it prints, with --address"
         try:
             answer = requests.get(
                 url,
@@ -169,7 +170,7 @@ class Server:
                 f"the job server requires a token, and {shown}",
                 where=where,
                 repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with the content of ~/.ray/auth_token on "
-                "the machine where `ray start --head` was run",
+                "the machine where `finray cluster up` was run",
             )
         with suppress(ValueError, TypeError):
             if answer.ok and "ray_version" in answer.json():

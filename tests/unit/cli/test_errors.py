@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 
 from finray import results
 from finray.cli import show
-from finray.errors import FinrayError
+from finray.errors import FinrayError, ModelError
+from finray.pretrained.tokenizers import check_exists
 from finray.tracking.console import ConsoleTracker
 from tests.support import runs
 
@@ -219,3 +220,77 @@ def test_a_number_that_is_too_wide_for_its_column_continues_below() -> None:
     cells = [line.split("│")[1:3] for line in out.getvalue().splitlines() if line.startswith("│")]
     assert "".join(left.strip() for left, _ in cells) == "490,123,456"
     assert "".join(right.strip() for _, right in cells) == "a/long/path/to/rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["dpo", "run.yaml"], "finray has no training on preferences yet"),
+        (["tune"], "finray has no sweeps over settings yet"),
+        (["sft", "run.yaml"], "Did you mean 'train'?"),
+        (["merge", "runs/x"], "Did you mean 'export'?"),
+        (["plan", "smollm2-lora", "model.task=reward_model"], "finray has no training of reward models yet"),
+        (["plan", "smollm2-lora", "stage=dpo"], "needed and missing: finray has no training on preferences yet"),
+        (["plan", "smollm2-lora", "train.max_grad_norm=0"], "null clips nothing"),
+    ],
+)
+def test_what_other_systems_have_is_answered_for(words: list[str], said: str) -> None:
+    code, _, err = runs.finray(*words)
+    assert (code, said in " ".join(err.replace("│", " ").split())) == (2, True), err
+
+
+def test_a_config_of_another_system_is_told_of_convert(tmp_path: Path) -> None:
+    (tmp_path / "lf.yaml").write_text("model_name_or_path: m\nstage: sft\ndataset: d\nlora_rank: 8\n")
+    (tmp_path / "ax.yaml").write_text("base_model: m\ndatasets: [{path: d, type: alpaca}]\nadapter: lora\n")
+    # TRL's name their model so, too, and a config of finray's own may have a name too many.
+    (tmp_path / "trl.yaml").write_text("model_name_or_path: m\ndataset_name: d\n")
+    (tmp_path / "own.yaml").write_text("model: {name: m}\ndata: {source: d}\nbase_model: m\ndatasets: d\n")
+    for name, told in (("lf", True), ("ax", True), ("trl", False), ("own", False)):
+        err = runs.finray("plan", tmp_path / f"{name}.yaml")[2]
+        assert (f"`finray convert {tmp_path / name}.yaml" in err, "problem" in err) == (told, not told), err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["plan", "{}.yaml"], "file"),
+        (["convert", "{}.yml"], "file"),
+        (["import-gguf", "{}.gguf", "out"], "file"),
+        (["generate", "runs/x", "--file", "{}.txt"], "file"),
+        (["generate", "runs/x", "hi", "--tools", "{}.json"], "file"),
+        (["export", "{}", "-o", "out"], "directory"),
+        *(([name, "list", "{}"], "directory") for name in ("runs", "cache")),
+        *(([name, "{}"], "directory") for name in ("report", "watch", "sync", "evaluate", "serve", "chat", "push")),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_said_in_the_same_words(words: list[str], what: str) -> None:
+    name = f"runs/nowhere{len(words)}"
+    code, _, err = runs.finray(*(word.replace("{}", name) for word in words))
+    first, repair = err.splitlines()[:2]
+    assert (code, repair.startswith("  repair: ")) == (2, True), err
+    assert f"{name}" in first
+    assert first.endswith(f": the {what} does not exist"), err
+
+
+def test_a_quiet_plan_shows_problems_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"model: {{name: {tmp_path}/none}}\ndata: {{source: {tmp_path}/d.jsonl}}\n")
+    code, out, _ = runs.finray("plan", tmp_path / "run.yaml", "--quiet")
+    assert (code, {line.partition(":")[0].strip() for line in out.splitlines()}) == (2, {"problem", "repair"})
+    assert "placement" in runs.finray("plan", tmp_path / "run.yaml")[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("final/config.json", "this is a run; its model is {}/final"),
+        ("final/adapter_config.json", "this is a run; `adapter.start_from={}` continues its adapter"),
+        ("adapter_config.json", "this is an adapter; `adapter.start_from={}` continues it"),
+        ("other.json", "give a model directory"),
+    ],
+)
+def test_a_run_that_is_named_as_a_model_is_told_where_its_model_is(file: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ModelError) as caught:
+        check_exists(str(tmp_path))
+    assert str(caught.value.repair).startswith(said.replace("{}", str(tmp_path)))

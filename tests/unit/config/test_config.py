@@ -278,7 +278,7 @@ def test_what_is_no_config_is_told_what_one_is() -> None:
 
 def test_nothing_is_finray_yaml_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"finray\.yaml: the config file does not exist"):
+    with pytest.raises(ConfigError, match=r"finray\.yaml: the file does not exist"):
         load_config()
     (tmp_path / "finray.yaml").write_text("model: {name: m}\ndata: {source: here}\n")
     assert load_config().data.source == "here"
@@ -293,7 +293,7 @@ def test_what_a_wrong_file_may_mean_is_said(tmp_path: Path, monkeypatch: pytest.
     for name, said in (
         ("my-rum.yaml", r"does not exist \(did you mean `my-run.yaml`\?\)"),
         ("smollm2-lor", r"does not exist \(did you mean `smollm2-lora`\?\)"),
-        ("other.yaml", "the config file does not exist\n"),
+        ("other.yaml", "the file does not exist\n"),
         ("model", "the directory of a model, not a config file\n  repair: `finray init my-run.yaml --model model`"),
         (".", "this is a directory, not a config file"),
         ("rows.csv", "this is a file of data, not a config\n  repair: `finray init my-run.yaml --data rows.csv`"),

@@ -61,7 +61,7 @@ def test_runs_stand_in_the_directory_runs_if_none_is_named(tmp_path: Path, monke
     # A directory that is named has to be there.
     code, out, err = finray("runs", "elsewhere")
     assert (code, out) == (2, "")
-    assert "elsewhere: is missing" in err
+    assert "elsewhere: the directory does not exist" in err
     write_run(tmp_path / "runs" / "mine")
     assert json.loads(finray("runs", "--json")[1])["runs"][0]["name"] == "mine"
 
