@@ -39,6 +39,7 @@ def offline(adapter: Path) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def server(adapter: Path, offline: dict[str, list[Any]]) -> Iterator[Running]:
     options = ("--engine", "vllm", "--dtype", "fp32", "--slots", 4, "--max-length", 512, "--grace", 1)
+    options += ("--adapters-from", adapter.parent)
     with serving(adapter, "--name", "tuned", "--adapter", f"again={adapter}", *options) as running:
         yield running
 

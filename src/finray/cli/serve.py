@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,6 +33,15 @@ def serve(
         list[str] | None,
         typer.Option("--adapter", help="NAME=PATH of another adapter of the same base model; may be repeated."),
     ] = None,
+    places: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapters-from",
+            metavar="DIR",
+            help="Directory (or URL) from which requests may add adapters; may be repeated (default: none).",
+        ),
+    ] = None,
+    max_adapters: Annotated[int, typer.Option(min=1, help="Number of adapters that requests may add.")] = 32,
     name: Annotated[
         str | None, typer.Option(help="Name that clients use for the model (default: the name of its directory).")
     ] = None,
@@ -41,6 +51,15 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable that holds the API key which clients must send.")
+    ] = None,
+    allow_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="Without a key: another name by which clients address this server, such as a proxy's; may be "
+            "repeated.",
+        ),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Number of answers generated at the same time.")] = 32,
     max_queue: Annotated[
@@ -69,12 +88,16 @@ def serve(
     ] = 10.0,
     base: Annotated[str | None, typer.Option(help="Base model of the adapters, if it has moved.")] = None,
 ) -> None:
-    """Serve a trained model and further adapters on its base, with an API that OpenAI's clients talk to."""
-    from finray.runtime.serve import LOOPBACK
+    """Serve a trained model and further adapters on its base, with an API that OpenAI's clients talk to.
+
+    Only who starts the server says what it serves. With --adapters-from DIR, requests may add adapters from that
+    directory and remove them again: those with the API key, or without a key those from this machine.
+    """
+    from finray.config.paths import is_url
     from finray.runtime.serve import serve as run_server
+    from finray.serving.access import LOOPBACK
     from finray.serving.models import Settings
 
-    may_change = api_key_env is not None or host in LOOPBACK
     settings = Settings(
         model,
         name=name,
@@ -87,9 +110,13 @@ def serve(
         dtype=dtype,
         engine=engine,
         key_env=api_key_env,
-        may_change=may_change,
+        host=host,
+        allow_hosts=tuple(allow_hosts or ()),
+        # The process of the models may have another working directory.
+        adapters_from=tuple(one if is_url(one) else str(Path(one).expanduser().absolute()) for one in places or ()),
+        max_adapters=max_adapters,
     )
-    if not may_change:
+    if api_key_env is None and host not in LOOPBACK:
         show.remark("anyone who reaches this address can use the model; --api-key-env NAME requires a key")
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 

@@ -184,6 +184,30 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     return model
 
 
+def require_finite(model: Any, where: str) -> None:
+    """See that no weight of a loaded model is NaN or infinite, as after a training that has diverged.
+
+    Args:
+        model: whose parameters are looked at; those of one byte per element are left out.
+        where: it was loaded from.
+
+    Raises:
+        ModelError: a weight is not finite; the message names its tensor.
+    """
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.element_size() > 1 and weight.numel() and not _is_finite(weight):
+            raise ModelError(
+                f"the weights {name} are not finite (NaN or infinite)",
+                where=where,
+                repair="take an earlier checkpoint: the training may have diverged; or copy the files again",
+            )
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    # Both are NaN if any value is. Unlike a mask, they take no memory.
+    return all(bool(one.isfinite()) for one in torch.aminmax(weight.detach()))
+
+
 def merge_adapter(model: Any) -> Any:
     """The Transformers model with the weights of its adapter added.
 

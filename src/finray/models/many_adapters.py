@@ -7,6 +7,7 @@ PEFT layers: adapters are added and removed without changing it.
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from finray.models.loading import load_model
 from finray.pretrained.weights import stored_weights
 
 _PREFIX = "base_model.model."
+_AGAIN = {"repair": "take an earlier checkpoint: the training may have diverged; or copy its files again"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
 
     Raises:
         ModelError: it belongs to another base, or has more than LoRA on linear layers (DoRA and other variants,
-            whole modules, new tokens).
+            whole modules, new tokens), or its weights are no finite numbers.
     """
     skeleton = load_model(base, dtype=torch.float32, on_meta=True)
     try:
@@ -69,6 +71,13 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
         raise _refused(
             folder, f"it cannot be read, or does not fit the model {base.name}: {first_line(error)}"
         ) from None
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise _refused(
+                folder, f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not floating point", **_AGAIN
+            )
+        if not bool(tensor.float().isfinite().all()):
+            raise _refused(folder, f"{name} is not finite (NaN or infinite)", **_AGAIN)
     body, parts, lacking = skeleton.base_model_prefix + ".", dict[str, LoraPart](), list[str]()
     for name, module in skeleton.named_modules():
         keys = [f"{_PREFIX}{name}.lora_{one}.weight" for one in "AB"]
@@ -82,7 +91,9 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             there = f"{wanted[1][0]} x {wanted[0][1]}"
             raise _refused(folder, f"it does not fit the model {base.name}: {name} is {there} there, and {here} here")
         if type(module.base_layer) is torch.nn.Linear and name.startswith(body) and not module.lora_variant:
-            parts[name] = LoraPart(down, up, float(module.scaling["default"]))
+            if not math.isfinite(scaling := float(module.scaling["default"])):
+                raise _refused(folder, f"the scaling of {name} is {scaling} by its {SETTINGS}", **_AGAIN)
+            parts[name] = LoraPart(down, up, scaling)
         else:
             tensors[name] = down
     # With tensors of other names, PEFT's own loading decides.

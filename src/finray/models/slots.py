@@ -34,21 +34,24 @@ class Slots:
         """Make room for rows of ``length`` tokens."""
         if length <= self.capacity:
             return
-        self.capacity = max(length, self.capacity + max(_GROWTH, self.capacity // 4))
+        capacity = max(length, self.capacity + max(_GROWTH, self.capacity // 4))
         for number, old in enumerate(self.layers):
-            self.layers[number] = self._allocated(*old)
-            for one, before in zip(self.layers[number], old, strict=True):
+            grown = self._allocated(*old, capacity)
+            for one, before in zip(grown, old, strict=True):
                 one[:, :, : before.shape[2]] = before
+            self.layers[number] = grown
+        # If memory runs out before, the slots are as long as they were.
+        self.capacity = capacity
 
     def layer(self, number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, allocated on first use."""
         if number == len(self.layers):
-            self.layers.append(self._allocated(key, value))
+            self.layers.append(self._allocated(key, value, self.capacity))
         return self.layers[number]
 
-    def _allocated(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _allocated(self, key: torch.Tensor, value: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros, because masked entries must be finite, with the heads, widths and dtype of ``key`` and ``value``."""
-        shape = (self.count, key.shape[1], self.capacity)
+        shape = (self.count, key.shape[1], capacity)
         values = value.new_zeros((*shape, value.shape[3]))
         if _by_products(key):
             # In the order in which products with queries read them.
@@ -60,6 +63,13 @@ class Slots:
         for keys, values in self.layers:
             keys[1:, :, :length] = keys[:1, :, :length]
             values[1:, :, :length] = values[:1, :, :length]
+
+    def clear(self, slot: int, length: int) -> None:
+        """Zero the first tokens of a slot: what a row has left there may not be finite, and would reach the next one
+        although it is masked."""
+        for keys, values in self.layers:
+            keys[slot, :, :length] = 0
+            values[slot, :, :length] = 0
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first tokens of a slot to another."""

@@ -8,12 +8,14 @@ import logging
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from finray.config.schema import ClusterConfig
-from finray.errors import ClusterError, ConfigError, FinrayError, explained, from_dict
+from finray.errors import ClusterError, ConfigError, FinrayError, ModelError, explained, from_dict
 from finray.evaluation.engines import joins_gpus
+from finray.files import first_line
 from finray.runtime import cluster, signals
 from finray.serving.models import Found, Settings, api_key, find
 
@@ -21,7 +23,6 @@ _APP = "finray"
 _POLL_S = 2.0
 # Added to the grace period for the way to the replica and back.
 _SLACK_S = 15.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
@@ -46,7 +47,7 @@ def serve(
     Raises:
         FinrayError: something is missing, in use, or contradictory (reported before weights are read, where possible),
             or Ray has failed.
-        Interrupted: by a signal.
+        Interrupted: by a signal before it answers.
     """
     require_packages()
     if settings.key_env is not None:
@@ -93,6 +94,7 @@ def _serve(
             logging_config=logs,
         )
         application = deployment(ray_serve.ingress()(Replica)).bind(settings)
+        is_ready = False
         try:
             handle = ray_serve.run(application, name=_APP, route_prefix="/")
             signals.take_back()
@@ -101,6 +103,7 @@ def _serve(
                 raise from_dict(state["error"])
             for line in state["notes"]:
                 notify(line)
+            is_ready = True
             ready(state["names"])
             while True:
                 time.sleep(_POLL_S)
@@ -109,8 +112,15 @@ def _serve(
                     why = status.message.strip().splitlines() or ["no reason was given"]
                     raise ClusterError(f"the model no longer answers: {why[-1][:300]}", repair="start the server again")
         except signals.Interrupted:
-            _drain(ray_serve, grace, notify)
-            raise
+            # Of a server that answers, the first signal is its regular end, and the second one hastens it.
+            try:
+                _drain(ray_serve, grace, notify)
+            except signals.Interrupted:
+                if not is_ready:
+                    raise
+            if not is_ready:
+                raise
+            notify("stopped")
     except FinrayError:
         raise
     except (ray.exceptions.RayError, RayServeException, RuntimeError) as error:
@@ -172,7 +182,14 @@ class Replica:
         except Exception as error:
             known = explained(error)
             if known is None:
-                raise
+                # Raised here, it would be Ray Serve's, which says less of it.
+                traceback.print_exc()
+                known = ModelError(
+                    "the model cannot be loaded, for a reason that finray does not know: "
+                    f"{type(error).__name__}: {first_line(error)[:300]}",
+                    where=settings.model,
+                    repair="FINRAY_VERBOSE=1 shows where it failed; please report that",
+                )
             self._error = known.to_dict()
 
     def __serve_build_asgi_app__(self) -> Any:

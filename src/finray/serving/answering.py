@@ -152,7 +152,7 @@ class Exchange:
         while left:
             number, event = await self._events.get()
             if isinstance(event, Failed):
-                raise ApiError(500, event.message)
+                raise ApiError(event.status, event.message)
             left -= isinstance(event, Finished)
             yield number, event
 
@@ -252,5 +252,7 @@ def _sampling(request: Answering, max_new_tokens: int, draw: Callable[[], int]) 
             request.stops(),
         )
     except FinrayError as error:
+        # Of what a request may ask for, it refuses nothing but a temperature just above 0.
         param = (error.where or "").removeprefix("--").replace("-", "_")
-        raise ApiError(400, f"{param}: {error.message}; {error.repair}", param=param) from None
+        wanted = f"must be {type(request).model_fields[param].description}"
+        raise ApiError(400, f"`{param}` {wanted}", param=param) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,14 +17,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from finray.errors import ModelError
+from finray.evaluation.engines.sampling import NO_TOKEN, likeliest
 from finray.evaluation.engines.transformers import PASS_TOKENS, Row, TransformersEngine, close_gaps, take
 from finray.evaluation.generate import TextStream
 from finray.models.many_adapters import ManyAdapters
 from finray.models.slots import Slots
-from finray.serving.errors import ApiError, of_server, queue_full
+from finray.serving.errors import ApiError, is_out_of_memory, of_server, queue_full
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
+_LOWEST = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,11 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+def logprob_of(token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprob:
+    """With the lowest that JSON clients know in the place of minus infinity, as in OpenAI's API."""
+    return TokenLogprob(token, max(logprob, _LOWEST), tuple((one, max(value, _LOWEST)) for one, value in top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +65,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failed answer."""
+    """A failed answer, with its HTTP status."""
 
     message: str
+    status: int = 500
 
 
 Event = Piece | Finished | Failed
@@ -75,6 +84,7 @@ class Job(Row):
         on_event: called with each event, in the thread of the batch.
         top: number of most likely tokens to return; None means no probabilities.
         is_dropped: the client has disconnected.
+        is_suspect: it was in a step that failed; the next one takes no other new row.
     """
 
     adapter: Any | None
@@ -82,6 +92,7 @@ class Job(Row):
     on_event: Callable[[Event], None]
     top: int | None = None
     is_dropped: bool = False
+    is_suspect: bool = False
     stream: TextStream = field(init=False)
     pieces: list[str] = field(default_factory=list)
     chosen: list[TokenLogprob] = field(default_factory=list)
@@ -219,14 +230,30 @@ class Queue:
         if answer is not None:
             job.on_event(Finished(answer.finish, len(job.output_ids)))
 
+    def give_safely(self, job: Job, token: int) -> None:
+        """As :meth:`give`; whatever goes wrong with this row is its own failure."""
+        try:
+            self.give(job, token)
+        except Exception as error:
+            self.fail([job], error)
+
     @staticmethod
     def fail(jobs: Sequence[Job], error: Exception) -> None:
         """Report to the clients of these jobs that they have failed."""
-        logger.error("a step failed", exc_info=error)
+        if isinstance(error, ModelError):
+            # Such as logits that are not finite: the next request of this kind fails as well.
+            failed = Failed(f"{error.message}; {error.repair}" if error.repair else error.message, 422)
+        elif is_out_of_memory(error) and len(jobs) == 1:
+            what = f"prompt and answer of up to {len(jobs[0].prompt) + jobs[0].room:,} tokens"
+            failed = Failed(f"out of memory: the server has no room for {what}; shorten them", 413)
+        else:
+            failed = Failed(of_server(error))
+        if not isinstance(error, ModelError):
+            logger.error("a step failed", exc_info=error)
         for job in jobs:
             if not job.is_done:
                 job.is_done = True
-                job.on_event(Failed(of_server(error)))
+                job.on_event(failed)
 
 
 def _stopping() -> ApiError:
@@ -258,27 +285,63 @@ class Batcher(Queue):
             elif jobs:
                 self._alone(jobs[0])
         except Exception as error:
+            self._recover(jobs, error)
+        with self._wake:
+            self._leave()
+            self._wake.notify_all()
+
+    def _recover(self, jobs: Sequence[Job], error: Exception) -> None:
+        """After a step that failed: end the rows that may have caused it, and no others.
+
+        No row has got its token in that step, so the next one repeats it. New rows come again one at a time.
+        """
+        coming = [job for job in jobs if not (job.output_ids or job.is_done)]
+        running = [job for job in jobs if job.output_ids and not job.is_done]
+        if len(coming) > 1:
+            logger.warning("a step failed; its new rows are tried one at a time", exc_info=error)
+            with self._wake:
+                for job in reversed(coming):
+                    job.is_suspect = True
+                    self._working.remove(job)
+                    self._waiting.appendleft(job)
+        elif coming and self._engine.has_slots:
+            self.fail(coming, error)
+        elif is_out_of_memory(error) and len(running) > 1:
+            self.fail([max(running, key=lambda job: job.length)], error)
+        else:
             self.fail(jobs, error)
             self._slots = Slots(self._count)
-        with self._wake:
-            close_gaps(self._slots, self._working)
-            self._wake.notify_all()
+
+    def _leave(self) -> None:
+        """Free the slots of finished rows."""
+        lengths = [job.length for job in self._working]
+        for slot, job in enumerate(self._working):
+            if job.is_done:
+                self._slots.clear(slot, lengths[slot])
+        close_gaps(self._slots, self._working)
+        # Those that were moved to another slot.
+        for slot in range(len(self._working), len(lengths)):
+            self._slots.clear(slot, lengths[slot])
 
     def _admitted(self) -> list[Job]:
         """The rows of the next step: running ones first, then new ones."""
         with self._wake:
             for job in self._working:
                 job.is_done |= job.is_dropped
-            close_gaps(self._slots, self._working)
+            self._leave()
             if not self._working:
                 # Free the memory of the longest rows so far.
                 self._slots = Slots(self._count)
             tokens, limit = 0, PASS_TOKENS[self._engine.model.device.type]
             while self._waiting and len(self._working) < self._count:
-                tokens += len(self._waiting[0].prompt)
-                if tokens > limit and tokens > len(self._waiting[0].prompt):
+                job = self._waiting[0]
+                tokens += len(job.prompt)
+                is_first = tokens == len(job.prompt)
+                if not is_first and (tokens > limit or job.is_suspect):
                     break
                 self._working.append(self._waiting.popleft())
+                if job.is_suspect:
+                    break
             return list(self._working)
 
     def _step(self, jobs: Sequence[Job]) -> None:
@@ -295,16 +358,16 @@ class Batcher(Queue):
         self.written += len(tokens)
         for number, job in enumerate(jobs):
             token = tokens[number]
-            if number in before:
+            if number in before and token != NO_TOKEN:
                 top = before[number].topk(job.top or 0)
-                likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-                job.chosen.append(TokenLogprob(token, float(before[number][token]), likeliest))
-            self.give(job, token)
+                best = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                job.chosen.append(logprob_of(token, float(before[number][token]), best))
+            self.give_safely(job, token)
 
     @staticmethod
     def _chosen(logits_BV: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
         """The next token of each row, by its own sampling settings."""
-        tokens: list[int] = logits_BV.argmax(-1).tolist()
+        tokens: list[int] = likeliest(logits_BV).tolist()
         alike = dict[tuple[float, float, int], list[int]]()
         for number, job in enumerate(jobs):
             if job.sampling.temperature:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from finray.errors import FinrayError, explained
+from finray.limits import cut
+
+logger = logging.getLogger(__name__)
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -46,7 +51,7 @@ class ApiError(Exception):
 
 def no_model(name: str, known: Iterable[str], *, param: str | None = None) -> ApiError:
     """The error of a name that is not that of a served model."""
-    message = f"the model `{name[:80]}` does not exist; there are: {', '.join(known)}"
+    message = f"the model `{readable(name)}` does not exist; there are: {', '.join(known)}"
     return ApiError(404, message, param=param, code="model_not_found")
 
 
@@ -60,8 +65,37 @@ def of_request(error: FinrayError, param: str | None = None) -> ApiError:
     return ApiError(400, error.message + (f"; {error.repair}" if error.repair else ""), param=param)
 
 
+@contextmanager
+def caused_by_request(param: str | None = None) -> Iterator[None]:
+    """Whatever goes wrong in the block is an error of the request, which is about the field ``param``.
+
+    Raises:
+        ApiError: something did.
+    """
+    try:
+        yield
+    except ApiError:
+        raise
+    except FinrayError as error:
+        raise of_request(error, param) from None
+    except Exception as error:
+        # A library met a value that nobody thought of; its text may hold paths of this machine.
+        logger.warning("a request was refused", exc_info=error)
+        message = f"this cannot be processed ({type(error).__name__}); the server's log says where it failed"
+        raise ApiError(400, message, param=param) from None
+
+
+def readable(text: str, width: int = 80) -> str:
+    """A client's text as it stands in a message: not long, and without control characters."""
+    return cut("".join(one if one.isprintable() else "\ufffd" for one in text[: width + 1]), width)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is one of memory, of the machine or its GPU."""
+    known = explained(error)
+    return known is not None and "memory" in known.message
+
+
 def of_server(error: BaseException) -> str:
     """The message to a client for an internal error: without our paths and values."""
-    known = explained(error)
-    memory = known is not None and "memory" in known.message
-    return "out of memory" if memory else "the server failed; see its log"
+    return "out of memory" if is_out_of_memory(error) else "the server failed; see its log"

@@ -14,6 +14,7 @@ from typing import Any
 from finray.checkpoint.copies import local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL
 from finray.config.adapter_files import SETTINGS
+from finray.config.paths import is_url
 from finray.config.schema import ModelConfig
 from finray.config.tasks import SPECS
 from finray.errors import ConfigError, ModelError
@@ -24,10 +25,12 @@ from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.engines.vllm import VLLMEngine
 from finray.evaluation.generate import Asking
-from finray.models.artifacts import Artifact, load_artifact, merge_adapter
+from finray.models.artifacts import Artifact, load_artifact, merge_adapter, require_finite
 from finray.models.loading import DTYPES, load_model
 from finray.models.many_adapters import ManyAdapters, PlainLora, read_plain_lora
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.serving.access import LOOPBACK, Access
+from finray.serving.adding import Attempt, named_place, require_inside
 from finray.serving.batching import Batcher, Queue
 from finray.serving.errors import ApiError, no_model
 from finray.serving.protocol import model_document
@@ -59,7 +62,12 @@ class Settings:
         dtype: of weights and arithmetic: fp32 or bf16; None for the default for inference on this machine.
         engine: ``transformers``, ``vllm``, or ``auto`` (vLLM if it is installed).
         key_env: environment variable with the API key; None for no key.
-        may_change: whether adapters may be added and removed while the server runs.
+        host: address at which the server listens.
+        allow_hosts: further names by which clients address it.
+        adapters_from: directories and URLs from which requests may add adapters; none means that requests change
+            nothing.
+        max_adapters: maximum number of adapters that there are by requests.
+        load_s: seconds that loading one of them may take.
     """
 
     model: str
@@ -73,7 +81,11 @@ class Settings:
     dtype: str | None = None
     engine: str = "auto"
     key_env: str | None = None
-    may_change: bool = True
+    host: str = "127.0.0.1"
+    allow_hosts: tuple[str, ...] = ()
+    adapters_from: tuple[str, ...] = ()
+    max_adapters: int = 32
+    load_s: float = 300.0
 
 
 def api_key(name: str) -> bytes:
@@ -149,6 +161,8 @@ def find(settings: Settings) -> Found:
         raise ConfigError(f"unknown engine `{settings.engine}`", where="--engine", repair=f"use {', '.join(ENGINES)}")
     if settings.engine == "vllm":
         VLLMEngine.require()
+    require_places(settings)
+    Access(None, host=settings.host, names=settings.allow_hosts)
     model, base = local_copy(settings.model), settings.base
     if settings.adapters and not _is_adapter(model):
         # It is that of the adapters beside this model.
@@ -182,6 +196,25 @@ def find(settings: Settings) -> Found:
         names.add(given)
         adapters.append((given, find_adapter(path, of=artifact.model, base=settings.base)))
     return Found(name, artifact, is_classifier, tuple(adapters))
+
+
+def require_places(settings: Settings) -> None:
+    """Check the places from which requests may add adapters.
+
+    Raises:
+        ConfigError: one is no directory, or everybody who reaches the server could add adapters.
+    """
+    if settings.adapters_from and settings.key_env is None and settings.host not in LOOPBACK:
+        raise ConfigError(
+            "everybody who reaches this address could add adapters",
+            where="--adapters-from",
+            repair="require a key with --api-key-env NAME, or listen on 127.0.0.1",
+        )
+    for place in settings.adapters_from:
+        if not is_url(place) and not Path(place).expanduser().is_dir():
+            raise ConfigError(
+                f"`{place}` is not a directory", where="--adapters-from", repair="--adapters-from runs, for those in it"
+            )
 
 
 def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
@@ -286,6 +319,7 @@ class Models:
             self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
         for (name, artifact), (_, one) in zip(found.adapters, others, strict=True):
             self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
+        self._at_start = frozenset(self._served)
         if without := [f"`{one.name}` {why}" for one in self.all() if (why := one.asking.why_no_chat) is not None]:
             notify(f"conversations need a chat template, so they are refused: {', '.join(without)}")
 
@@ -297,6 +331,7 @@ class Models:
             model = merge_adapter(load_artifact(self._artifact, dtype=dtype)).to(device).eval()
         else:
             model = load_model(self._base, dtype=dtype).to(device).eval()
+        require_finite(model, self._base.name)
         engine = TransformersEngine.of(model, tokenizer, batch_size=settings.slots, notify=notify)
         adapters = ManyAdapters(model)
         if engine.has_slots:
@@ -325,7 +360,7 @@ class Models:
         loading = Loading.of(self._artifact, batch_size=settings.slots, merge=merge, dtype=dtype, notify=notify)
         rank = max(
             [
-                _RANK if settings.may_change and self._is_open else 0,
+                _RANK if settings.adapters_from and self._is_open else 0,
                 *(part.down.shape[0] for one in (lora, *others) if one for part in one.parts.values()),
             ]
         )
@@ -385,24 +420,48 @@ class Models:
             raise no_model(name, self._served, param="model")
         return found
 
-    def add(self, name: str, path: str) -> Served:
-        """Add an adapter.
+    def add(self, name: str, path: str, attempt: Attempt) -> Served:
+        """Add an adapter, unless the attempt is given up meanwhile.
 
         Raises:
             FinrayError: it cannot be loaded, or does not fit the base model.
-            ApiError: the name is taken, or this server takes no adapters.
+            ApiError: its path is not in a named place.
         """
-        checked_name(name, where="name")
+        places = self._settings.adapters_from
+        place = named_place(path, places)
+        if not is_url(place):
+            require_inside(Path(place), places)
+        artifact = find_adapter(place, of=self._base, base=self._settings.base)
+        if not is_url(place):
+            require_inside(artifact.folder.resolve(), places)
+        lora = read_plain_lora(artifact.folder, self._base)
+
+        def placed() -> Any:
+            attempt.require()
+            return self._placed(artifact.folder, lora)
+
+        made = self._adapter(name, artifact, self.batcher.call(placed).result())
         with self._changes:
-            self._require_open()
-            if name in self._served or name == BASE:
-                raise ApiError(409, self._why_taken(name), param="name")
-            artifact = find_adapter(path, of=self._base, base=self._settings.base)
-            lora = read_plain_lora(artifact.folder, self._base)
-            placed = self.batcher.call(lambda: self._placed(artifact.folder, lora)).result()
-            made = self._adapter(name, artifact, placed)
-            self._put(made)
-            return made
+            self.require_room_for(name)
+            if attempt.end():
+                self._put(made)
+        return made
+
+    def require_room_for(self, name: str) -> None:
+        """See that an adapter of this name can be added.
+
+        Raises:
+            FinrayError: it is not a valid name.
+            ApiError: the name is taken, there are too many adapters, or this server takes none.
+        """
+        self._require_open()
+        checked_name(name, where="name")
+        if name in self._served or name == BASE:
+            raise ApiError(409, self._why_taken(name), param="name")
+        most = self._settings.max_adapters
+        if len(self._served.keys() - self._at_start) >= most:
+            message = f"requests have added {most} adapters, as many as --max-adapters allows; remove one first"
+            raise ApiError(409, message, param="name")
 
     def _why_taken(self, name: str) -> str:
         if self._is_removable(name):
@@ -428,8 +487,8 @@ class Models:
             self._served = {one: model for one, model in self._served.items() if one != name}
 
     def _require_open(self) -> None:
-        if not self._settings.may_change:
-            message = "adapters can be changed only if the server requires an API key, or listens on this machine only"
-            raise ApiError(403, message)
+        if not self._settings.adapters_from:
+            message = "requests can add and remove adapters only if `finray serve --adapters-from DIR` allows it"
+            raise ApiError(403, message, code="adapters_not_allowed")
         if not self._is_open:
             raise ApiError(403, "the model's own adapter is merged into it, so no other can be added")

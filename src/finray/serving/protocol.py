@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -13,21 +15,31 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from finray.config.schema import NO_TEXT
+from finray.files import first_line
+from finray.limits import cut
 from finray.serving.batching import TokenLogprob
-from finray.serving.errors import ApiError
+from finray.serving.errors import ApiError, readable
 
 # Maximum size of a request in bytes. Longer ones are refused before they are read.
 MAX_BODY = 2**20
 DONE = "data: [DONE]\n\n"
 BYTE = re.compile("<0x([0-9A-F]{2})>")
+_MODEL = "the name of a model, as text"
+_STOPS = "a text, or a list of up to 16 texts, each of 1 to 256 characters"
+_TOKENS = "a whole number from 1 to 2147483647"
+_SWITCH = "true or false"
+_PENALTY = "0, as penalties are not supported"
 
 
 class Request(BaseModel):
-    """A request; unknown fields are refused, so that none is silently ignored."""
+    """A request; unknown fields are refused, so that none is silently ignored.
+
+    The description of a field says what it must be, in the message of a value that does not fit.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    model: str
+    model: str = Field(description=_MODEL)
 
 
 class _Options(BaseModel):
@@ -46,46 +58,46 @@ class _Format(BaseModel):
 class Answering(Request):
     """Common fields of requests for answers."""
 
-    n: int | None = Field(None, ge=1, le=64)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    stream: bool | None = None
-    stream_options: _Options | None = None
+    n: int | None = Field(None, ge=1, le=64, description="a whole number from 1 to 64")
+    temperature: float | None = Field(None, ge=0, le=2, description="0, or a number from 0.001 to 2")
+    top_p: float | None = Field(None, gt=0, le=1, description="a number above 0, and at most 1")
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="a whole number from 0, for all tokens, to 2147483647")
+    seed: int | None = Field(None, description="a whole number")
+    stop: str | list[str] | None = Field(None, description=_STOPS)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description=_TOKENS)
+    stream: bool | None = Field(None, description=_SWITCH)
+    stream_options: _Options | None = Field(None, description='an object such as {"include_usage": true}')
     # They would change answers; only the values without effect are accepted.
-    frequency_penalty: Literal[0] | float | None = Field(None, ge=0, le=0)
-    presence_penalty: Literal[0] | float | None = Field(None, ge=0, le=0)
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    frequency_penalty: Literal[0] | float | None = Field(None, ge=0, le=0, description=_PENALTY)
+    presence_penalty: Literal[0] | float | None = Field(None, ge=0, le=0, description=_PENALTY)
+    logit_bias: dict[str, float] | None = Field(None, max_length=0, description="left out, as biases are not supported")
     # The client's own notes.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: str | None = Field(None, description="a text")
+    metadata: dict[str, Any] | None = Field(None, description="an object")
+    store: bool | None = Field(None, description=_SWITCH)
+    service_tier: str | None = Field(None, description="a text")
+    safety_identifier: str | None = Field(None, description="a text")
+    prompt_cache_key: str | None = Field(None, description="a text")
 
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
         found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(found) > 16 or not all(found) or any(len(one) > 256 for one in found):
-            raise ApiError(400, "stop takes up to 16 strings of 1 to 256 characters", param="stop")
+            raise ApiError(400, f"`stop` must be {_STOPS}", param="stop")
         return found
 
 
 class ChatRequest(Answering):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: _Format | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1, description="a list of objects with `role` and `content`")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description=_TOKENS)
+    logprobs: bool | None = Field(None, description=_SWITCH)
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="a whole number from 0 to 20")
+    tools: list[dict[str, Any]] | None = Field(None, description="a list of objects with `type` and `function`")
+    tool_choice: Literal["auto", "none"] | None = Field(None, description="auto or none, as calls cannot be forced")
+    parallel_tool_calls: bool | None = Field(None, description=_SWITCH)
+    response_format: _Format | None = Field(None, description='{"type": "text"}, as other formats are not supported')
 
     def top(self) -> int | None:
         """Number of most likely tokens to return; None means no probabilities."""
@@ -97,11 +109,13 @@ class ChatRequest(Answering):
 class CompletionRequest(Answering):
     """The body of `/v1/completions`; a prompt is text or token ids, or a list of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(union_mode="left_to_right")
-    logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        union_mode="left_to_right", description="a text, a list of texts, a list of token ids, or several of those"
+    )
+    logprobs: int | None = Field(None, ge=0, le=5, description="a whole number from 0 to 5")
+    echo: Literal[False] | None = Field(None, description="false, as the prompt cannot be returned")
+    suffix: Literal[""] | None = Field(None, description="left out, as text cannot be inserted")
+    best_of: Literal[1] | None = Field(None, description="1, as answers are not ranked")
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts as a list."""
@@ -114,8 +128,8 @@ class CompletionRequest(Answering):
 class ClassifyRequest(Request):
     """The body of `/v1/classify`; an input is a text, or a pair of them."""
 
-    input: str | list[str | tuple[str, str] | list[str]]
-    user: str | None = None
+    input: str | list[str | tuple[str, str] | list[str]] = Field(description="a text, or a list of texts and pairs")
+    user: str | None = Field(None, description="a text")
 
 
 class AdapterRequest(BaseModel):
@@ -123,8 +137,8 @@ class AdapterRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
-    name: str = Field(alias="lora_name")
-    path: str = Field(alias="lora_path")
+    name: str = Field(alias="lora_name", description="the name that clients will use, as text")
+    path: str = Field(alias="lora_path", description="the directory of the adapter on the server's machine, as text")
 
 
 class RemovalRequest(BaseModel):
@@ -132,7 +146,7 @@ class RemovalRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    lora_name: str
+    lora_name: str = Field(description=_MODEL)
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -145,16 +159,47 @@ def parse(kind: type[Body], body: bytes) -> Body:
         ApiError: it is not JSON, or does not fit the endpoint.
     """
     try:
+        # What Python or Pydantic alone let pass: other encodings, names that occur twice, NaN, and numbers of any size.
+        json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is not valid JSON: {first['msg']}") from None
-        names = [str(one) for one in first["loc"]]
-        param = names[0] if names else None
+        names = [readable(str(one)) for one in first["loc"]]
+        if not names:
+            raise ApiError(400, "the body must be a JSON object") from None
         if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"`{'.'.join(names)}` is not supported", param=param, code="unsupported") from None
-        raise ApiError(400, f"{'.'.join(names) or 'the body'}: {first['msg']}", param=param) from None
+            message = f"`{'.'.join(names)}` is not supported"
+            raise ApiError(400, message, param=names[0], code="unsupported") from None
+        # By either of its names.
+        field, found = next((name, one) for name, one in kind.model_fields.items() if names[0] in (name, one.alias))
+        if first["type"] == "missing" and len(names) == 1:
+            raise ApiError(400, f"`{field}` is missing; it must be {found.description}", param=field) from None
+        raise ApiError(400, f"`{names[0]}` must be {found.description}", param=names[0]) from None
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not text in UTF-8: byte {error.start}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is not valid JSON: it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not valid JSON: {first_line(error)}") from None
+    except ValueError:
+        # Python's limit on digits.
+        raise ApiError(400, "the body has a whole number of too many digits") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ApiError(400, f"`{readable(twice)}` occurs twice in an object of the body", param=readable(twice))
+    return found
+
+
+def _number(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise ApiError(400, f"the body has {cut(text, 40)}, which is not a finite number")
+    return found
 
 
 def event(document: Mapping[str, Any]) -> str:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from finray.config.environment import set_default
-from finray.errors import FinrayError
 from finray.serving import protocol
+from finray.serving.access import Access
+from finray.serving.adding import Loader
 from finray.serving.answering import Exchange
 from finray.serving.classifier import Classifier
-from finray.serving.errors import ApiError, no_model, of_request, of_server
-from finray.serving.models import Models, Settings, api_key, find
+from finray.serving.errors import ApiError, caused_by_request, no_model, of_server, queue_full, readable
+from finray.serving.models import Models, Served, Settings, api_key, find
 from finray.serving.protocol import (
     AdapterRequest,
     ChatRequest,
@@ -34,6 +35,10 @@ from finray.serving.protocol import (
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.05
+# Seconds in which the body of a request must arrive.
+_BODY_S = 60.0
+# They answer without a key, for those who watch over the process.
+_FREE = ("/health", "/ready")
 
 
 class Server:
@@ -50,7 +55,9 @@ class Server:
     def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
         set_default("TOKENIZERS_PARALLELISM", "false")
         self._settings, self._requests, self._is_stopping = settings, 0, False
-        self._key = api_key(settings.key_env) if settings.key_env is not None else None
+        key = api_key(settings.key_env) if settings.key_env is not None else None
+        self._access = Access(key, host=settings.host, names=settings.allow_hosts)
+        self._loader, self._preparing = Loader[Served](settings.load_s), 0
         found = find(settings)
         self._classifier = Classifier(settings, found) if found.is_classifier else None
         self._models = None if found.is_classifier else Models(settings, found, notify)
@@ -81,7 +88,7 @@ class Server:
             self._models.batcher.close()
         return ended
 
-    def app(self) -> ASGIApp:
+    def app(self) -> App:
         """The web application."""
         post, get = ["POST"], ["GET"]
         routes = [
@@ -98,32 +105,22 @@ class Server:
             Route("/v1/adapters/{name:path}", self._remove, methods=["DELETE"]),
             Route("/v1/unload_lora_adapter", self._remove, methods=post),
         ]
-        handlers: dict[Any, Any] = {ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail}
-        inner = Starlette(routes=routes, exception_handlers=handlers)
+        return App(routes, self._refusal, self._running)
 
-        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or not scope["path"].startswith("/v1"):
-                await inner(scope, receive, send)
-                return
-            if (refusal := self._refusal(Request(scope))) is not None:
-                await _document(refusal)(scope, receive, send)
-                return
-            self._requests += 1
-            try:
-                await inner(scope, receive, send)
-            finally:
-                self._requests -= 1
-
-        return counted
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Counts a request that :meth:`drain` waits for."""
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
 
     def _refusal(self, request: Request) -> ApiError | None:
         """The reason to refuse a request immediately, if any."""
-        if self._key is not None:
-            kind, _, shown = request.headers.get("authorization", "").partition(" ")
-            # Compared in constant time.
-            if not (hmac.compare_digest(shown.strip().encode(), self._key) and kind.lower() == "bearer"):
-                message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
-                return ApiError(401, message, code="invalid_api_key")
+        is_free = request.scope["path"] in _FREE
+        if (refusal := self._access.refusal(request.headers, needs_key=not is_free)) is not None or is_free:
+            return refusal
         if self._is_stopping:
             return ApiError(503, "the server is shutting down", retry_after=5)
         # A page of another origin may post text to this machine, but JSON needs a CORS preflight.
@@ -173,7 +170,15 @@ class Server:
         models = self._answers()
         parsed = protocol.parse(kind, await _body(request))
         options: Any = {"loop": asyncio.get_running_loop(), "max_new_tokens": self._settings.max_new_tokens}
-        exchange = await asyncio.to_thread(lambda: Exchange(models, parsed, **options))
+        # Prompts are made in a few threads: no more of them may wait there than in the queue.
+        if self._preparing >= max(self._settings.slots, self._settings.max_queue):
+            raise queue_full()
+        self._preparing += 1
+        try:
+            with caused_by_request("messages" if kind is ChatRequest else "prompt"):
+                exchange = await asyncio.to_thread(lambda: Exchange(models, parsed, **options))
+        finally:
+            self._preparing -= 1
         exchange.submit()
         if parsed.stream:
             return _Events(exchange)
@@ -186,7 +191,7 @@ class Server:
         if self._classifier is None:
             raise ApiError(404, "no classifier is served here: use /v1/chat/completions or /v1/completions")
         parsed = protocol.parse(ClassifyRequest, await _body(request))
-        with self._classifier.place():
+        with self._classifier.place(), caused_by_request("input"):
             return JSONResponse(await asyncio.to_thread(self._classifier.answer, parsed))
 
     async def _list_adapters(self, request: Request) -> Response:  # noqa: ARG002
@@ -197,18 +202,50 @@ class Server:
     async def _add(self, request: Request) -> Response:
         models = self._answers()
         parsed = protocol.parse(AdapterRequest, await _body(request))
-        try:
-            made = await asyncio.to_thread(models.add, parsed.name, parsed.path)
-        except FinrayError as error:
-            raise of_request(error, "name" if error.where == "name" else "path") from None
+        with caused_by_request("name"):
+            models.require_room_for(parsed.name)
+        made = await self._loader.run(lambda attempt: models.add(parsed.name, parsed.path, attempt))
         return JSONResponse(made.document(models.max_length))
 
     async def _remove(self, request: Request) -> Response:
         name = request.path_params.get("name")
         if name is None:
             name = protocol.parse(RemovalRequest, await _body(request)).lora_name
-        await asyncio.to_thread(self._answers().remove, name)
+        self._answers().remove(name)
         return JSONResponse({"id": name, "object": "model", "deleted": True})
+
+
+class App:
+    """A web application, all of whose paths go through one check.
+
+    Args:
+        routes: its paths.
+        refusal: the reason to refuse a request immediately, if any.
+        running: context of each request that is not refused.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        refusal: Callable[[Request], ApiError | None],
+        running: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.routes, self._refusal, self._running = routes, refusal, running
+        handlers: dict[Any, Any] = {ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail}
+        self._inner = Starlette(routes=routes, exception_handlers=handlers)
+        # A redirect would lead to whatever the Host header says.
+        self._inner.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; see ASGI."""
+        if scope["type"] != "http":
+            # Starlette closes WebSockets.
+            await self._inner(scope, receive, send)
+        elif (refusal := self._refusal(Request(scope))) is not None:
+            await _document(refusal)(scope, receive, send)
+        else:
+            with self._running():
+                await self._inner(scope, receive, send)
 
 
 class _Events(StreamingResponse):
@@ -229,13 +266,19 @@ async def _body(request: Request) -> bytes:
     """The body of a request.
 
     Raises:
-        ApiError: it is too long.
+        ApiError: it is too long, or does not arrive.
     """
     found = bytearray()
-    async for chunk in request.stream():
-        found += chunk
-        if len(found) > protocol.MAX_BODY:
-            raise ApiError(413, f"the request has more than {protocol.MAX_BODY:,} bytes; shorten it")
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for chunk in request.stream():
+                found += chunk
+                if len(found) > protocol.MAX_BODY:
+                    raise ApiError(413, f"the request has more than {protocol.MAX_BODY:,} bytes; shorten it")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client closed the connection") from None
     return bytes(found)
 
 
@@ -271,7 +314,8 @@ async def _refuse(request: Request, error: ApiError) -> Response:  # noqa: ARG00
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
-    what = f"{request.method} {request.url.path[:120]}"
+    # Not `request.url`, which is made of the Host header.
+    what = readable(f"{request.method} {request.scope['path']}", 120)
     return _document(ApiError(error.status_code, f"there is no {what}; `finray serve` answers at /v1"))
 
 

@@ -5,12 +5,14 @@ vLLM's engine runs in this process, step by step, in the thread that owns the ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from finray.evaluation.engines.sampling import NO_TOKEN
 from finray.evaluation.engines.vllm import VLLMEngine
-from finray.serving.batching import Finished, Job, Piece, Queue, TokenLogprob
+from finray.serving.batching import Finished, Job, Piece, Queue, TokenLogprob, logprob_of
 
 
 class VLLMBatcher(Queue):
@@ -39,7 +41,10 @@ class VLLMBatcher(Queue):
         try:
             self._end(gone)
             for job in coming:
-                self._rows[self._engine.add(job.prompt, self._settings(job), job.adapter)] = job, 0
+                try:
+                    self._rows[self._engine.add(job.prompt, self._settings(job), job.adapter)] = job, 0
+                except Exception as error:
+                    self.fail([job], error)
             for output in self._engine.step() if self._rows else ():
                 self._told(output)
         except Exception as error:
@@ -67,9 +72,16 @@ class VLLMBatcher(Queue):
         for at in range(told, len(made.token_ids)):
             token = int(made.token_ids[at])
             self.written += 1
-            if job.top is not None:
-                job.chosen.append(_logprob(token, made.logprobs[at], job.top))
-            self.give(job, token)
+            if not 0 <= token < self._engine.vocabulary:
+                token = NO_TOKEN
+            elif job.top is not None:
+                logprobs = made.logprobs[at]
+                # vLLM chooses a token whatever its logits are; its probability shows that they were not finite.
+                if any(math.isnan(one.logprob) for one in logprobs.values()):
+                    token = NO_TOKEN
+                else:
+                    job.chosen.append(_logprob(token, logprobs, job.top))
+            self.give_safely(job, token)
             if job.is_done:
                 self._end([output.request_id])
                 return
@@ -89,4 +101,4 @@ def _logprob(token: int, found: dict[int, Any], top: int) -> TokenLogprob:
     """vLLM's log-probabilities at a position: of the chosen token, and of the most likely by rank."""
     ranked = sorted((one.rank, other, float(one.logprob)) for other, one in found.items())
     likeliest = tuple((other, logprob) for rank, other, logprob in ranked if rank <= top)
-    return TokenLogprob(token, float(found[token].logprob), likeliest)
+    return logprob_of(token, float(found[token].logprob), likeliest)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from finray.errors import ClusterError
+from finray.errors import ClusterError, ModelError
 from finray.evaluation import engines
 from finray.models.artifacts import Artifact
 from finray.runtime import serve as module
@@ -127,3 +128,64 @@ def test_an_error_of_ray_serve_is_one_of_finrays_with_its_reason(monkeypatch: py
     options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
     with pytest.raises(ClusterError, match="Ray Serve failed: Replica x is no longer available"):
         module._serve(ray, Settings("m"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+
+
+def stand_in_serve(monkeypatch: pytest.MonkeyPatch, *, state: dict[str, Any], signals: int) -> Any:
+    """Ray Serve with a replica in this state, and a command that then gets so many signals."""
+    import ray.serve
+
+    left = [signals]
+
+    def interrupted(*_: Any) -> Any:
+        raise Interrupted(signal.SIGINT)
+
+    def drained(timeout_s: float) -> bool:
+        left[0] -= 1
+        if left[0]:
+            raise Interrupted(signal.SIGINT)
+        return True
+
+    handle = SimpleNamespace(state=SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: state)))
+    running = SimpleNamespace(deployments={"models": SimpleNamespace(replica_states={"RUNNING": 1})})
+    drain = SimpleNamespace(remote=lambda grace: SimpleNamespace(result=drained))
+    monkeypatch.setattr(ray.serve, "start", lambda **_: None)
+    monkeypatch.setattr(ray.serve, "ingress", lambda: lambda kind: kind)
+    monkeypatch.setattr(ray.serve, "deployment", lambda **_: lambda kind: SimpleNamespace(bind=lambda settings: None))
+    monkeypatch.setattr(ray.serve, "run", lambda *_, **__: handle)
+    monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={"finray": running}))
+    monkeypatch.setattr(ray.serve, "get_app_handle", lambda name: SimpleNamespace(drain=drain))
+    monkeypatch.setattr(module.time, "sleep", interrupted)
+    return SimpleNamespace(cluster_resources=lambda: {"CPU": 1.0}, exceptions=ray.exceptions)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_server_that_was_stopped_on_purpose_has_done_what_it_should(
+    monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    state = {"names": ["mine"], "notes": [], "error": None}
+    stand_in = stand_in_serve(monkeypatch, state=state, signals=signals)
+    lines: list[str] = []
+    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    options: dict[str, Any] = {"notify": lines.append, "ready": lambda names: lines.append(f"serving {names[0]}")}
+    module._serve(stand_in, Settings("m"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+    assert (lines[0], lines[-1], len(lines)) == ("serving mine", "stopped", 3)
+
+
+@pytest.mark.parametrize("error", [KeyError("gate_up_proj"), AttributeError("no `weight`"), RuntimeError("a\nb")])
+def test_the_reason_why_a_model_cannot_be_loaded_is_said_whatever_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("finray.serving.server.Server.__init__", fail)
+    state = asyncio.run(module.Replica(Settings("runs/mine")).state())
+    assert "Traceback" in capsys.readouterr().err, "FINRAY_VERBOSE shows it"
+    stand_in = stand_in_serve(monkeypatch, state=state, signals=0)
+    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
+    with pytest.raises(ModelError) as caught:
+        module._serve(stand_in, Settings("runs/mine"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+    reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    assert caught.value.message == f"the model cannot be loaded, for a reason that finray does not know: {reason}"
+    assert caught.value.where == "runs/mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from finray.errors import ConfigError, ModelError
 from finray.evaluation.engines import Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.models.many_adapters import ManyAdapters, read_plain_lora
+from finray.models.slots import Slots
 from finray.serving import batching
+from finray.serving.adding import Attempt
 from finray.serving.batching import Event, Failed, Finished, Job, Piece, Queue
 from finray.serving.errors import ApiError
 from finray.serving.models import Models, Settings, find
@@ -237,6 +240,141 @@ def test_a_step_that_fails_ends_its_rows_and_the_next_ones_are_answered(
     assert len(other.job.output_ids) == 4
 
 
+def weights_of(models: Models, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change what an adapter adds in the first layer."""
+    parts = models.get(name).adapter.parts  # type: ignore[union-attr]
+    part = next(part for layer, part in parts.items() if layer.endswith("v_proj"))
+    part.up.copy_(change(part.up))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda up: up * math.nan,
+        lambda up: up * math.inf,
+        # Finite, but not what comes of it.
+        lambda up: torch.full_like(up, 3e38),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.001])
+@pytest.mark.parametrize("top", [None, 3])
+def test_a_row_without_finite_logits_fails_alone(
+    folder: Path, change: Any, temperature: float, top: int | None
+) -> None:
+    """And leaves nothing behind in its slot, which another row gets."""
+    models = models_of(folder, "one", "two", slots=3)
+    weights_of(models, "two", change)
+    beside = Heard(models, "one", PROMPTS[0], Sampling(NEW))
+    sampled = Heard(models, "base", PROMPTS[2], Sampling(NEW, 1.0, seed=3))
+    models.batcher.submit([beside.job, sampled.job])
+    models.batcher.advance()
+    bad = [Heard(models, "two", prompt, Sampling(NEW, temperature, seed=1), top=top) for prompt in PROMPTS]
+    after = Heard(models, "one", PROMPTS[1], Sampling(NEW))
+    models.batcher.submit([*(one.job for one in bad), after.job])
+    work(models, lambda: all(one.is_over for one in (*bad, beside, sampled, after)))
+    for one in bad:
+        failed = one.events[-1]
+        assert isinstance(failed, Failed)
+        assert failed.status == 422
+        assert "the model's logits are not finite (NaN or infinite)" in failed.message
+        assert one.text == ""
+    reference = served.reference(folder, "one")
+    for one, prompt in ((beside, PROMPTS[0]), (after, PROMPTS[1])):
+        assert one.job.output_ids == served.greedy(reference, prompt, NEW)
+    assert len(sampled.job.output_ids) == NEW
+    assert models.batcher.counts() == (0, 0)
+
+
+def test_what_a_row_leaves_in_its_slot_would_reach_the_next_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: masked values count if they are not finite."""
+    monkeypatch.setattr(Slots, "clear", lambda self, slot, length: None)
+    models = models_of(folder, "two", slots=2)
+    weights_of(models, "two", lambda up: up * math.nan)
+    beside = Heard(models, "base", PROMPTS[0], Sampling(20))
+    bad, after = Heard(models, "two", PROMPTS[2], Sampling(NEW)), Heard(models, "base", PROMPTS[1], Sampling(NEW))
+    models.batcher.submit([one.job for one in (beside, bad, after)])
+    work(models, lambda: all(one.is_over for one in (beside, bad, after)))
+    assert isinstance(after.events[-1], Failed)
+
+
+def test_a_row_that_moves_leaves_a_clean_slot(folder: Path) -> None:
+    models = models_of(folder, slots=3)
+    heard = [Heard(models, "base", prompt, Sampling(new)) for prompt, new in zip(PROMPTS, (3, 9, 9), strict=False)]
+    models.batcher.submit([one.job for one in heard])
+    work(models, lambda: heard[0].is_over)
+    slots = models.batcher._slots  # type: ignore[attr-defined]
+    for keys, values in slots.layers:
+        assert not keys[2].any()
+        assert not values[2].any()
+        assert keys[0].any(), "the third row is there now"
+    work(models, lambda: all(one.is_over for one in heard))
+    for one, prompt in zip(heard, PROMPTS, strict=False):
+        right = served.greedy(served.reference(folder, "base"), prompt, len(one.job.output_ids))
+        assert one.job.output_ids == right
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError()])
+def test_a_row_with_which_steps_fail_is_found_and_fails_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    models, step = models_of(folder, "one", slots=5), TransformersEngine.step
+
+    def failing(self: Any, slots: Any, working: Any, coming: Any, known: int = 0) -> Any:
+        if any(job.prompt == PROMPTS[2] for job in (*working, *coming)):
+            raise error
+        return step(self, slots, working, coming, known)
+
+    monkeypatch.setattr(TransformersEngine, "step", failing)
+    running = Heard(models, "one", PROMPTS[0], Sampling(NEW))
+    models.batcher.submit([running.job])
+    models.batcher.advance()
+    heard = [Heard(models, "base", prompt, Sampling(NEW)) for prompt in PROMPTS[1:]]
+    models.batcher.submit([one.job for one in heard])
+    work(models, lambda: all(one.is_over for one in (running, *heard)))
+    assert running.job.output_ids == served.greedy(served.reference(folder, "one"), PROMPTS[0], NEW)
+    base = served.reference(folder, "base")
+    for one, prompt in zip(heard, PROMPTS[1:], strict=True):
+        if prompt != PROMPTS[2]:
+            assert one.job.output_ids == served.greedy(base, prompt, NEW)
+    failed = heard[1].events[-1]
+    assert isinstance(failed, Failed)
+    assert failed.status == (413 if isinstance(error, MemoryError) else 500)
+    assert models.batcher.counts() == (0, 0)
+
+
+def test_where_memory_runs_out_while_rows_grow_the_longest_one_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, reserve = models_of(folder, slots=3), Slots.reserve
+
+    def limited(self: Slots, length: int) -> None:
+        if length > 70:
+            raise MemoryError
+        reserve(self, length)
+
+    monkeypatch.setattr(Slots, "reserve", limited)
+    heard = [Heard(models, "base", prompt, Sampling(new)) for prompt, new in zip(PROMPTS, (30, 30, 90), strict=False)]
+    models.batcher.submit([one.job for one in heard])
+    work(models, lambda: all(one.is_over for one in heard))
+    assert [type(one.events[-1]) for one in heard] == [Finished, Finished, Failed]
+    failed = heard[2].events[-1]
+    assert isinstance(failed, Failed)
+    assert (failed.status, "has no room for prompt and answer of up to 111 tokens" in failed.message) == (413, True)
+
+
+def test_a_row_whose_client_cannot_be_told_fails_alone(models: Models) -> None:
+    heard = [Heard(models, "base", prompt, Sampling(NEW)) for prompt in PROMPTS[:2]]
+
+    class Odd:
+        def decode(self, *_: Any, **__: Any) -> str:
+            raise KeyError("no such token")
+
+    heard[0].job.stream._tokenizer = Odd()
+    models.batcher.submit([one.job for one in heard])
+    work(models, lambda: all(one.is_over for one in heard))
+    assert [type(one.events[-1]) for one in heard] == [Failed, Finished]
+
+
 def test_a_queue_that_is_closed_leaves_nobody_waiting() -> None:
     """Neither who called before nor who calls after, nor a job of a batch whose thread has died."""
     queue = Queue(slots=1, max_queue=1)
@@ -282,12 +420,12 @@ def test_a_model_whose_rows_share_no_step_is_answered_too(tmp_path: Path, tokeni
 
 
 def test_an_adapter_is_added_and_removed_while_rows_are_at_work(folder: Path) -> None:
-    models = models_of(folder, "one", slots=4)
+    models = models_of(folder, "one", slots=4, adapters_from=(str(folder),))
     models.batcher.call = lambda function: _done(function())  # type: ignore[method-assign, assignment]
     before = Heard(models, "one", PROMPTS[0], Sampling(NEW))
     models.batcher.submit([before.job])
     models.batcher.advance()
-    models.add("late", str(folder / "two"))
+    models.add("late", str(folder / "two"), Attempt())
     after = Heard(models, "late", PROMPTS[0], Sampling(NEW))
     models.batcher.submit([after.job])
     models.batcher.advance()
@@ -300,12 +438,12 @@ def test_an_adapter_is_added_and_removed_while_rows_are_at_work(folder: Path) ->
         assert heard.job.output_ids == served.greedy(served.reference(folder, name), PROMPTS[0], NEW), name
     for name, status in (("late", 409), ("base", 409)):
         with pytest.raises(ApiError) as caught:
-            models.add(name, str(folder / "two"))
+            models.require_room_for(name)
         assert caught.value.status == status
     with pytest.raises(ApiError, match="loaded at start"):
         models.remove("base")
     with pytest.raises(ConfigError, match="cannot be the name"):
-        models.add("../x y", str(folder / "two"))
+        models.require_room_for("../x y")
 
 
 def _done(value: Any) -> Any:
@@ -336,7 +474,7 @@ def test_what_is_more_than_lora_is_served_alone_and_merged(folder: Path, tmp_pat
     with pytest.raises(ModelError, match="more than LoRA"):
         read_plain_lora(dora, ModelConfig(name=str(folder / "base")))
     lines: list[str] = []
-    settings = Settings(str(dora), dtype="fp32")
+    settings = Settings(str(dora), dtype="fp32", adapters_from=(str(folder),))
     models = Models(settings, find(settings), lines.append)
     assert models.names() == ["dora"]
     assert ["merged" in line for line in lines] == [True]
@@ -347,7 +485,7 @@ def test_what_is_more_than_lora_is_served_alone_and_merged(folder: Path, tmp_pat
     right = served.PeftModel.from_pretrained(reference, str(dora)).eval()
     assert heard.job.output_ids == served.greedy(right, PROMPTS[0], NEW)
     with pytest.raises(ApiError, match="merged"):
-        models.add("one", str(folder / "one"))
+        models.require_room_for("one")
 
 
 def test_a_row_whose_positions_turn_is_read_anew_with_its_own_adapter(tmp_path: Path, tokenizer: Any) -> None:

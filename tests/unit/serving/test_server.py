@@ -31,6 +31,7 @@ from finray.serving.server import Server
 from tests.support import runs, served, tiny
 
 KEY = "a key of this test's"
+HERE = "http://127.0.0.1:8000"
 ASK = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 4, "temperature": 0}
 
 
@@ -40,13 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
 
 
 def serving(settings: Settings) -> Iterator[TestClient]:
-    with TestClient(Server(settings, lambda line: None).app()) as client:
+    with TestClient(Server(settings, lambda line: None).app(), base_url=HERE) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[TestClient]:
-    yield from serving(Settings(str(folder / "one"), dtype="fp32", slots=2))
+    yield from serving(Settings(str(folder / "one"), dtype="fp32", slots=2, adapters_from=(str(folder), "s3://mine")))
 
 
 def told(answer: Any) -> str:
@@ -80,9 +81,9 @@ def told(answer: Any) -> str:
         ("chat/completions", {**ASK, "model": "one", "messages": [{"role": "user"}]}, 400, "no text"),
         ("chat/completions", {**ASK, "model": "one", "top_logprobs": 2}, 400, "logprobs"),
         ("classify", {"model": "one", "input": "a"}, 404, "no classifier"),
-        ("adapters", {"name": "x", "path": "/no/such/place"}, 400, "exist"),
+        ("adapters", {"name": "x", "path": "/no/such/place"}, 403, "--adapters-from DIR"),
         # It has the form of a Hub id, but adapters are directories.
-        ("adapters", {"name": "x", "path": "no/such"}, 400, "the directory does not exist"),
+        ("adapters", {"name": "x", "path": "no/such"}, 403, "not in a directory from which adapters may be added"),
         ("adapters", {"name": "base", "path": "no/such"}, 409, "`base` is the name of the model under an adapter"),
         ("adapters", {"name": "one", "path": "no/such"}, 409, "`one` is the model that the server was started with"),
         ("nowhere", {}, 404, "there is no POST /v1/nowhere"),
@@ -215,7 +216,7 @@ def test_a_key_that_no_client_can_send_is_refused_at_the_start(
 def test_a_server_that_stops_is_not_ready_and_refuses_what_is_new(folder: Path) -> None:
     server = Server(Settings(str(folder / "base"), dtype="fp32"), lambda line: None)
     ask = {"model": "base", "prompt": "the cat", "max_tokens": 2}
-    with TestClient(server.app()) as client:
+    with TestClient(server.app(), base_url=HERE) as client:
         assert client.get("/ready").status_code == client.post("/v1/completions", json=ask).status_code == 200
         assert client.portal is not None
         assert client.portal.call(server.drain, 60)
@@ -242,7 +243,8 @@ def test_a_model_that_takes_no_conversations_is_named_at_the_start_in_one_line(
     if rows is not None:
         (tmp_path / "mine" / "finray.json").write_text(json.dumps({"rows": rows}))
     lines: list[str] = []
-    with TestClient(Server(Settings(str(tmp_path / "mine"), dtype="fp32"), lines.append).app()) as client:
+    server = Server(Settings(str(tmp_path / "mine"), dtype="fp32"), lines.append)
+    with TestClient(server.app(), base_url=HERE) as client:
         chat = client.post("/v1/chat/completions", json={**ASK, "model": "mine"})
         plain = client.post("/v1/completions", json={"model": "mine", "prompt": "the cat"})
     assert plain.status_code == 200
@@ -294,23 +296,17 @@ def test_a_model_without_a_chat_template_completes_and_refuses_conversations(tmp
         assert answer["usage"]["completion_tokens"] <= 6
 
 
-def test_where_everybody_may_ask_nobody_may_change_what_is_served(folder: Path) -> None:
-    for client in serving(Settings(str(folder / "base"), dtype="fp32", may_change=False)):
-        answer = client.post("/v1/adapters", json={"name": "x", "path": str(folder / "one")})
-        assert answer.status_code == 403
-        assert "API key" in told(answer)
-
-
 @pytest.mark.parametrize(("name", "param"), [("a b", "name"), ("ab", "path")])
 def test_an_adapter_that_cannot_be_added_is_refused_with_the_field_in_question(
-    client: TestClient, name: str, param: str
+    client: TestClient, folder: Path, name: str, param: str
 ) -> None:
-    answer = client.post("/v1/adapters", json={"name": name, "path": "/no/such/place"})
+    answer = client.post("/v1/adapters", json={"name": name, "path": str(folder / "none")})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_base_is_no_name_of_an_adapter_where_the_model_has_another(folder: Path) -> None:
-    for client in serving(Settings(str(folder / "base"), dtype="fp32", name="mine")):
+    settings = Settings(str(folder / "base"), dtype="fp32", name="mine", adapters_from=(str(folder),))
+    for client in serving(settings):
         refused = client.post("/v1/adapters", json={"name": "base", "path": str(folder / "one")})
         assert refused.status_code == 409
         assert "`base` is the name of the model under an adapter; choose another name" in told(refused)
@@ -385,7 +381,7 @@ def test_a_classifier_with_a_full_queue_says_so_and_goes_on(
     settings = Settings(str(tmp_path / "run" / "checkpoint-000001"), dtype="fp32", name="kinds", max_queue=2)
     server, asked = Server(settings, lambda line: None), {"model": "kinds", "input": "a tree"}
     assert server._classifier is not None
-    with TestClient(server.app()) as client, ThreadPoolExecutor(3) as clients:
+    with TestClient(server.app(), base_url=HERE) as client, ThreadPoolExecutor(3) as clients:
         assert client.portal is not None
         client.portal.call(lambda: asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1)))
 

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from finray.errors import ConfigError
+from finray.errors import ConfigError, ModelError
 from finray.limits import shown
+
+# In the place of a token, where a row has none: no distribution can be made of its logits.
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Sampling:
         return text[: min((at for word in self.stop if (at := text.find(word)) >= 0), default=len(text))]
 
     def choose(self, logits_BV: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
-        """The next token of each row (B, int64).
+        """The next token of each row (B, int64); ``NO_TOKEN`` where its logits are not finite.
 
         Args:
             logits_BV: of any float dtype.
@@ -74,11 +77,12 @@ class Sampling:
             steps: number of tokens that each row already has.
         """
         if not self.temperature:
-            return logits_BV.argmax(-1)
+            return likeliest(logits_BV)
         return self.draw(logits_BV, [self.uniform(row, step) for row, step in zip(rows, steps, strict=True)])
 
     def draw(self, logits_BV: torch.Tensor, drawn: Sequence[float]) -> torch.Tensor:
-        """The next token of each row (B, int64), given its number in [0, 1), for a temperature above 0."""
+        """The next token of each row (B, int64), given its number in [0, 1), for a temperature above 0; ``NO_TOKEN``
+        where its logits are not finite, or not after they were divided by the temperature."""
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         unused = torch.empty(0)
@@ -91,7 +95,22 @@ class Sampling:
         # The first token at which the cumulative distribution exceeds the random number.
         below_BV = scores.double().softmax(-1).cumsum(-1)
         drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=scores.device)[:, None] * below_BV[:, -1:]
-        return torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0]
+        found_B = torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0].clamp(max=below_BV.shape[-1] - 1)
+        return torch.where(below_BV[:, -1].isfinite(), found_B, NO_TOKEN)
+
+
+def likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row (B, int64); ``NO_TOKEN`` where the logits are not finite."""
+    # NaN counts as the largest. Minus infinity is a token that the model rules out.
+    return torch.where(logits_BV.amax(-1).isfinite(), logits_BV.argmax(-1), NO_TOKEN)
+
+
+def not_finite(what: str) -> ModelError:
+    """The error of a row that has no next token, or no label."""
+    return ModelError(
+        f"{what}: the model's logits are not finite (NaN or infinite)",
+        repair="its weights or those of its adapter may have diverged in training, or are too large for this dtype",
+    )
 
 
 def end_tokens(tokenizer: Any, generation: Any) -> frozenset[int]:

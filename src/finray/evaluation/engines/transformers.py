@@ -32,7 +32,7 @@ from finray.evaluation.engines.base import (
     check_prompts,
     mute,
 )
-from finray.evaluation.engines.sampling import Sampling, end_tokens
+from finray.evaluation.engines.sampling import NO_TOKEN, Sampling, end_tokens, not_finite
 from finray.models import attention
 from finray.models.artifacts import load_artifact, merge_adapter
 from finray.models.head import chunk_rows
@@ -92,7 +92,13 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def take(row: Row, token: int, tokenizer: Any, on_token: OnToken) -> Answer | None:
-    """Append the next token to a row; returns the answer if that ends it."""
+    """Append the next token to a row; returns the answer if that ends it.
+
+    Raises:
+        ModelError: there is no next token.
+    """
+    if token == NO_TOKEN:
+        raise not_finite(f"prompt {row.number + 1} has no answer")
     sampling = row.sampling
     finish: Literal["stop", "length"] | None = None
     if token in row.ends:

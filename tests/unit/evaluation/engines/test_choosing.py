@@ -15,6 +15,7 @@ from finray.evaluation import engines
 from finray.evaluation.engines import Continuation, Sampling, base, joins_gpus, make_engine, require_engine
 from finray.evaluation.engines import transformers as own
 from finray.evaluation.engines.base import Loading, check_adapter, check_continuations, check_prompts
+from finray.evaluation.engines.sampling import NO_TOKEN
 from finray.models.artifacts import Artifact
 
 ARTIFACT = Artifact(Path("a-model"), None, {})
@@ -160,6 +161,24 @@ def test_the_token_is_the_first_whose_share_exceeds_the_number() -> None:
     assert Sampling(temperature=1.0, top_k=1).draw(shares[:3], [0.0, 0.5, 0.99]).tolist() == [2, 2, 2]
     assert Sampling(temperature=1.0, top_p=0.6).draw(shares[:1], [0.1]).tolist() == [2]
     assert Sampling().choose(shares, range(7), [0] * 7).tolist() == [2] * 7
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.001])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_a_row_whose_logits_are_not_finite_has_no_token_and_the_others_have(
+    temperature: float, options: dict[str, Any]
+) -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[0.0, 1, -inf, 9], [0, nan, 1, 2], [0, inf, 1, 2], [-inf] * 4, [nan] * 4, [-inf, -inf, 3, -inf]]
+    sampling = Sampling(temperature=temperature, **options)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = sampling.choose(torch.tensor(rows, dtype=dtype), range(6), [0] * 6).tolist()
+        assert found[1:5] == [NO_TOKEN] * 4
+        assert found[5] == 2
+        assert 0 <= found[0] < 4
+    # Divided by the temperature it overflows.
+    large = sampling.choose(torch.tensor([[1e37, -1e37, 0.0]]), [0], [0]).tolist()
+    assert large == [NO_TOKEN if temperature == 0.001 else 0]
 
 
 def test_text_is_cut_at_the_first_of_the_words_to_stop_at() -> None:
