@@ -29,11 +29,14 @@ from finray.files import FileKind, replace_text, sealed
 
 INDEX = "checkpoints.json"
 # Other files of a run directory that are kept behind the URL: a start, a report or a tracker reads them.
-FOLLOWING = ("metrics.jsonl", "starts.jsonl", "run_id", "sent-wandb.json", "sent-mlflow.json")
+RECORDS = "metrics.jsonl"
+FOLLOWING = (RECORDS, "starts.jsonl", "run_id", "sent-wandb.json", "sent-mlflow.json")
 FOLLOWING_FOLDERS = ("tensorboard",)
 # Folders to which every machine contributes its own files. A rank may be on another machine in the next attempt, so
 # logs of two attempts have different names.
 PROFILE, LOGS = "profile", "logs"
+# That of the command, in the logs.
+TRAINING_LOG = "training.log"
 _NAME = re.compile(r"^checkpoint-(\d{6,})-[0-9a-f]{8}$")
 _DAMAGED = "damaged-manifest.json"
 _ABANDONED_S = 86_400.0

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from finray.checkpoint import copies, manifest
 from finray.checkpoint.copies import CONFIG_FILE, FINAL, RESOLVED_FILE, SUMMARY_FILE
 from finray.checkpoint.objects import Objects
-from finray.checkpoint.remote import RemoteStore
+from finray.checkpoint.remote import FOLLOWING_FOLDERS, LOGS, PROFILE, RECORDS, TRAINING_LOG, RemoteStore
 from finray.checkpoint.store import CheckpointStore
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
@@ -41,7 +41,8 @@ PUSHED_FILE = "pushed.json"
 RESUME_ONLY = ("training_state", "deepspeed")
 # Ray Train keeps its own list of checkpoints here; finray relies on its manifests.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
-
+# What a start writes before its first step, beside `logs/`, which stays for people to read.
+_BEFORE_STEPS = (*copies.SMALL, *FOLLOWING_FOLDERS, PROFILE, copies.FAILURES, RAY_SNAPSHOT, "workers.json")
 
 _RESOLVED = FileKind(ConfigError, repair="delete the file; it is then computed again")
 _SUMMARY = FileKind(
@@ -243,13 +244,48 @@ class RunDir:
         replace_text(self.summary_file, json.dumps(outcome, indent=2) + "\n")
         self.push(SUMMARY_FILE)
 
-    def forget(self) -> None:
-        """Remove a run that has nothing but its config; does nothing if it has more."""
-        alone = {one.name for one in self.path.iterdir()} <= {CONFIG_FILE, RAY_SNAPSHOT}
-        if alone and (self.url is None or Objects(self.url).files() in ([], [CONFIG_FILE])):
-            if self.url is not None:
-                Objects(self.url).remove(CONFIG_FILE)
-            shutil.rmtree(self.path)
+    def has_begun(self) -> bool:
+        """Whether a step was done, so that another configuration would be another run."""
+        if (
+            self.summary_file.exists()
+            or self.final.exists()
+            or self.store().steps()
+            or any(self.path.glob("damaged-*"))
+        ):
+            return True
+        if not (path := self.path / RECORDS).is_file():
+            return False
+        try:
+            with path.open("rb") as stream:
+                return any(b'"kind": "train"' in line for line in stream)
+        except OSError:
+            return True
+
+    def forget(self, *, whole: bool = False) -> None:
+        """Remove a run that has nothing but its config and logs, which stay; does nothing if it has more.
+
+        Args:
+            whole: remove whatever a start writes before its first step, and nothing else.
+        """
+        there = [one.name for one in self.path.iterdir()] if self.path.is_dir() else []
+        behind = [] if self.url is None else Objects(self.url).files()
+        names = {*there, *(one.partition("/")[0] for one in behind)} - {LOGS}
+        doomed = {CONFIG_FILE, RAY_SNAPSHOT}
+        if whole:
+            doomed = {one for one in names if one in _BEFORE_STEPS or one.startswith(("sent-", ".sent-", ".tmp-"))}
+        if self.has_begun() or not (whole or names <= doomed):
+            return
+        if self.url is not None:
+            # The config last: without it there is no run.
+            first = [one for one in behind if one != CONFIG_FILE and one.partition("/")[0] in doomed]
+            Objects(self.url).remove(*first, CONFIG_FILE)
+        for path in (self.path / name for name in there if name in doomed):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        with suppress(OSError):
+            self.path.rmdir()
 
     @classmethod
     def of(cls, config: Config) -> RunDir:
@@ -307,6 +343,9 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
         _require_at_url(run)
         run.pull()
         before = _require_same_run(config, run)
+        if before is None and run.config_file.is_file():
+            run.forget(whole=True)
+            notify("an earlier start with other settings ended before its first step: the run starts with these")
         (was, old), (now, new) = _lengths(before, config, run.resolved())
         is_extended = (was, old) != (now, new)
         steps = run.store().steps()
@@ -453,14 +492,14 @@ def _lengths(before: Config | None, config: Config, chosen: Resolved | None) -> 
 
 def _require_same_run(config: Config, run: RunDir) -> Config | None:
     """Refuse a directory that does not hold a run with this configuration, or holds a longer one; returns the
-    configuration it was started with.
+    configuration it was started with, or None if it holds no run, or one with another configuration that never began.
     """
     if run.config_file.is_file():
         chosen = run.resolved()
         before, config = settled(saved_config(run), chosen), settled(config, chosen)
-        # A run that was stopped before any choice was made has nothing that today's choices could contradict.
-        is_open = chosen is None and not run.store().steps()
-        differ = [one for one in differences(before, config) if not (is_open and one[1] == "auto")]
+        differ = differences(before, config)
+        if differ and not run.has_begun():
+            return None
         problems = [f"{path}: was {cut(repr(old))}, is now {cut(repr(new))}" for path, old, new in differ]
         (was, _), (now, steps) = length(before), length(config)
         if was != now == "train.max_steps" and (done := run.finished()) is not None:
@@ -469,7 +508,10 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
         if problems:
             raise other_run(run, *problems, shorter=any(one.startswith(LENGTH) for one in problems))
         return before
-    if run.url is None and run.path.is_dir() and any(path.name != RAY_SNAPSHOT for path in run.path.iterdir()):
+    there = {path.name for path in run.path.iterdir()} if run.url is None and run.path.is_dir() else set()
+    # Of a start that was refused, the log stays.
+    there -= {RAY_SNAPSHOT, LOGS if (run.path / LOGS / TRAINING_LOG).is_file() else RAY_SNAPSHOT}
+    if there:
         raise ConfigError(
             f"the directory exists but is not a finray run (it has no {CONFIG_FILE})",
             where=str(run.path),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from finray.checkpoint import manifest
+from finray.checkpoint.remote import TRAINING_LOG
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.environment import secrets_of
 from finray.config.identity import settled
@@ -215,7 +216,7 @@ def _saying_what_is_saved(run: RunDir, config: Config) -> Iterator[None]:
 @contextmanager
 def _logged(run: RunDir, handle: Handle) -> Iterator[Handle]:
     """The handler, which also writes what it shows to the run's ``logs/training.log``, and how the command ended."""
-    log = RecordLog(run.path / failures.LOGS / "training.log", f"pid {os.getpid()}")
+    log = RecordLog(run.path / failures.LOGS / TRAINING_LOG, f"pid {os.getpid()}")
 
     def logged(record: Record) -> None:
         log.log(record)

@@ -20,13 +20,13 @@ from typing import Protocol
 import torch
 
 from finray.checkpoint import Checkpoint
+from finray.checkpoint.remote import RECORDS
 from finray.errors import CheckpointError
 from finray.files import FileKind, first_line, hold, remove_abandoned, replace_bytes, temporary
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.sharding import bytes_of
 from finray.training.checkpointing import Snapshot, ranks_here
 
-RECORDS = "metrics.jsonl"
 _SCRATCH = "finray-memory-"
 _FILES = FileKind(CheckpointError)
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.checkpoint import CheckpointStore, manifest, rundir
-from finray.checkpoint.rundir import Finished, RunDir, open_run, saved_config
+from finray.checkpoint.rundir import Finished, RunDir, earlier_of, open_run, saved_config
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -38,9 +38,15 @@ def test_a_run_is_continued_with_the_same_configuration(tmp_path: Path) -> None:
             assert saved_config(run) == config(tmp_path)
 
 
+def begin(run: RunDir) -> None:
+    """As if a step had been done."""
+    (run.path / "metrics.jsonl").write_text('{"kind": "note", "step": 0}\n{"kind": "train", "step": 1}\n')
+
+
 def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         before = run.config_file.read_bytes()
+        begin(run)
     with (
         pytest.raises(ConfigError, match="a different configuration"),
         open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody),
@@ -49,17 +55,77 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path)
     assert run.config_file.read_bytes() == before
 
 
-def test_a_first_start_that_was_refused_leaves_nothing_and_one_that_began_something_does(tmp_path: Path) -> None:
-    for error in (DataError("no such column"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), open_run(config(tmp_path), fresh=False, notify=nobody):
+def test_a_first_start_that_was_refused_leaves_its_log_and_may_be_corrected(tmp_path: Path) -> None:
+    def refused(rate: float, error: BaseException) -> None:
+        with open_run(config(tmp_path, learning_rate=rate), fresh=False, notify=nobody) as run:
+            (run.path / "logs").mkdir(exist_ok=True)
+            (run.path / "logs" / "training.log").write_text("what was shown")
             raise error
-        assert not (tmp_path / "run").exists()
-    # So it may be corrected.
+
+    for rate, error in ((0.1, DataError("no such column")), (0.2, KeyboardInterrupt())):
+        with pytest.raises(type(error)):
+            refused(rate, error)
+        left = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*")]
+        assert left == ["logs", "logs/training.log"]
     with open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody) as run:
-        (run.path / "logs").mkdir()
+        begin(run)
     with pytest.raises(DataError), open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody):
         raise DataError("no such column")
     assert saved_config(run) == config(tmp_path, learning_rate=1.0)
+
+
+# What each stage of a start has written when it is refused: labels, the cluster, a worker that loads the model,
+# trackers, the first step; a kill leaves the same.
+STAGES: dict[str, list[str]] = {
+    "killed": ["logs/training.log"],
+    "workers": ["resolved.json", "attempt", "failures.jsonl", "workers.json", "logs/rank-00000.log"],
+    "trackers": ["resolved.json", "attempt", "run_id", "metrics.jsonl", "starts.jsonl", "tensorboard/events"],
+    "step": ["resolved.json", "attempt", "run_id", "sent-wandb.json", "profile/trace", ".tmp-final-1/x"],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_that_never_began_is_in_nobodys_way(tmp_path: Path, stage: str) -> None:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
+        pass
+    for name in STAGES[stage]:
+        (run.path / name).parent.mkdir(exist_ok=True)
+        (run.path / name).write_text('{"kind": "eval", "step": 0, "eval_loss": 3.0}\n')
+    # Control: the same configuration continues what is there.
+    if stage == "trackers":
+        run.keep_resolved(RESOLVED)
+        with open_run(config(tmp_path), fresh=False, notify=nobody):
+            assert (run.path / "run_id").exists()
+    if "resolved.json" in STAGES[stage]:
+        run.keep_resolved(RESOLVED)
+    said: list[str] = []
+    with open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=said.append) as run:
+        assert said == ["an earlier start with other settings ended before its first step: the run starts with these"]
+        assert run.resolved() is None
+        assert {path.name for path in run.path.iterdir()} <= {"config.yaml", "logs"}
+    assert earlier_of(config(tmp_path)) is None
+
+
+@pytest.mark.parametrize("mark", ["metrics.jsonl", "checkpoint-000004/x", "final/x", "summary.json", "damaged-x/x"])
+def test_a_run_that_has_begun_is_not_given_up(tmp_path: Path, mark: str) -> None:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
+        (run.path / mark).parent.mkdir(exist_ok=True)
+        (run.path / mark).write_text('{"kind": "train", "step": 1}\n')
+    with (
+        pytest.raises(ConfigError, match="a different configuration"),
+        open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody),
+    ):
+        pass
+    assert (run.path / mark).exists()
+
+
+def test_a_directory_of_somebody_elses_logs_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    with (
+        pytest.raises(ConfigError, match="is not a finray run"),
+        open_run(config(tmp_path), fresh=False, notify=nobody),
+    ):
+        pass
 
 
 def test_fresh_moves_the_earlier_run_aside_whole(tmp_path: Path) -> None:
@@ -334,6 +400,7 @@ def test_what_the_run_chose_stands_for_what_the_config_leaves_open(tmp_path: Pat
     chosen = replace(RESOLVED, global_batch_size=1, epochs=3.0)
     with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         run.keep_resolved(chosen)
+        begin(run)
     same: list[dict[str, object]] = [{}, {"global_batch_size": 1}, {"epochs": 3}]
     for train in same:
         with open_run(config(tmp_path, **train), fresh=False, notify=nobody):

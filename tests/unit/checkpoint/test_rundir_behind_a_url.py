@@ -60,6 +60,23 @@ def test_records_go_behind_the_url_as_they_are_written(url: str, tmp_path: Path)
     assert not (tmp_path / "local").exists()
 
 
+def test_what_never_began_behind_a_url_is_in_nobodys_way(url: str, tmp_path: Path) -> None:
+    with open_run(config(url, tmp_path), fresh=False, notify=nobody) as run:
+        run.keep_resolved(RESOLVED)
+        Objects(str(run.url)).write("logs/0123abcd/training.log", b"x")
+        Objects(str(run.url)).write("metrics.jsonl", b"")
+    said: list[str] = []
+    with open_run(config(url, tmp_path, learning_rate=1.0), fresh=False, notify=said.append) as run:
+        assert len(said) == 1
+        assert Objects(str(run.url)).files() == ["config.yaml", "logs/0123abcd/training.log"]
+        trained(run, 2)
+    with (
+        pytest.raises(ConfigError, match="a different configuration"),
+        open_run(config(url, tmp_path), fresh=False, notify=nobody),
+    ):
+        pass
+
+
 def test_a_final_model_comes_only_when_it_is_asked_for_and_whole(url: str, tmp_path: Path) -> None:
     with open_run(config(url, tmp_path), fresh=False, notify=nobody) as run:
         trained(run, 2)
@@ -217,7 +234,7 @@ def test_the_first_rank_of_a_machine_brings_its_logs_and_profile(
 
 @pytest.mark.parametrize("chosen", [None, RESOLVED])
 @pytest.mark.parametrize("steps", [(), (2,)])
-def test_what_is_auto_may_be_set_until_it_was_chosen_or_a_checkpoint_is_there(
+def test_what_is_auto_may_be_set_until_a_checkpoint_is_there(
     tmp_path: Path, chosen: Resolved | None, steps: tuple[int, ...]
 ) -> None:
     def local(**train: object) -> Config:
@@ -232,9 +249,9 @@ def test_what_is_auto_may_be_set_until_it_was_chosen_or_a_checkpoint_is_there(
         if chosen is not None:
             run.keep_resolved(chosen)
     other = local(global_batch_size=RESOLVED.global_batch_size + 1)
-    if chosen is None and not steps:
-        with open_run(other, fresh=False, notify=nobody):
-            pass
+    if not steps:
+        with open_run(other, fresh=False, notify=lambda text: None) as run:
+            assert run.resolved() is None
     else:
         with pytest.raises(ConfigError, match=r"train\.global_batch_size"), open_run(other, fresh=False, notify=nobody):
             pass

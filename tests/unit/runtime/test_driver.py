@@ -49,6 +49,11 @@ def test_a_person_who_starts_a_run_again_has_its_failures_forgotten(
     with pytest.raises(Begun):
         driver.train(asked)
     run_dir = tmp_path / "out" / "run"
+    # Refused before anything began, it leaves its log alone: a corrected config is no other run.
+    assert [path.name for path in run_dir.iterdir()] == ["logs"]
+    with pytest.raises(Begun):
+        driver.train(config(tmp_path, train={"learning_rate": 0.5}))
+    rundir.RunDir(run_dir).keep_config(asked)
     for attempt in ("a", "b"):
         failures.record(run_dir, failures.Failure(attempt, 4, "ValueError: no"))
     with pytest.raises(Begun):
