@@ -44,7 +44,8 @@ LENGTH = ("train.epochs", "train.max_steps")
 
 
 def settled(config: Config, resolved: Resolved | None) -> Config:
-    """A config with what its run chose in the place of what it leaves to finray: size of a step, epochs, classes.
+    """A config with what its run chose in the place of what it leaves to finray: size of a step, epochs,
+    learning rate, classes.
 
     Args:
         resolved: what the run chose; None where it chose nothing yet.
@@ -54,6 +55,8 @@ def settled(config: Config, resolved: Resolved | None) -> Config:
         changes["global_batch_size"] = resolved.global_batch_size
     if resolved is not None and config.train.epochs is None and config.train.max_steps is None:
         changes["epochs"] = resolved.epochs
+    if resolved is not None and config.train.learning_rate == "auto":
+        changes["learning_rate"] = resolved.learning_rate
     sections: dict[str, Any] = {"train": config.train.model_copy(update=changes)}
     if resolved is not None and resolved.problem is not None:
         own = config.classification

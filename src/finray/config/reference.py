@@ -59,7 +59,7 @@ data:
   max_length: 1024  # tokens
 train:
   # epochs: 1  # by default 1, and up to 3 for little data
-  learning_rate: 0.0002
+  # learning_rate: 0.0002  # by default, finray chooses it for the model and says so
 """
 
 

@@ -36,6 +36,7 @@ class Resolved:
         global_batch_size: packs (or rows) per optimizer step.
         epochs: passes over the data, where ``train.max_steps`` is not set.
         weights: dtype in which weights that are trained are kept.
+        learning_rate: the peak of the schedule.
         pack_length: tokens that a pack holds at most; None for ``data.max_length``.
         problem: what a classifier predicts; None for another task.
         labels: names of its classes, in the order of their ids; none in a regression.
@@ -54,6 +55,7 @@ class Resolved:
     # What they were for such runs where their configs did not say.
     global_batch_size: int = 8
     epochs: float = 1.0
+    learning_rate: float = 2e-4
     weights: Literal["fp32", "bf16"] = "fp32"
     pack_length: int | None = None
     problem: Problem | None = None
@@ -88,6 +90,7 @@ class Packing:
         family: the architecture, as its configuration names it.
         reason: why not, where they may not.
         positions: most tokens of a row, where the model learned a vector for each position; None for no such limit.
+        hidden_size: width of the model; None where its configuration does not say.
         lasting: False where the check failed for lack of memory or of a package, and another time may not.
     """
 
@@ -95,6 +98,7 @@ class Packing:
     family: str
     reason: str = ""
     positions: int | None = None
+    hidden_size: int | None = None
     lasting: bool = True
 
     @property

@@ -76,8 +76,10 @@ class TrainConfig(Section):
         description="Packs (without packing: rows) per forward pass of a worker. Gradient accumulation follows from "
         "it.",
     )
-    learning_rate: float = Field(
-        2e-4, gt=0, description="Peak learning rate. For `adapter.method: none` 1e-5 to 5e-5 is usual."
+    learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Peak learning rate. `auto` depends on the method, the task and the width of the model: LoRA takes "
+        "more than all weights, and a small model more than a large one.",
     )
     min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
     schedule: Literal["cosine", "linear", "constant", "wsd", "polynomial", "cosine_with_restarts", "inverse_sqrt"] = (
@@ -145,7 +147,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if self.min_learning_rate > self.learning_rate:
+        if self.learning_rate != "auto" and self.min_learning_rate > self.learning_rate:
             raise ValueError("min_learning_rate is larger than learning_rate")
         takes = SCHEDULES[self.schedule]
         for name, value in self.schedule_options or ():
@@ -156,6 +158,12 @@ class TrainConfig(Section):
                     f"{self.schedule}; leave it out, or set train.schedule to {owner}"
                 )
         return self
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate as a number: what a config says, or what its run chose (``config.identity.settled``)."""
+        assert self.learning_rate != "auto", "the run has not chosen its learning rate yet"
+        return self.learning_rate
 
     @property
     def replaced(self) -> tuple[str, ...]:

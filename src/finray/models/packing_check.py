@@ -89,12 +89,12 @@ def check_packing_of(
     """As :func:`check_packing`, for a Transformers configuration; random state is not changed."""
     import transformers
 
-    family, positions = str(config.model_type), None
+    family, positions, width = str(config.model_type), None, getattr(config, "hidden_size", None)
 
     def unsafe(reason: str, error: Exception | None = None) -> Packing:
         # A missing package or too little memory says nothing about the model.
         fleeting = isinstance(error, ImportError | MemoryError | OSError) or "allocate" in str(error)
-        return Packing(False, family, reason, positions, lasting=not fleeting)
+        return Packing(False, family, reason, positions, width, lasting=not fleeting)
 
     # A caller may be in autocast, and its rounding would look like a leak.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
@@ -136,7 +136,7 @@ def check_packing_of(
         return unsafe("its head makes something else of joined rows")
     apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, found, strict=True)]
     if all(one <= _TOLERANCE for one in apart):
-        return Packing(True, family, positions=positions)
+        return Packing(True, family, positions=positions, hidden_size=width)
     what = f"its logits for joined rows are not those of the rows alone (apart by {max(apart):.1%} of the largest)"
     return unsafe(what)
 

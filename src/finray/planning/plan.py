@@ -43,7 +43,7 @@ from finray.planning.resolve import resolve
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
 from finray.planning.show import show_plan
-from finray.planning.steps import batch_and_epochs, require_room, step_note, step_warnings
+from finray.planning.steps import batch_and_epochs, chosen_notes, peak_learning_rate, require_room, step_warnings
 from finray.planning.strategy import StrategyChoice
 from finray.results import Result
 from finray.tracking.access import require_access
@@ -378,11 +378,13 @@ def _data(
     passes = (items or steps * size) / max(1, report.packs)
     for warning in step_warnings(config, size, steps=steps, packs=_packs(report), continued=before is not None):
         found.warn(*warning)
-    note = None if before else step_note(train, size, epochs, pack_length=report.pack_length)
+    width = None if model is None else model.shape.blueprint.hidden
+    rate = peak_learning_rate(config, hidden_size=width, before=before)
+    notes = () if before else chosen_notes(train, size, epochs, rate, pack_length=report.pack_length)
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(
         **{name: getattr(report, name) for name in same},
-        notes=(*report.notes, *train.replaced, *filter(None, [note])),
+        notes=(*report.notes, *train.replaced, *notes),
         global_batch_size=size,
         steps=steps,
         epochs=passes,

@@ -14,6 +14,7 @@ from finray.config.adapter_files import read_notes, read_settings
 from finray.config.paths import is_url
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
+from finray.config.tasks import task_spec
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.packing import plan_packs
 from finray.data.sources.resolve import TABLES, TEXTS
@@ -26,6 +27,8 @@ _LARGEST_STEP, _EPOCH_STEPS = 8, 32
 _RUN_STEPS, _MOST_EPOCHS = 100, 3
 # Fewer packs than these are made shorter: a hundred short rows would all fit into one.
 _FEWEST_PACKS = 16
+# Methods for which a rate was fitted, and the rate of others and of other optimizers than AdamW.
+_FITTED_METHODS, _PLAIN_RATE = ("none", "lora", "dora"), 2e-4
 # Above it, full fine-tuning forgets more than it learns.
 _FULL_RATE = 1e-4
 _ANOTHER = " in a run of another run.name"
@@ -76,6 +79,38 @@ def batch_and_epochs(train: TrainConfig, *, packs: int | None, before: Resolved 
     return size, epochs
 
 
+def peak_learning_rate(config: Config, *, hidden_size: int | None, before: Resolved | None = None) -> float:
+    """The peak learning rate, where ``train.learning_rate`` leaves it to finray. A continued run keeps its own.
+
+    For AdamW it is ``5e-5 * (2000 / hidden_size) ** 0.78`` for all weights and ten times that for LoRA: the fit of
+    Schulman et al., "LoRA Without Regret" (2025), to 14 Llama and Qwen models with alpha 32. A classifier takes 0.4 of
+    it, because its new layer is trained in full at the same rate. benchmarks/RESULTS.md has what small models learn at
+    these rates.
+
+    Args:
+        config: of the run.
+        hidden_size: width of the model; None where it is unknown.
+        before: what the run began with, if it is continued.
+
+    Returns:
+        The rate, with two digits.
+    """
+    train, adapter = config.train, config.adapter
+    if train.learning_rate != "auto":
+        return train.learning_rate
+    if before is not None:
+        return before.learning_rate
+    if "adamw" not in train.optimizer or adapter.method not in _FITTED_METHODS:
+        return _PLAIN_RATE
+    rate = 5e-5 * (2000 / (hidden_size or 2000)) ** 0.78
+    if adapter.method != "none":
+        # What an update adds to a layer is proportional to alpha.
+        rate *= 10 * min(1.0, 32 / adapter.alpha)
+    if task_spec(config.model.task).reads_labels:
+        rate *= 0.4
+    return float(f"{rate:.1e}")
+
+
 def step_warnings(
     config: Config, size: int, *, steps: int, packs: int | None, continued: bool
 ) -> Iterator[tuple[str, str, str | None]]:
@@ -113,7 +148,9 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
         continued: whether the run began before.
     """
     train, evaluation, data = config.train, config.evaluation, config.data
-    if train.learning_rate > 0.1:
+    if train.learning_rate == "auto":
+        pass
+    elif train.learning_rate > 0.1:
         yield (
             f"{train.learning_rate:g} is far more than models learn with",
             "train.learning_rate",
@@ -215,6 +252,16 @@ def beyond_positions(positions: int, longest: int) -> ModelError:
         where="data.max_length",
         repair=f"data.max_length={positions}",
     )
+
+
+def chosen_notes(
+    train: TrainConfig, size: int, epochs: float, rate: float, *, pack_length: int | None = None
+) -> Iterator[str]:
+    """What to say of what finray chose: smaller steps and more passes over little data, and the learning rate."""
+    if (note := step_note(train, size, epochs, pack_length=pack_length)) is not None:
+        yield note
+    if train.learning_rate == "auto":
+        yield f"finray chose train.learning_rate={rate:g} for a model of this width; set it to choose yourself"
 
 
 def step_note(train: TrainConfig, size: int, epochs: float, *, pack_length: int | None = None) -> str | None:

@@ -200,7 +200,10 @@ def _training(facts: Facts) -> str:
         targets = adapter.target_modules
         rows += [["target modules", targets if isinstance(targets, str) else ", ".join(targets)]]
     rows += [
-        ["learning rate", f"{train.learning_rate:g}"],
+        [
+            "learning rate",
+            f"{train.learning_rate if isinstance(train.learning_rate, float) else resolved['learning_rate']:g}",
+        ],
         ["schedule", train.schedule],
         ["optimizer", train.optimizer],
         ["weight decay", f"{train.weight_decay:g}"],

@@ -26,7 +26,7 @@ from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.environment import secrets_of
 from finray.config.identity import settled
 from finray.config.paths import local_dir_of, with_absolute_paths
-from finray.config.resolved import Resolved, Settled
+from finray.config.resolved import Packing, Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.data.dataset.labels import find_labels
@@ -44,12 +44,13 @@ from finray.planning.resolve import needs_torch, resolve
 from finray.planning.steps import (
     batch_and_epochs,
     beyond_positions,
+    chosen_notes,
     count_packs,
     longest_of,
     pack_length_of,
+    peak_learning_rate,
     require_prompts,
     require_room,
-    step_note,
     step_warnings,
 )
 from finray.publishing.hub import Target
@@ -92,7 +93,7 @@ class Connected:
         worker_env: those of the training workers.
         started: ``time.perf_counter()`` before it was connected.
         seconds: time that connecting took.
-        positions: most tokens per row, if the model has learned position embeddings.
+        packing: whether rows of the model may be packed, with its positions and its width.
     """
 
     ray: Any
@@ -103,7 +104,7 @@ class Connected:
     worker_env: dict[str, str]
     started: float
     seconds: float
-    positions: int | None = None
+    packing: Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             chose=lambda choice: handle(Note(choice.note)),
         )
         seconds = time.perf_counter() - started
-        yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds, packing.positions)
+        yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds, packing)
 
 
 def _early(config: Config) -> dict[str, str]:
@@ -326,7 +327,7 @@ def fit(
         nonlocal prepared_at
         location = preparation.result(handle=shown)
         prepared_at = time.perf_counter()
-        return settle(connected.resolved, location, config, run, shown, connected.positions)
+        return settle(connected.resolved, location, config, run, shown, connected.packing)
 
     with (
         Helpers(connected.ray, preparation, env=connected.env, cpus=0 if is_early else 1, handle=shown) as helpers,
@@ -509,14 +510,12 @@ def _trainer(
     )
 
 
-def settle(
-    resolved: Resolved, location: str, config: Config, run: RunDir, handle: Handle, positions: int | None = None
-) -> Settled:
-    """Decide what depends on the prepared data: the size of a step, and epochs. Report these and anything odd.
+def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handle: Handle, packing: Packing) -> Settled:
+    """Decide what depends on the prepared data: size of a step, epochs, learning rate. Report these and anything odd.
 
     Raises:
         DataError: the data are damaged, too few to hold some out, or their labels are not right.
-        ModelError: a row has more tokens than the model has position embeddings (``positions``).
+        ModelError: a row has more tokens than the model has position embeddings (``packing``).
     """
 
     def say(lines: Iterable[str]) -> None:
@@ -531,8 +530,9 @@ def settle(
     splits = dataset.splits(config.data, seed=config.run.seed)
     say(shared_rows(splits))
     lengths = splits.train.lengths
-    if positions is not None and (longest := max(map(longest_of, (splits.train, splits.eval)))) > positions:
-        raise beyond_positions(positions, longest)
+    longest = max(map(longest_of, (splits.train, splits.eval)))
+    if packing.positions is not None and longest > packing.positions:
+        raise beyond_positions(packing.positions, longest)
     if (spec := task_spec(config.model.task)).reads_labels:
         dataset.require_kind(spec)
     labels = find_labels(dataset, splits, config)
@@ -547,11 +547,12 @@ def settle(
     packs = count_packs(config, lengths, pack_length=pack_length)
     size, epochs = batch_and_epochs(train, packs=packs, before=before)
     steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
-    if before is None and (note := step_note(train, size, epochs, pack_length=pack_length)) is not None:
+    rate = peak_learning_rate(config, hidden_size=packing.hidden_size, before=before)
+    for note in () if before is not None else chosen_notes(train, size, epochs, rate, pack_length=pack_length):
         handle(Note(note))
     for message, where, repair in step_warnings(config, size, steps=steps, packs=packs, continued=before is not None):
         handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
-    decided = replace(resolved, global_batch_size=size, epochs=epochs, pack_length=pack_length)
+    decided = replace(resolved, global_batch_size=size, epochs=epochs, learning_rate=rate, pack_length=pack_length)
     if labels.labels is not None:
         found = labels.labels
         decided = replace(decided, problem=found.problem, labels=found.names, class_weights=labels.weights)

@@ -198,7 +198,8 @@ def _load(
     with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
         # While the model loads, each rank checks the digests of a share of the prepared files.
         opening = pool.submit(opened)
-        task, optimizer = _model(config, resolved, strategy, warn)
+        # The optimizer gets the rate of each step.
+        task, optimizer = _model(settled(config, resolved), resolved, strategy, warn)
         model_at = clock()
         dataset, known, data_at = on_all_ranks(strategy, opening.result)
     config = settled(config, known.resolved)

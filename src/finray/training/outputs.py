@@ -167,4 +167,4 @@ def method_of(config: Config, resolved: Resolved) -> str:
         of = targets if isinstance(targets, str) else ", ".join(targets)
         what = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
     base = f", base in {resolved.bits} bits" if resolved.bits else ""
-    return f"{what}{base}; {train.optimizer}, {train.schedule} from {train.learning_rate:g}; {resolved.strategy}"
+    return f"{what}{base}; {train.optimizer}, {train.schedule} from {train.peak_learning_rate:g}; {resolved.strategy}"

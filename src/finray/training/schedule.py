@@ -25,7 +25,7 @@ def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
     After the warm-up the formulas are those of Transformers' ``get_scheduler``. ``update`` counts those done before
     this one, at most ``total``, which are those of the run.
     """
-    peak, low, options = train.learning_rate, train.min_learning_rate, train.schedule_options or ScheduleOptions()
+    peak, low, options = train.peak_learning_rate, train.min_learning_rate, train.schedule_options or ScheduleOptions()
     warm = warmup_steps(train, total)
     if update < warm:
         return peak * (update + 1) / warm

@@ -44,7 +44,7 @@ def begin(run: RunDir) -> None:
 
 
 def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
+    with open_run(config(tmp_path, learning_rate=0.5), fresh=False, notify=nobody) as run:
         before = run.config_file.read_bytes()
         begin(run)
     with (

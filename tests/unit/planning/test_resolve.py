@@ -40,8 +40,8 @@ def on(device: Device, placement: Placement = ONE, *, packing: Packing | None = 
 
 
 def test_everything_is_decided() -> None:
-    assert on(CPU) == Resolved("fp32", None, "finray_packed", True, "ddp", 1, False)
-    assert on(CPU, packing=UNSAFE) == Resolved("fp32", None, None, False, "ddp", 1, False)
+    assert on(CPU) == Resolved("fp32", None, "finray_packed", True, "ddp", 1, False, learning_rate=5e-4)
+    assert on(CPU, packing=UNSAFE) == Resolved("fp32", None, None, False, "ddp", 1, False, learning_rate=5e-4)
     assert on(CPU, parallel={"strategy": "auto"}).strategy == "ddp"
     assert on(CPU, Placement(3, 1, use_gpu=True), parallel={"strategy": "fsdp"}).world_size == 3
     kind = FileKind(ConfigError, repair="none")

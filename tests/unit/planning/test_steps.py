@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from finray.config.identity import settled
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
 from finray.data.sampling.order import total_steps
 from finray.data.sampling.packing import plan_packs
-from finray.planning.steps import batch_and_epochs, count_packs, pack_length_of, step_note, step_warnings
+from finray.planning.steps import (
+    batch_and_epochs,
+    chosen_notes,
+    count_packs,
+    pack_length_of,
+    peak_learning_rate,
+    step_note,
+    step_warnings,
+)
 
 BEGAN = Resolved("fp32", None, None, True, "ddp", 1, False, global_batch_size=3, epochs=2.0)
 
@@ -110,3 +120,43 @@ def test_what_finray_chose_is_said_and_nothing_else() -> None:
     assert "epochs" not in str(step_note(TrainConfig(epochs=2), 1, 2.0))
     assert step_note(TrainConfig(), 8, 1.0) is None
     assert step_note(TrainConfig(global_batch_size=2, epochs=2), 2, 2.0) is None
+
+
+@pytest.mark.parametrize(
+    ("width", "sections", "expected"),
+    [
+        # "LoRA Without Regret": ten times the rate of all weights, and more for narrow models.
+        (2000, {}, 5e-4),
+        (4096, {}, 2.9e-4),
+        (4096, {"adapter": {"method": "none"}}, 2.9e-5),
+        (576, {}, 1.3e-3),
+        (384, {"model": {"name": "m", "task": "sequence_classification"}}, 7.2e-4),
+        (None, {}, 5e-4),
+        # What an update adds is proportional to alpha.
+        (2000, {"adapter": {"alpha": 64.0}}, 2.5e-4),
+        (2000, {"adapter": {"alpha": 8.0}}, 5e-4),
+        # Nothing was fitted for these.
+        (576, {"adapter": {"method": "pissa"}}, 2e-4),
+        (576, {"train": {"optimizer": "adafactor"}}, 2e-4),
+        # The user's own.
+        (576, {"train": {"learning_rate": 3e-6}}, 3e-6),
+    ],
+)
+def test_the_learning_rate_follows_from_method_width_and_task(
+    width: int | None, sections: dict[str, Any], expected: float
+) -> None:
+    assert peak_learning_rate(config(**sections), hidden_size=width) == pytest.approx(expected)
+
+
+def test_a_continued_run_keeps_its_learning_rate_and_one_from_before_there_was_a_choice_had_the_default() -> None:
+    assert peak_learning_rate(config(), hidden_size=576, before=replace(BEGAN, learning_rate=7e-4)) == 7e-4
+    assert peak_learning_rate(config(), hidden_size=576, before=BEGAN) == 2e-4
+    assert settled(config(), BEGAN).train.peak_learning_rate == 2e-4
+    kept = config(train={"learning_rate": 1e-3})
+    assert settled(kept, BEGAN).train.peak_learning_rate == 1e-3
+
+
+def test_the_learning_rate_that_finray_chose_is_said() -> None:
+    (said,) = chosen_notes(TrainConfig(), 8, 1.0, 1.3e-3)
+    assert "train.learning_rate=0.0013" in said
+    assert list(chosen_notes(TrainConfig(learning_rate=1e-3), 8, 1.0, 1e-3)) == []

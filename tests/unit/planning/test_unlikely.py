@@ -27,8 +27,11 @@ def said(steps: int = 4, **sections: Any) -> list[str]:
     [
         ("train.learning_rate", {"train": {"learning_rate": 5}}),
         ("train.learning_rate", {"train": {"learning_rate": 1e10}}),
-        ("train.learning_rate", {"adapter": {"method": "none"}}),
-        ("train.learning_rate", {"adapter": {"method": "none"}, "train": {"optimizer": "paged_adamw_8bit"}}),
+        ("train.learning_rate", {"adapter": {"method": "none"}, "train": {"learning_rate": 2e-4}}),
+        (
+            "train.learning_rate",
+            {"adapter": {"method": "none"}, "train": {"learning_rate": 2e-4, "optimizer": "paged_adamw_8bit"}},
+        ),
         ("train.warmup_steps", {"train": {"warmup_steps": 100_000}}),
         ("evaluation.every_steps", {"evaluation": {"every_steps": 1000}, "data": {"eval_ratio": 0.1}}),
         ("train.profile", {"train": {"profile": {"steps": [3, 5]}}}),
@@ -61,7 +64,8 @@ def test_nothing_is_said_of_what_is_usual() -> None:
 
 
 def test_the_repair_of_a_learning_rate_is_not_refused_where_the_run_is_continued() -> None:
-    config = build_config({"model": {"name": "m"}, "data": {"source": "d"}, "adapter": {"method": "none"}}, source="x")
+    plain = {"model": {"name": "m"}, "data": {"source": "d"}, "adapter": {"method": "none"}}
+    config = build_config(plain | {"train": {"learning_rate": 2e-4}}, source="x")
     assert [repair for _, _, repair in unlikely(config, 4)] == ["train.learning_rate=2e-5"]
     (_, _, again), *_ = unlikely(config, 4, continued=True)
     assert again == "train.learning_rate=2e-5 in a run of another run.name"

@@ -16,7 +16,7 @@ import pytest
 
 from finray.checkpoint import CheckpointStore, rundir
 from finray.checkpoint.rundir import RunDir
-from finray.config.resolved import Resolved, Settled
+from finray.config.resolved import Packing, Resolved, Settled
 from finray.errors import DataError, StorageError
 from finray.planning.placement import Placement
 from finray.records import RunHeader, RunSummary
@@ -105,7 +105,7 @@ def test_the_best_checkpoint_becomes_final_where_it_is_kept(tmp_path: Path, keep
         store.commit(scratch, at, entries, metrics={"eval_loss": loss})
     phases = {"load": 1.0, "train": 2.0, "evaluate": 3.0, "checkpoint": 4.0, "data_wait": 0.5}
     summary = RunSummary(6, 6, 10, 5, 2.0, 5.0, 3.0, 2.0, "eval_loss", 1.0, phases, (1,))
-    connected = driver.Connected(None, True, None, None, {}, {}, 0.0, 7.0)  # type: ignore[arg-type]
+    connected = driver.Connected(None, True, None, None, {}, {}, 0.0, 7.0, None)  # type: ignore[arg-type]
     shown: list[Any] = []
     result = driver.finish(
         connected,
@@ -180,7 +180,7 @@ def fitted(
     monkeypatch.setattr("finray.runtime.trainer.remove_groups", lambda group: None)
     monkeypatch.setattr("finray.runtime.prepare._is_worth_help", lambda preparation: False)
     slow.config, slow.cancel = asked, lambda: did.append("cancelled")
-    connected = driver.Connected(ray, is_own, place, resolved, {}, {}, 0.0, 0.0)
+    connected = driver.Connected(ray, is_own, place, resolved, {}, {}, 0.0, 0.0, Packing(True, "llama"))
     with ThreadPoolExecutor(1) as pool, suppress(DataError):
         driver.fit(connected, slow, asked, RunDir(tmp_path / "out" / "run"), lambda record: None)
     return did

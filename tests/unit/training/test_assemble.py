@@ -29,7 +29,7 @@ from finray.training.state import TrainState
 
 
 def config(**sections: Any) -> Any:
-    plain: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d"}}
+    plain: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d"}, "train": {"learning_rate": 0.1}}
     for name, section in sections.items():
         plain[name] = {**plain.get(name, {}), **section}
     return build_config(plain, source="test")

@@ -22,7 +22,7 @@ def config(*, patience: int | None = None, **train: Any) -> Config:
     plain = {
         "model": {"name": "m"},
         "data": {"source": "d", **held_out},
-        "train": {"schedule": "constant", "warmup_steps": 0, **train},
+        "train": {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1, **train},
     }
     return build_config({**plain, **stopping}, source="test")
 

@@ -48,7 +48,13 @@ def parameter_groups(
         treated = param_group_options(name, dimensions, train, lora_plus_ratio=lora_plus_ratio, role=role)
         groups.setdefault((*treated, dimensions == 2 and not role), []).append(parameter)
     return [
-        {"params": own, "lr_scale": scale, "lr": scale * train.learning_rate, "weight_decay": decay, "use_muon": muon}
+        {
+            "params": own,
+            "lr_scale": scale,
+            "lr": scale * train.peak_learning_rate,
+            "weight_decay": decay,
+            "use_muon": muon,
+        }
         for (scale, decay, muon), own in groups.items()
     ]
 
@@ -67,12 +73,12 @@ def torch_optimizer(
     """
     groups = parameter_groups(parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
     options: dict[str, Any] = {
-        "lr": train.learning_rate,
+        "lr": train.peak_learning_rate,
         "betas": (train.adam_beta1, train.adam_beta2),
         "eps": train.adam_epsilon,
     }
     if train.optimizer == "adafactor":
-        return Adafactor(groups, lr=train.learning_rate)
+        return Adafactor(groups, lr=train.peak_learning_rate)
     if train.optimizer == "muon":
         return MuonAndAdamW(groups, **options)
     if train.optimizer in EIGHT_BIT:
