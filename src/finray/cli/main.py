@@ -176,7 +176,9 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="File of prompts: one per line, or JSONL with `prompt` or `messages`; - reads stdin."),
+        typer.Option(
+            help="File of prompts: one per line, or rows in a format of training (JSONL, CSV, Parquet); - reads stdin."
+        ),
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="System message before each prompt, instead of the one used in training.")
@@ -218,7 +220,7 @@ def generate(
     lines = () if sys.stdin.isatty() else sys.stdin
     if file == Path("-"):
         prompts, file = [*(prompts or []), *(line.rstrip("\n") for line in sys.stdin if line.strip())], None
-    requests = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines)
+    requests = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines, notify=show.remark)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()), repetition_penalty)
     # A single answer is streamed to a terminal.
     streams = output is None and len(requests) == 1 and not compare and not show.mode().json and sys.stdout.isatty()

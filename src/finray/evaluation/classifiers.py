@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 
 import numpy as np
@@ -29,6 +29,7 @@ from finray.evaluation.outcome import Estimate, Prediction, Rate
 from finray.evaluation.scores.base import Bounds, FloatArray, Score, SummedScore, bounds_of
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
 from finray.evaluation.subjects import Case, EvaluationRequest, Subject
+from finray.limits import cut
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
@@ -41,6 +42,8 @@ _OF_ANSWERS = ["metrics", "harness", "replicas", "engine", "max_new_tokens", "te
 _OF_ANSWERS += ["repetition_penalty", "batch_size"]
 # Name of the baseline that ignores the text.
 COMMONEST = "commonest"
+# Classes that a note names.
+_NAMED = 5
 
 
 class Mean(SummedScore):
@@ -144,8 +147,10 @@ def judge(case: Case) -> Judged:
         if name not in others[model]:
             return Estimate(value, Interval(None, None, "none: there are too many classes and rows"))
         score, statistics_NK = others[model][name]
+        # Of precision and recall, the rows of their class.
+        few = len(statistics_NK) if len(statistics_NK) < len(held) else None
         span = interval(statistics_NK, score.total, seed=request.seed, bounds=bounds_of(score))
-        return Estimate(value, span, score.is_share)
+        return Estimate(value, span, score.is_share, rows=few)
 
     values = {
         model: {
@@ -157,6 +162,14 @@ def judge(case: Case) -> Judged:
     totals |= {"roc_auc": Mean(is_share=False), "spearman": Pearson()}
     judged = Judged(totals, statistics, values, classes=labels.names, confusion=confusion, contrasts=contrasts)
     tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
+    if (never := _never_predicted(truths, predictions[case.tuned.name])) and labels.problem != "regression":
+        named = ", ".join(f"{cut(name, 40)} ({count:,})" for name, count in never[:_NAMED])
+        more = f" and {len(never) - _NAMED:,} more" if len(never) > _NAMED else ""
+        case.notes.append(f"{case.tuned.name} never predicts these classes (with their rows): {named}{more}")
+
+    @cache
+    def texts() -> dict[int, str]:
+        return rows.texts(case.config)
 
     def prediction(index: int) -> Prediction:
         predicted = {name: each[index] for name, each in predictions.items()}
@@ -164,7 +177,8 @@ def judge(case: Case) -> Judged:
         return Prediction(
             rows.numbers[index],
             rows.split.where(rows.numbers[index]),
-            tokenizer.decode(held[index][0].tolist(), skip_special_tokens=True),
+            # Decoded tokens may be in lower case, or have other spaces.
+            texts().get(index) or tokenizer.decode(held[index][0].tolist(), skip_special_tokens=True),
             _shown(truths[index]),
             {name: [_shown(one.label)] for name, one in predicted.items()},
             {name: {**scores, **sure.get(name, {})} for name, scores in judged.of_row(index).items()},
@@ -172,6 +186,17 @@ def judge(case: Case) -> Judged:
 
     judged.prediction = prediction
     return judged
+
+
+def _never_predicted(truths: Sequence[Label], predicted: Sequence[Classification]) -> list[tuple[str, int]]:
+    """The classes that rows have and no prediction, with their number of rows, the most common first."""
+    there = Counter(name for one in truths for name in _names(one))
+    said = {name for one in predicted for name in _names(one.label)}
+    return [(name, count) for name, count in there.most_common() if name not in said]
+
+
+def _names(label: Label) -> tuple[str, ...]:
+    return label if isinstance(label, tuple) else (str(label),)
 
 
 def _classified(case: Case, subject: Subject, truths: Sequence[Label]) -> Classified:
@@ -320,7 +345,7 @@ def _marked(labels: Sequence[Label], place: Mapping[str, int]) -> npt.NDArray[np
     """(N, C): which classes each row has; raises KeyError for an unknown one."""
     found = np.zeros((len(labels), len(place)), dtype=bool)
     for row, label in enumerate(labels):
-        for name in label if isinstance(label, tuple) else (str(label),):
+        for name in _names(label):
             found[row, place[name]] = True
     return found
 

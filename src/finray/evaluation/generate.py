@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
@@ -225,6 +225,11 @@ def generate_text(
             repair="leave out --compare; `finray evaluate --baseline MODEL` compares with another model",
         )
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))), raw=raw)
+    if asking.raw:
+        prompts = [
+            replace(one, text=one.plain, messages=(), plain="") if one.plain and not one.tools else one
+            for one in prompts
+        ]
     if asking.raw and any(prompt.messages or prompt.tools for prompt in prompts):
         raise _no_conversation(asking, is_asked_for=bool(raw))
     ids = [asking.ids(prompt) for prompt in prompts]

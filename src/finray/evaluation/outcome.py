@@ -25,25 +25,33 @@ METRICS_FILE, PREDICTIONS_FILE = "metrics.json", "predictions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A score and its 95 % interval; ``checks`` counts how those of ``pass_at_k`` ended."""
+    """A score and its 95 % interval.
+
+    Attributes:
+        checks: counts how those of ``pass_at_k`` ended.
+        rows: number of rows that it is about, if not all.
+    """
 
     value: float
     interval: Interval
     is_share: bool = False
     checks: dict[str, Any] = field(default_factory=dict)
+    rows: int | None = None
 
     def json(self) -> dict[str, Any]:
         """As JSON types."""
         span = self.interval
         ends = {"low": span.low, "high": span.high, "interval": span.method}
-        more = {"checks": self.checks} if self.checks else {}
+        more: dict[str, Any] = {"checks": self.checks} if self.checks else {}
+        more |= {"rows": self.rows} if self.rows is not None else {}
         return {"value": self.value, **ends, **({"share": True} if self.is_share else {}), **more}
 
     def text(self, *, with_interval: bool = True) -> str:
         """Formatted for a table."""
         span = self.interval if with_interval else Interval(None, None, "")
         ends = "" if span.low is None or span.high is None else f" [{self._one(span.low)}, {self._one(span.high)}]"
-        return f"{self._one(self.value)}{'%' if self.is_share else ''}{ends}"
+        rows = f" of {self.rows:,}" if with_interval and self.rows is not None else ""
+        return f"{self._one(self.value)}{'%' if self.is_share else ''}{ends}{rows}"
 
     def difference(self, value: float) -> str:
         """Format a difference of such scores."""

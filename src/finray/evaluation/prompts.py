@@ -1,23 +1,34 @@
-"""Prompts: from arguments, a text file (one per line) or JSONL; converted to token ids."""
+"""Prompts: from arguments, a text file (one per line) or a table of rows in the formats of training; converted to token
+ids. The answers that rows have are left out: the model does not see them."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finray import compat
 from finray.config.schema import NO_TEXT
-from finray.data.formats.convert import messages_of, tools_of
+from finray.data.formats.convert import converter_of, messages_of, tools_of
+from finray.data.formats.examples import Chat, Completion, detect
 from finray.data.sources.pieces import read_file
-from finray.data.sources.resolve import Row
+from finray.data.sources.resolve import TABLES, Row
+from finray.data.storage import file_suffix
 from finray.data.tokenize.chat import ChatRenderer, guarded
 from finray.errors import DataError, ModelError, did_you_mean_path
 from finray.files import FileKind
+from finray.limits import cut
 
 _FILES = FileKind(DataError, repair="write UTF-8 text with one prompt per line, or JSONL")
+# By format, the column of the answer.
+_ANSWERS = {"prompt_completion": "completion", "alpaca": "output"}
+_AS_MESSAGES = 'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+_AS_ROWS = f"{_AS_MESSAGES}, name the column of a table `prompt`, or save plain prompts as .txt, one per line"
 _TOOLS = FileKind(DataError, repair="write a JSON list of functions: their `name`, `description` and `parameters`")
 
 
@@ -28,6 +39,8 @@ class Prompt:
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    # For a model without a chat template, where training writes the row in another way.
+    plain: str = ""
 
     @classmethod
     def of(cls, text: str, system: str | None) -> Prompt:
@@ -66,10 +79,12 @@ def read_prompts(
     system: str | None,
     tools: tuple[Mapping[str, Any], ...] = (),
     lines: Iterable[str] = (),
+    notify: Callable[[str], None] = lambda line: None,
 ) -> list[Prompt]:
     """All prompts: the arguments, then those of the file; without both, the non-empty ``lines``.
 
-    ``tools`` are for prompts without tools of their own, ``system`` for those without a system message.
+    ``tools`` are for prompts without tools of their own, ``system`` for those without a system message. ``notify`` is
+    called with what of a file's rows is left out.
 
     Raises:
         DataError: the file cannot be read, there is no prompt, or one holds what is not a valid character.
@@ -77,8 +92,13 @@ def read_prompts(
     prompts = [Prompt.of(text, system) for text in arguments]
     if file is not None:
         _require_file(file)
-    if file is not None and file.suffix.lower() in (".jsonl", ".json"):
-        prompts += [_prompt(row, system) for row in read_file(file)]
+    if file is not None and file_suffix(str(file)) in TABLES:
+        left_out = Counter[str]()
+        prompts += [_prompt(row, system, left_out, repair=_AS_ROWS) for row in read_file(file)]
+        if answered := left_out.pop("", 0):
+            notify(f"{file.name}: the answers in {answered:,} rows are left out; the model does not see them")
+        if left_out:
+            notify(f"{file.name}: columns that are not read: {cut(', '.join(left_out))}")
     else:
         if file is not None:
             # As of standard input: `splitlines` would also split at U+2028, form feeds and others.
@@ -98,7 +118,7 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
         DataError: one of them is something else, or holds what is not a valid character.
     """
     several = [given] if isinstance(given, str | Mapping) else list(given)
-    if several and all(isinstance(one, Mapping) and "role" in one for one in several):
+    if several and all(isinstance(one, Mapping) and {"role", "from"} & set(one) for one in several):
         several = [several]
     found = list[Prompt]()
     for number, one in enumerate(several, start=1):
@@ -106,7 +126,7 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
             found.append(Prompt.of(one, system))
             continue
         rows = dict(one) if isinstance(one, Mapping) else {"messages": list(one)} if isinstance(one, Iterable) else {}
-        found.append(_prompt(Row("prompts", number, rows), system))
+        found.append(_prompt(Row("prompts", number, rows), system, Counter()))
     _require_text(found)
     return found
 
@@ -126,31 +146,98 @@ def _require_text(prompts: Iterable[Prompt]) -> None:
                 )
 
 
-def _prompt(row: Row, system: str | None) -> Prompt:
-    """A row's text or, as in training data, its messages up to the last question; with the row's tools."""
-    messages, text = row.value.get("messages"), row.value.get("prompt")
-    if not isinstance(messages, list) and not isinstance(text, str):
-        raise DataError(
-            f"the row has neither `prompt` nor `messages` (columns: {', '.join(row.value)})",
-            where=row.where,
-            repair='write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
-        )
+def _prompt(row: Row, system: str | None, left_out: Counter[str], *, repair: str = _AS_MESSAGES) -> Prompt:
+    """The prompt of a row in any format of training; with or without an answer, which is left out.
+
+    Args:
+        row: of a file or a program.
+        system: system message, unless the row has one.
+        left_out: counts the names of columns that are not read, and "" for rows with an answer.
+        repair: for a row without a prompt.
+
+    Raises:
+        DataError: it has none, or another one than training would read.
+    """
+    # A null is what a row does not have.
+    value = {name: one for name, one in row.value.items() if one is not None}
     try:
-        tools = tools_of(row.value.get("tools"))
-        if not isinstance(messages, list):
-            return replace(Prompt.of(str(text), system), tools=tools)
-        while messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        found = tuple(message.plain() for message in messages_of(messages, "messages"))
+        tools = tools_of(value.get("tools"))
+        for name in ("messages", "conversations", "conversation", "prompt"):
+            if (turns := _turns(value.get(name))) is not None:
+                return _conversation(row, name, turns, tools, system, left_out)
+        for answer in ({}, *({name: ""} for name in ("completion", "response", "output"))):
+            with suppress(DataError):
+                found = detect({**value, **answer}, {})
+                if found.kind in _ANSWERS:
+                    break
+        else:
+            columns = cut(", ".join(row.value), 500)
+            raise DataError(f"the row has neither `prompt` nor `messages` (columns: {columns})", repair=repair)
+        column = found.columns[_ANSWERS[found.kind]]
+        left_out.update([""] if value.get(column) else [])
+        left_out.update(filter(None, found.describe().partition("; not read: ")[2].split(", ")))
+        value[column] = ""
+        (chat,) = converter_of(replace(found, as_chat=True), has_chat_template=True)(value)
+        (alone,) = converter_of(found, has_chat_template=False)(value)
     except DataError as error:
-        raise DataError(
-            error.message,
-            where=row.where,
-            repair=error.repair or 'write {"messages": [{"role": "user", "content": "..."}]}',
-        ) from None
-    if system is not None and found[0]["role"] not in ("system", "developer"):
-        found = ({"role": "system", "content": system}, *found)
-    return Prompt(messages=found, tools=tools)
+        raise DataError(error.message, where=row.where, repair=error.repair or repair) from None
+    assert isinstance(chat, Chat)
+    messages = tuple(message.plain() for message in chat.messages[:-1])
+    text = str(messages[-1]["content"])
+    prompt = Prompt.of(text, system) if len(messages) == 1 else Prompt(messages=_begun(messages, system))
+    plain = alone.prompt if isinstance(alone, Completion) and system is None else ""
+    return replace(prompt, tools=chat.tools or tools, plain="" if plain == prompt.text else plain)
+
+
+def _turns(value: Any) -> list[Any] | None:
+    """The turns of a conversation; None for what is none."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            value = found if all(isinstance(one, Mapping) for one in found) else value
+    if isinstance(value, Mapping) and value and all(isinstance(one, list) for one in value.values()):
+        # `datasets` stores a list of records as a record of lists.
+        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=False)]
+    return list(value) if isinstance(value, list) else None
+
+
+def _conversation(
+    row: Row,
+    name: str,
+    turns: list[Any],
+    tools: tuple[Mapping[str, Any], ...],
+    system: str | None,
+    left_out: Counter[str],
+) -> Prompt:
+    """A conversation up to its last question."""
+    asked = list(turns)
+    while asked and _is_answer(asked[-1]):
+        asked.pop()
+    if turns and not asked:
+        raise DataError(f"`{name}` holds answers only", repair="begin with the user's turn")
+    answers = [one for one in _ANSWERS.values() if row.value.get(one)]
+    left_out.update([""] if answers or len(asked) < len(turns) else [])
+    left_out.update(set(row.value) - {name, "tools", "system", *_ANSWERS.values()})
+    own = row.value.get("system")
+    messages = tuple(message.plain() for message in messages_of(asked, name))
+    messages = _begun(messages, own if isinstance(own, str) and own else system)
+    return Prompt(messages=messages, tools=tools)
+
+
+def _begun(messages: tuple[dict[str, Any], ...], system: str | None) -> tuple[dict[str, Any], ...]:
+    if system is None or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return ({"role": "system", "content": system}, *messages)
+
+
+def _is_answer(turn: Any) -> bool:
+    """Whether a turn is the model's, whatever its role is called."""
+    role = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+    if role in ("function_call", "tool_call"):
+        return True
+    with suppress(DataError):
+        return messages_of([{"role": role, "content": ""}], "messages")[0].role == "assistant"
+    return False
 
 
 def prompt_ids(

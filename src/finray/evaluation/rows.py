@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -17,7 +18,8 @@ from finray.config.schema import Config, DataConfig
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
 from finray.data.dataset.source_rows import SourceRows
-from finray.errors import CheckpointError, DataError
+from finray.data.formats.examples import Labelled
+from finray.errors import CheckpointError, DataError, FinrayError
 from finray.training.assemble import require_same_data
 from finray.training.state import TrainState
 
@@ -121,6 +123,27 @@ class Rows:
                 # A row that was prepared can be read.
                 assert isinstance(value, dict)
                 yield index, value
+
+    def texts(self, config: Config) -> dict[int, str]:
+        """By index, the text of each labelled row as it stands in the source, which is read once; with its second text
+        in a line of its own. Rows that are not found again are missing.
+
+        Args:
+            config: that the dataset was prepared by.
+        """
+        wanted: dict[int, list[int]] = {}
+        for index, number in enumerate(self.numbers):
+            wanted.setdefault(int(self.split.source_rows[number]), []).append(index)
+        found: dict[int, str] = {}
+        with suppress(FinrayError):
+            source = SourceRows(config, has_chat_template=False)
+            examples = (each for part in source.parts(self.stream) for each in source.examples(part))
+            for place, each in enumerate(examples):
+                for index in wanted.get(place, ()):
+                    within = int(self.split.within[self.numbers[index]])
+                    if within < len(each) and isinstance(example := each[within], Labelled):
+                        found[index] = "\n".join(filter(None, (example.text, example.text_pair)))
+        return found
 
 
 def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:

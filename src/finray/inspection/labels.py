@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finray.data.dataset.labels import count_classes
+from finray.data.dataset.labels import UNBALANCED, count_classes
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label, LabelSet
 from finray.inspection.checks import Check
@@ -60,7 +60,7 @@ def label_checks(
         total = len(next(iter(splits.values())))
         name, fewest = min(balance[0].rows, key=lambda one: one[1])
         finding = f"the rarest class to train on, {cut(name, 60)}, has {fewest:,} of {total:,} rows"
-        is_rare = fewest < total * _RARE
+        is_rare = fewest < total * _RARE or UNBALANCED * fewest <= max(rows for _, rows in balance[0].rows)
         if is_rare:
             finding += ", and will hardly be learned; classification.class_weights: balanced gives it more weight"
         checks.append(Check("Class balance", "warning" if is_rare else "ok", finding, fewest, total))

@@ -433,6 +433,15 @@ def test_labels_that_are_well_meant_are_no_warning(
     assert not [text for text in texts if "no training row" not in text and "others names" not in text]
 
 
+def test_classes_of_unequal_size_are_a_warning_without_weights(classifying: Preparing, put: Write) -> None:
+    labels = ["good"] * 40 + ["bad"] * 4
+    (warning,) = look(classifying, put, labels).warnings
+    assert warning[1] == "classification.class_weights"
+    assert warning[0].startswith("the classes are unbalanced (good 90.9%, bad 9.1% of the rows)")
+    assert look(classifying, put, labels, class_weights="balanced").warnings == []
+    assert look(classifying, put, labels[1:]).warnings == []
+
+
 def test_ten_different_whole_numbers_are_few(classifying: Preparing, put: Write) -> None:
     found = look(classifying, put, [float(at) for at in range(10)])
     assert [field for _, field in found.warnings] == ["classification.problem"]

@@ -28,6 +28,10 @@ SAID = {
 }
 
 
+# Of the first row alone the text is found again.
+TEXTS = {"the config": {0: "The Source"}}
+
+
 class Split:
     labels = LABELS
 
@@ -45,10 +49,11 @@ class Split:
 def case(**changes: Any) -> Any:
     request = EvaluationRequest(**changes.pop("request", {}))
     subjects = tuple(
-        SimpleNamespace(name=name, artifact=SimpleNamespace(model=name, folder=name), identity=name) for name in SAID
+        SimpleNamespace(name=name, artifact=SimpleNamespace(model=name, folder=name, notes={}), identity=name)
+        for name in SAID
     )
     train = SimpleNamespace(labels=["c", "b", "c"])
-    rows = SimpleNamespace(split=Split(), numbers=NUMBERS, train=train, fingerprint="rows")
+    rows = SimpleNamespace(split=Split(), numbers=NUMBERS, train=train, fingerprint="rows", texts=TEXTS.get)
     # The baseline's tokenizer cuts the same rows otherwise.
     theirs = SimpleNamespace(split=Split(100), numbers=NUMBERS, fingerprint="theirs")
     return SimpleNamespace(
@@ -61,6 +66,9 @@ def case(**changes: Any) -> Any:
             "resolved": SimpleNamespace(label_set=LabelSet("single_label", NAMES)),
             "dtype": "bf16",
             "folder": None,
+            "run": None,
+            "spec": SimpleNamespace(name="sequence_classification"),
+            "config": "the config",
             "progress": lambda what, done, *, total: None,
             "notes": [],
             "rates": [],
@@ -97,6 +105,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
+def with_metrics(classify: Any, **more: float) -> Any:
+    def changed(*given: Any, **options: Any) -> Classified:
+        found = classify(*given, **options)
+        found.scores.metrics.update(more)
+        return found  # type: ignore[no-any-return]
+
+    return changed
+
+
 def test_each_model_reads_its_own_rows_and_the_evaluated_one_knows_its_labels(asked: dict[str, Any]) -> None:
     progress: list[Any] = []
     own = case(progress=lambda what, done, *, total: progress.append((what, done, total)))
@@ -125,6 +142,7 @@ def test_a_row_has_each_models_label_and_how_sure_it_is(asked: dict[str, Any]) -
     assert judged.prediction is not None
     one = judged.prediction(1)
     assert (one.row, one.where, one.prompt, one.reference) == (0, "rows.jsonl:1", "[0] True", "a")
+    assert judged.prediction(0).prompt == "The Source"
     assert one.answers == {"commonest": ["c"], "base": ["a"], "tuned": ["c"]}
     assert one.scores == {
         "commonest": {"accuracy": 0.0},
@@ -141,6 +159,18 @@ def test_a_row_has_each_models_label_and_how_sure_it_is(asked: dict[str, Any]) -
     assert judged.values["tuned"]["more"].value == 0.75
     assert judged.values["tuned"]["more"].interval.low is None
     assert judged.values["commonest"] == {}
+
+
+def test_a_class_that_is_never_predicted_is_said_and_a_class_has_its_rows(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SAID, "tuned", [("a", (0.5, 0.25, 0.25)), ("c", (0.125, 0.125, 0.75)), ("a", (0.5, 0.5, 0.0))])
+    monkeypatch.setattr(classifiers, "classify", with_metrics(classifiers.classify, recall_a=0.5))
+    own = case()
+    judged = judge(own)
+    assert own.notes == ["tuned never predicts these classes (with their rows): b (1)"]
+    assert judged.values["tuned"]["recall_a"].rows == 2
+    assert judged.values["tuned"]["recall_a"].text().endswith("] of 2")
 
 
 def test_the_commonest_label_stands_beside_only_where_no_baseline_is_named(asked: dict[str, Any]) -> None:
@@ -212,7 +242,9 @@ def test_numbers_have_an_error_and_correlations_with_their_intervals(
     assert judged.statistics["commonest"].keys() == {"mean_squared_error"}, "equal numbers have no correlation"
     values = judged.values["tuned"]
     assert values["eval_loss"] == Estimate(
-        0.5, interval(errors[:, None], lambda sums, rows: float(sums[0]) / rows, seed=seed), is_share=False
+        0.5,
+        interval(errors[:, None], lambda sums, rows: float(sums[0]) / rows, seed=seed, bounds=(0.0, None)),
+        is_share=False,
     )
     reach = 1.959964 * np.sqrt((1 + 0.8**2 / 2) / 3)
     assert values["spearman"].interval.low == pytest.approx(np.tanh(np.arctanh(0.8) - reach), rel=1e-5)

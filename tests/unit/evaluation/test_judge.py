@@ -86,7 +86,9 @@ class Run:
     def decode(self, text: str, *, skip_special_tokens: bool) -> str:
         return text if skip_special_tokens else f"<{text}>"
 
-    def work_of(self, subject: Any, rows: Any, case: Any, sampling: Any, opened: Any) -> Any:
+    def work_of(self, subject: Any, rows: Any, case: Any, sampling: Any, opened: Any, task: Any) -> Any:
+        assert task is None
+
         def answered(*given: Any) -> list[Answered]:
             self.work.append((subject.name, rows, sampling, *given[:-1], given[-1].name))
             opened()
@@ -102,7 +104,7 @@ class Run:
     def case(self, *, metrics: Any = ("exact_match",), scoring: Any = None, spread: Any = None, rows: Any = "all",
              asked: Any = None, **request: Any) -> Any:  # fmt: skip
         one, two = (
-            SimpleNamespace(folder=Path(name), base=None, began_as=None, tokenizer=SimpleNamespace(name=name))
+            SimpleNamespace(folder=Path(name), base=None, began_as=None, notes={}, tokenizer=SimpleNamespace(name=name))
             for name in ("model", "another")
         )
         subjects = [Subject("base", one, adapter=False), Subject("other", two), Subject("tuned", one)]  # type: ignore[arg-type]
@@ -114,6 +116,7 @@ class Run:
             config=SimpleNamespace(evaluation=evaluation, data="the run's", cluster="a cluster"),
             **{"rows": rows, "subjects": subjects, "tuned": subjects[-1], "dtype": "bf16", "spread": spread},
             notes=["a note"],
+            run=None,
             folder=Path("nothing is written there"),
             by_artifact=lambda: [(one, [subjects[0], subjects[2]]), (two, [subjects[1]])],
             rows_for=lambda artifact: own[id(artifact)],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import csv
 import io
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from finray.data.formats.convert import tools_of
@@ -99,6 +102,83 @@ def test_rows_are_prompts_or_conversations_up_to_the_last_question(tmp_path: Pat
     path.write_text(text)
     expected = [Prompt(messages=tuple(answered)), Prompt("f"), Prompt(messages=tuple(answered))]
     assert read_prompts(["x"], path, system=None) == [Prompt("x"), *expected]
+
+
+Q, HIDDEN = "What is 1 + 1?", "SECRET"
+SECTIONS = f"### Instruction:\n{Q}\n\n### Response:\n"
+WITH_INPUT = f"### Instruction:\n{Q}\n\n### Input:\nmore\n\n### Response:\n"
+ONE = Prompt(messages=(asked(Q),))
+
+
+def answered(*contents: str, role: str = "assistant") -> list[dict[str, Any]]:
+    return [asked(Q), *({"role": role, "content": content} for content in contents)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        *(({"messages": answered(HIDDEN, role=role)}, ONE) for role in ("assistant", "model", "gpt", "bot")),
+        ({"messages": answered(HIDDEN, HIDDEN, role="model")}, ONE),
+        ({"messages": [{"from": "human", "value": Q}, {"from": "gpt", "value": HIDDEN}]}, ONE),
+        (
+            {"conversations": [{"from": "human", "value": Q}, {"from": "gpt", "value": HIDDEN}], "system": "S"},
+            Prompt(messages=({"role": "system", "content": "S"}, asked(Q))),
+        ),
+        # As CSV holds it, and as `datasets` does.
+        ({"messages": json.dumps(answered(HIDDEN))}, ONE),
+        ({"messages": {"role": ["user", "assistant"], "content": [Q, HIDDEN]}}, ONE),
+        ({"messages": [asked(Q), {"role": "assistant", "content": None}]}, ONE),
+        ({"messages": [asked(Q), {"from": "function_call", "value": '{"name": "SECRET"}'}]}, ONE),
+        ({"prompt": [asked(Q)], "completion": [{"role": "assistant", "content": HIDDEN}]}, ONE),
+        ({"prompt": Q, "completion": HIDDEN}, Prompt(Q)),
+        ({"prompt": Q, "completion": None}, Prompt(Q)),
+        ({"input": Q, "output": HIDDEN}, Prompt(Q)),
+        ({"prompt": Q, "chosen": HIDDEN, "rejected": HIDDEN}, Prompt(Q)),
+        ({"prompt": "[1, 2]", "completion": HIDDEN}, Prompt("[1, 2]")),
+        # A model without a chat template is asked as in its training.
+        ({"prompt": Q, "response": HIDDEN, "id": 5}, Prompt(Q, plain=SECTIONS)),
+        ({"question": Q, "answer": HIDDEN}, Prompt(Q, plain=SECTIONS)),
+        ({"question": Q}, Prompt(Q, plain=SECTIONS)),
+        ({"instruction": Q, "input": "more", "output": HIDDEN}, Prompt(f"{Q}\nmore", plain=WITH_INPUT)),
+    ],
+)
+def test_the_answer_of_a_row_is_never_in_its_prompt(tmp_path: Path, row: dict[str, Any], expected: Prompt) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert read_prompts([], path, system=None) == [expected]
+    assert given_prompts(row, None) == [expected]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "parquet", "json"])
+def test_a_table_is_read_as_rows_and_what_is_left_out_is_said_once(tmp_path: Path, kind: str) -> None:
+    rows = [{"question": Q, "answer": HIDDEN, "id": 1}, {"question": "And, 2?", "answer": HIDDEN, "id": 2}]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        with path.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, rows[0], delimiter="," if kind == "csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+    said: list[str] = []
+    found = read_prompts([], path, system=None, notify=said.append)
+    assert [one.text for one in found] == [Q, "And, 2?"]
+    assert said == [
+        f"rows.{kind}: the answers in 2 rows are left out; the model does not see them",
+        f"rows.{kind}: columns that are not read: id",
+    ]
+
+
+def test_a_table_without_a_prompt_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("one,two\n1,2\n")
+    with pytest.raises(DataError, match=r"neither `prompt` nor `messages` \(columns: one, two\)") as caught:
+        read_prompts([], tmp_path / "rows.csv", system=None)
+    assert "save plain prompts as .txt" in str(caught.value.repair)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": answered("a")[1:]}))
+    with pytest.raises(DataError, match="`messages` holds answers only"):
+        read_prompts([], tmp_path / "rows.jsonl", system=None)
 
 
 def test_a_program_gives_texts_conversations_or_rows() -> None:
@@ -219,7 +299,7 @@ def test_a_model_without_a_chat_template_has_no_conversations(prompt: Prompt, ra
         ([{"content": "x"}], "messages[0] must be an object with `role`"),
         ([{"role": "user", "content": 5}], "`content` holds int"),
         ([{"role": "user", "content": [{"type": "image"}]}], "a part of `content` is {'type': 'image'}"),
-        ([{"role": "assistant", "content": "x"}], "empty list of messages"),
+        ([{"role": "assistant", "content": "x"}], "`messages` holds answers only"),
     ],
 )
 def test_a_conversation_that_is_none_is_one_error(messages: list[Any], said: str, write_rows: Any) -> None:

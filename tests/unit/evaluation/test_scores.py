@@ -522,6 +522,12 @@ def test_what_a_metric_raises_is_told_with_its_place() -> None:
         OwnScore(lambda answers, references: {}["river"], "mine:f").value(answered([("a", "b")]))
 
 
+def test_what_a_metric_prints_is_not_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with blaming("mine:f"):
+        print("so far so good")
+    assert capsys.readouterr() == ("", "so far so good\n")
+
+
 def test_an_error_of_finrays_is_told_as_it_is() -> None:
     with pytest.raises(DataError, match="no rows"), blaming("mine:f"):
         raise DataError("no rows")

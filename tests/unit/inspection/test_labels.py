@@ -51,8 +51,8 @@ def test_rows_that_were_cut_off_are_counted_and_some_are_named(classifying: Prep
     assert check.where == ("rows.jsonl:2", "rows.jsonl:3", "rows.jsonl:4")
 
 
-@pytest.mark.parametrize(("many", "level"), [(100, "ok"), (101, "warning")])
-def test_a_class_of_less_than_a_hundredth_of_the_rows_is_a_warning(
+@pytest.mark.parametrize(("many", "level"), [(10, "ok"), (11, "warning"), (101, "warning")])
+def test_a_class_of_a_tenth_of_the_rows_of_another_is_a_warning(
     classifying: Preparing, put: Write, many: int, level: str
 ) -> None:
     rows = [row(f"cat {at}", int(at == 3)) for at in range(many)]

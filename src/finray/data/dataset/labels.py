@@ -17,6 +17,8 @@ from finray.limits import cut
 
 # Rows from which on as many classes as rows are a sign of a wrong column.
 _SOME_ROWS = 20
+# A class that has so many times as many rows as another is much more common.
+UNBALANCED = 10
 # Up to so many different numbers are more often classes.
 _FEW_NUMBERS = 10
 
@@ -81,6 +83,13 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
     if missing := [name for name in labels.names if not counts[name]]:
         text = f"no training row has the class {cut(', '.join(missing), 100)}"
         found.warnings.append((text, "classification.labels"))
+    if labels.problem == "single_label" and len(own) >= _SOME_ROWS and not config.classification.class_weights:
+        (most, many), (least, few) = counts.most_common(1)[0], counts.most_common()[-1]
+        if many >= UNBALANCED * few:
+            shares = ", ".join(f"{cut(name, 40)} {rows / len(own):.1%}" for name, rows in ((most, many), (least, few)))
+            text = f"the classes are unbalanced ({shares} of the rows), so the rarest may never be predicted; "
+            text += "classification.class_weights: balanced gives each class the same weight"
+            found.warnings.append((text, "classification.class_weights"))
     for name, split, by_ratio in (
         ("evaluation", splits.eval, bool(config.data.eval_ratio)),
         ("test", splits.test, bool(config.data.test_ratio)),

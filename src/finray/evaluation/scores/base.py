@@ -4,9 +4,10 @@ all."""
 from __future__ import annotations
 
 import importlib.util
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -183,7 +184,9 @@ def blaming(name: str, kind: type[FinrayError] = ConfigError) -> Iterator[None]:
         FinrayError: it has failed; of this kind.
     """
     try:
-        yield
+        # Standard output may be one JSON document.
+        with redirect_stdout(sys.stderr):
+            yield
     except FinrayError:
         raise
     except (Exception, SystemExit) as error:
