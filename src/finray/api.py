@@ -30,6 +30,7 @@ from finray.tracking.console import RunView
 if TYPE_CHECKING:
     # At run time each function imports what it needs: a plan needs no Ray, and `import finray` needs nothing.
     from finray.evaluation.generate import Answers
+    from finray.evaluation.labels import Labelled
     from finray.evaluation.outcome import Comparison
     from finray.inspection.measure import Inspection
     from finray.models.export import Exported
@@ -240,8 +241,8 @@ def generate(
     compare: bool = False,
     raw: bool | None = None,
     base: str | None = None,
-) -> Answers:
-    """Generate answers with a trained model.
+) -> Answers | Labelled:
+    """Generate answers with a trained model; a classifier gives labels.
 
     Args:
         model: run, checkpoint or model directory, a Hub id, or the result of :func:`train`.
@@ -265,7 +266,7 @@ def generate(
         base: base model of the adapter, if it has moved.
 
     Returns:
-        A sequence of texts, one per prompt.
+        A sequence of texts, one per prompt; of a classifier, of labels.
 
     Raises:
         FinrayError: the model cannot be loaded, or there is no prompt.
@@ -273,6 +274,7 @@ def generate(
     from finray.data.formats.convert import tools_of
     from finray.evaluation.engines.sampling import Sampling
     from finray.evaluation.generate import generate_text
+    from finray.evaluation.labels import is_classifier, read_texts
     from finray.evaluation.prompts import given_prompts, read_prompts, read_tools
 
     requests = given_prompts(prompts, system)
@@ -280,7 +282,10 @@ def generate(
     requests = [replace(one, tools=one.tools or offered) for one in requests]
     if file is not None or not requests:
         path = None if file is None else Path(file).expanduser()
-        requests += read_prompts([], path, system=system, tools=offered)
+        if is_classifier(_directory(model)) and system is None and not offered:
+            requests += read_texts(_directory(model), [], path)
+        else:
+            requests += read_prompts([], path, system=system, tools=offered)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, _texts(stop), repetition_penalty)
     options: dict[str, Any] = {"batch_size": batch_size, "raw": raw, "base": base, "engine": engine, "merge": merge}
     options["compare"] = compare

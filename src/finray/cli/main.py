@@ -207,9 +207,10 @@ def generate(
     raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
     base: show.BaseModel = None,
 ) -> None:
-    """Answer prompts with a trained model."""
+    """Answer prompts with a trained model, or label texts with a trained classifier."""
     from finray.evaluation.engines.sampling import Sampling
     from finray.evaluation.generate import generate_text
+    from finray.evaluation.labels import is_classifier, read_texts
     from finray.evaluation.prompts import read_prompts, read_tools
 
     if output is not None:
@@ -220,7 +221,10 @@ def generate(
     lines = () if sys.stdin.isatty() else sys.stdin
     if file == Path("-"):
         prompts, file = [*(prompts or []), *(line.rstrip("\n") for line in sys.stdin if line.strip())], None
-    requests = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines, notify=show.remark)
+    if is_classifier(model) and system is None and tools is None:
+        requests = read_texts(model, prompts or [], file, lines=lines)
+    else:
+        requests = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines, notify=show.remark)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()), repetition_penalty)
     # A single answer is streamed to a terminal.
     streams = output is None and len(requests) == 1 and not compare and not show.mode().json and sys.stdout.isatty()

@@ -12,19 +12,16 @@ from typing import Any, ClassVar, overload
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
-from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
 from finray.evaluation.engines.base import mute
 from finray.evaluation.engines.sampling import Sampling
+from finray.evaluation.labels import Labelled, classifies, label_texts
 from finray.evaluation.prompts import Prompt, prompt_ids
-from finray.files import FileKind
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result, print_labelled
-
-_CONFIGS = FileKind(ModelError, repair="download the model again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +110,12 @@ class Asking:
         Raises:
             ModelError: the model is a classifier, which gives no answers.
         """
-        notes, task = artifact.notes, artifact.model.task
-        file, named = artifact.folder / "config.json", list[str]()
-        if file.is_file():
-            named = [str(one) for one in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]
-        if (task in SPECS and SPECS[task].adds_head) or any("Classif" in one for one in named):
+        notes = artifact.notes
+        if classifies(artifact):
             raise ModelError(
                 "the model is a classifier; it does not write answers",
                 where=str(artifact.folder),
-                repair="`finray evaluate` scores it",
+                repair='`finray generate RUN "text"` labels a text, and `finray evaluate` scores it',
             )
         if raw is None:
             raw = notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
@@ -194,8 +188,8 @@ def generate_text(
     compare: bool = False,
     notify: Callable[[str], None] = lambda line: None,
     write: Callable[[str], None] | None = None,
-) -> Answers:
-    """Generate answers to prompts.
+) -> Answers | Labelled:
+    """Generate answers to prompts; a classifier gives labels.
 
     Args:
         path: a run, checkpoint or model directory, or a Hub id.
@@ -218,6 +212,12 @@ def generate_text(
             "the base model of a merged adapter cannot answer", where="--merge", repair="leave it out, or --compare"
         )
     artifact = artifact_of(path, base=base)
+    if classifies(artifact):
+        options = {"engine": engine == "vllm", "merge": merge, "compare": compare, "raw": bool(raw)}
+        found = label_texts(artifact, prompts, sampling, **options)
+        if write is not None:
+            write("\n".join(found.lines()))
+        return found
     if compare and not artifact.is_adapter:
         raise ModelError(
             "there is no adapter to switch off, so there is no base model to compare with",

@@ -86,12 +86,15 @@ class TrainResult(Result):
         holds_out = numbers.best is not None or config.data.test_split or config.data.test_ratio
         # The commands that answer prompts and score text do not support other tasks.
         answers = config.model.task in SPECS and not SPECS[config.model.task].reads_labels
+        labels = config.model.task in SPECS and not answers
         here = Path.cwd()
         nearest = self.run_dir.relative_to(here) if self.run_dir.is_relative_to(here) else self.run_dir
         run = shlex.quote(run_url(config) or str(nearest))
         for line, works in (
             (f'generate {run} "your prompt"', answers),
+            (f'generate {run} "a text"', labels),
             (f"evaluate {run}", config.model.task in SPECS and holds_out),
+            (f"serve {run}  # its /v1/classify labels texts", labels),
             (f"export {run} --output DIR", True),
         ):
             if works:

@@ -8,16 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from finray.config.schema import ModelConfig
-from finray.evaluation.artifacts import inference_device, inference_dtype
-from finray.evaluation.classify import classify
-from finray.models.artifacts import load_artifact
+from finray.errors import ModelError
+from finray.evaluation.labels import TextClassifier
 from finray.models.loading import DTYPES
-from finray.models.packing_cache import packing_of
-from finray.models.saved_layout import without_adapter
-from finray.pretrained.tokenizers import load_tokenizer
 from finray.serving import protocol
 from finray.serving.errors import ApiError, no_model, queue_full
 from finray.serving.models import Found, Settings
@@ -40,19 +33,10 @@ class Classifier:
     """
 
     def __init__(self, settings: Settings, found: Found, clock: Callable[[], float] = time.time) -> None:
-        device = inference_device()
         self.name, self._source, self._created = found.name, settings.model, int(clock())
-        self._labels = found.artifact.labels
-        packing = packing_of(found.artifact.model)
-        self._packs = packing.safe
-        dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
-        self._model = load_artifact(found.artifact, dtype=dtype).to(device)
-        self._tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
-        inner = without_adapter(self._model)
-        named = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-        # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
-        limits = (settings.max_length, named, packing.positions)
-        self.max_length: int | None = min((one for one in limits if one), default=None)
+        dtype = DTYPES[settings.dtype] if settings.dtype else None
+        self._model = TextClassifier(found.artifact, dtype=dtype, max_length=settings.max_length)
+        self.max_length = self._model.max_length
         self._max_queue, self._lock, self._taken = settings.max_queue, threading.Lock(), 0
 
     def counts(self) -> tuple[int, int]:
@@ -82,13 +66,16 @@ class Classifier:
         """The response; requests run one at a time.
 
         Raises:
-            ApiError: there is no such model, or a text is empty or too long.
+            ApiError: there is no such model, a text is empty or too long, or its logits are not finite.
         """
         if request.model != self.name:
             raise no_model(request.model, [self.name], param="model")
         rows = self._rows(request)
-        with self._lock:
-            result = classify(self._model, rows, packs=self._packs, labels=self._labels)
+        try:
+            with self._lock:
+                result = self._model.classify(rows)
+        except ModelError as error:
+            raise ApiError(422, f"{error.message}; {error.repair}", param="input") from None
         data = []
         for number, one in enumerate(result.predictions):
             label = list(one.label) if isinstance(one.label, tuple) else one.label
@@ -107,12 +94,10 @@ class Classifier:
             if len(texts) > 2 or not any(texts):
                 raise ApiError(400, f"input[{number}] is neither a text nor a pair of texts", param="input")
             protocol.require_text(list(texts), "input")
-            encoded = self._tokenizer(*texts)
-            ids = encoded["input_ids"]
+            ids, types = self._model.row(texts)
             if self.max_length is not None and len(ids) > self.max_length:
                 limit = f"the model reads at most {self.max_length:,}; shorten it"
                 message = f"input[{number}] has {len(ids):,} tokens, but {limit}"
                 raise ApiError(400, message, param="input", code="context_length_exceeded")
-            types = encoded.get("token_type_ids") or [0] * len(ids)
-            rows.append((np.asarray(ids), np.asarray(types)))
+            rows.append((ids, types))
         return rows

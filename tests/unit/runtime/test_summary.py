@@ -29,6 +29,7 @@ SUMMARY = RunSummary(2, 2, 9, 9, 1.0, 9.0, 1.0, 0.5, "eval_loss", None, PHASES, 
         ({"data": {"source": "d.jsonl", "eval_ratio": 0.1}}, 0.5, ["generate", "evaluate", "export"]),
         ({"data": {"source": "d.jsonl", "test_ratio": 0.1}}, None, ["generate", "evaluate", "export"]),
         ({"model": {"name": "m", "task": "tests.support.talk:Task"}}, 0.5, ["export"]),
+        ({"model": {"name": "m", "task": "sequence_classification"}}, 0.5, ["generate", "evaluate", "serve", "export"]),
     ],
 )
 def test_a_finished_run_recommends_what_works(
@@ -40,6 +41,9 @@ def test_a_finished_run_recommends_what_works(
     TrainResult(tmp_path, tmp_path / "final", 2, replace(SUMMARY, best=best)).print(console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.split()[2] for line in lines if line.startswith("next: ")] == expected
+    if "serve" in expected:
+        assert f'next: finray generate {tmp_path} "a text"' in lines
+        assert f"next: finray serve {tmp_path}  # its /v1/classify labels texts" in lines
 
 
 def test_a_recommended_command_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

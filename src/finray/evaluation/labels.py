@@ -1,0 +1,270 @@
+"""Labels of texts: a classifier with its tokenizer, for `finray generate` and `finray serve`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir, saved_config
+from finray.config.adapter_files import read_notes
+from finray.config.schema import NO_TEXT, ModelConfig
+from finray.config.tasks import SPECS
+from finray.data.formats.examples import detect
+from finray.data.sampling.collate import Row
+from finray.data.sources.pieces import read_file
+from finray.data.sources.resolve import TABLES
+from finray.data.storage import file_suffix
+from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.evaluation.artifacts import inference_device, inference_dtype
+from finray.evaluation.classify import Classification, Classified, classify
+from finray.evaluation.engines.sampling import Sampling, not_finite
+from finray.evaluation.prompts import Prompt, read_prompts
+from finray.files import FileKind
+from finray.models.artifacts import Artifact, load_artifact, require_finite, task_of
+from finray.models.packing_cache import packing_of
+from finray.models.saved_layout import without_adapter
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.results import Result
+
+_CONFIGS = FileKind(ModelError, repair="download the model again")
+# Classes that are shown of each text, the most likely first.
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Pair(Prompt):
+    """Two texts for a classifier: the second one is ``pair``."""
+
+    pair: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled(Result, Sequence[Any]):
+    """Labels of texts: a sequence of classes, tuples of classes, or numbers.
+
+    Attributes:
+        texts: the texts, one or two each.
+        names: of the classes.
+        predictions: the labels and the probabilities of the classes.
+    """
+
+    AS_IS: ClassVar[tuple[str, ...]] = ("labels",)
+
+    texts: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
+    predictions: tuple[Classification, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.predictions[index]
+        return found.label if isinstance(found, Classification) else tuple(one.label for one in found)
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per text: the text, or two, its label, and the probabilities by class."""
+        found = []
+        for texts, one in zip(self.texts, self.predictions, strict=True):
+            row: dict[str, Any] = dict(zip(("text", "text_pair"), texts, strict=False))
+            row["label"] = list(one.label) if isinstance(one.label, tuple) else one.label
+            if one.probabilities:
+                row["probabilities"] = dict(zip(self.names, one.probabilities, strict=True))
+            found.append(row)
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {"labels": self.rows()}
+
+    def lines(self) -> list[str]:
+        """For each text its label and the most likely classes; the text follows where there are several."""
+        found = []
+        for row in self.rows():
+            label = row["label"] if isinstance(row["label"], list) else [row["label"]]
+            said = ", ".join(f"{one:.4g}" if isinstance(one, float) else one for one in label) or "none"
+            shares = sorted(row.get("probabilities", {}).items(), key=lambda one: -one[1])[:_SHOWN]
+            if shares:
+                said += f" ({', '.join(f'{name} {100 * share:.1f} %' for name, share in shares)})"
+            texts = " | ".join(row[name] for name in ("text", "text_pair") if name in row)
+            found.append(f"{said}: {texts}" if len(self) > 1 else said)
+        return found
+
+    def print(self, console: Console) -> None:
+        """A line per text."""
+        for line in self.lines():
+            console.print(line, highlight=False, soft_wrap=True)
+
+    def write(self, path: Path) -> None:
+        """Write the rows as JSON lines.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        try:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
+            path.write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"the labels cannot be written: {error.strerror}", where=str(path)) from None
+
+
+class TextClassifier:
+    """A classifier that reads texts.
+
+    Args:
+        artifact: its weights.
+        dtype: of weights and arithmetic; None for the default for inference on this machine.
+        max_length: maximum tokens of a text; None for the model's limit.
+
+    Raises:
+        FinrayError: it cannot be loaded.
+    """
+
+    def __init__(self, artifact: Artifact, *, dtype: torch.dtype | None = None, max_length: int | None = None) -> None:
+        device = inference_device()
+        packing = packing_of(artifact.model)
+        self._packs, self._labels = packing.safe, artifact.labels
+        self._model = load_artifact(artifact, dtype=dtype or inference_dtype(None, device)).to(device)
+        require_finite(self._model, str(artifact.folder))
+        self._tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
+        inner = without_adapter(self._model)
+        named = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+        # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
+        self.max_length: int | None = min((one for one in (max_length, named, packing.positions) if one), default=None)
+
+    def row(self, texts: Sequence[str]) -> Row:
+        """Token ids and token types of a text, or of a pair."""
+        encoded = self._tokenizer(*texts)
+        ids = encoded["input_ids"]
+        return np.asarray(ids), np.asarray(encoded.get("token_type_ids") or [0] * len(ids))
+
+    def classify(self, rows: Sequence[Row]) -> Classified:
+        """Labels of rows.
+
+        Raises:
+            ModelError: the logits of one are not finite.
+        """
+        odd = list[int]()
+
+        def keep(row: int, logits: list[float]) -> None:
+            if not all(map(math.isfinite, logits)):
+                odd.append(row)
+
+        found = classify(self._model, rows, packs=self._packs, labels=self._labels, keep=keep)
+        if odd:
+            raise not_finite(f"text {min(odd) + 1} has no label")
+        return found
+
+
+def classifies(artifact: Artifact) -> bool:
+    """Whether a model gives labels, not answers.
+
+    Raises:
+        ModelError: its configuration is damaged.
+    """
+    task, file, named = artifact.model.task, artifact.folder / "config.json", list[str]()
+    if file.is_file():
+        named = [str(one) for one in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]
+    return (task in SPECS and SPECS[task].adds_head) or any("Classif" in one for one in named)
+
+
+def is_classifier(model: str | Path) -> bool:
+    """Whether a local directory is that of a classifier, by the files beside its weights, which are not verified."""
+    folder = Path(model).expanduser()
+    for one in (folder, folder / FINAL, *sorted(folder.glob("checkpoint-*"))):
+        with suppress(FinrayError, OSError):
+            notes = read_notes(one)
+            if (notes or (one / "config.json").is_file()) and classifies(
+                Artifact(one, ModelConfig(name="-", task=task_of(notes)) if notes else None, notes)
+            ):
+                return True
+    return False
+
+
+def read_texts(
+    model: str | Path, words: Iterable[str], file: Path | None, *, lines: Iterable[str] = ()
+) -> list[Prompt]:
+    """Texts for a classifier: words, a file of texts (one per line), or rows with the columns of its training.
+
+    Args:
+        model: the run or directory of the classifier, whose config may map columns.
+        words: texts.
+        file: more of them.
+        lines: read if there is nothing else.
+
+    Raises:
+        DataError: the file cannot be read, or a row has no text.
+    """
+    if file is None or not file.is_file() or file_suffix(str(file)) not in TABLES:
+        return read_prompts(list(words), file, system=None, lines=lines)
+    mapping: dict[str, str] = {}
+    if (Path(model).expanduser() / CONFIG_FILE).is_file():
+        with suppress(FinrayError):
+            mapping = dict(saved_config(RunDir(Path(model).expanduser())).data.field_mapping)
+    found: list[Prompt] = [Prompt(text) for text in words]
+    for row in read_file(file):
+        try:
+            # Rows to be labelled need no label.
+            columns = detect(dict.fromkeys([*row.value, *(mapping.values() or ["label"])]), mapping, "labelled_text")
+            texts = [row.value.get(columns.columns[name]) for name in ("text", "text_pair") if name in columns.columns]
+            if not all(isinstance(one, str) for one in texts) or not any(texts):
+                raise DataError("the row has no text")
+        except DataError as error:
+            repair = error.repair or 'write {"text": "..."}, with "text_pair" for a second text'
+            raise DataError(error.message, where=row.where, repair=repair) from None
+        first, *second = map(str, texts)
+        found.append(Pair(first, pair=second[0]) if second else Prompt(first))
+    return found
+
+
+def label_texts(artifact: Artifact, prompts: Sequence[Prompt], sampling: Sampling, **options: bool) -> Labelled:
+    """Labels of texts.
+
+    Args:
+        artifact: the classifier.
+        prompts: the texts.
+        sampling: which must be the default, as nothing is sampled.
+        options: of answers, by name, each with whether it was given.
+
+    Raises:
+        FinrayError: the model cannot be loaded, a prompt is none for a classifier, or an option is for answers only.
+    """
+    usual = Sampling()
+    given = [one.name for one in fields(Sampling) if getattr(sampling, one.name) != getattr(usual, one.name)]
+    if wrong := [*given, *(name for name, is_given in options.items() if is_given)]:
+        raise ConfigError(
+            "a classifier gives labels; it does not write answers",
+            where=f"--{wrong[0].replace('_', '-')}",
+            repair="leave it out",
+        )
+    if not prompts:
+        raise DataError("there is no text", repair='`finray generate RUN "a text"`, or --file')
+    texts = [(one.text, one.pair) if isinstance(one, Pair) else (one.text,) for one in prompts]
+    for number, one in enumerate(prompts, start=1):
+        if one.messages or one.tools or not one.text:
+            raise DataError(
+                f"prompt {number} is a conversation, or empty; a classifier labels texts",
+                where=str(artifact.folder),
+                repair='give texts, without --system and --tools, or rows with "text"',
+            )
+        if (odd := NO_TEXT.search("".join(texts[number - 1]))) is not None:
+            what = f"text {number} holds U+{ord(odd[0]):04X}, which is not a valid character"
+            raise DataError(what, repair="remove that character")
+    model = TextClassifier(artifact)
+    rows = [model.row(one) for one in texts]
+    for number, (ids, _) in enumerate(rows, start=1):
+        if model.max_length is not None and len(ids) > model.max_length:
+            raise DataError(
+                f"text {number} has {len(ids):,} tokens; the model reads at most {model.max_length:,}",
+                repair="shorten it",
+            )
+    found = model.classify(rows)
+    return Labelled(tuple(texts), tuple(found.labels.names), found.predictions)
