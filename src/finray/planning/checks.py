@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import check_output
@@ -23,6 +25,7 @@ from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.data.dataset.prepare import check_inputs
 from finray.errors import ConfigError, FinrayError, ModelError, unmatched
 from finray.evaluation.scores.base import score_named
+from finray.files import FileKind
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.findings import refuse
 from finray.pretrained.weights import stored_weights
@@ -44,6 +47,7 @@ def require_startable(config: Config) -> None:
     Raises:
         FinrayError: a single problem, or a :class:`ConfigError` that lists several.
     """
+    check_task(config)
     problems = quick_problems(config)
     if len(problems) == 1:
         raise problems[0]
@@ -81,6 +85,48 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
         except FinrayError as error:
             problems.append(error)
     return problems
+
+
+# Types of models that read text in both directions, beside those with `bert` in their names.
+_ENCODERS = frozenset(
+    ("electra", "mpnet", "ernie", "funnel", "nystromformer", "longformer", "big_bird", "canine", "esm")
+)
+_HEADS_THAT_READ = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
+
+
+def check_task(config: Config) -> None:
+    """See that a model that is to write text is not one that only reads it.
+
+    Raises:
+        ConfigError: a directory holds an encoder or a classifier.
+    """
+    file, settings = Path(config.model.name).expanduser() / "config.json", dict[str, Any]()
+    # What is wrong with the file itself is for those to say who need it.
+    with suppress(FinrayError):
+        settings = FileKind(ModelError).json(file, dict[str, Any])
+    if (error := not_a_writer(config, settings)) is not None:
+        raise error
+
+
+def not_a_writer(config: Config, settings: Mapping[str, Any]) -> ConfigError | None:
+    """The error of an encoder or a classifier that is to be trained as a language model; None for others.
+
+    Args:
+        config: the run's.
+        settings: of the model, as in its ``config.json``.
+    """
+    kind, architectures = str(settings.get("model_type")), settings.get("architectures")
+    names = [str(one) for one in architectures] if isinstance(architectures, list) else []
+    reads = any(name.endswith(_HEADS_THAT_READ) for name in names) or (
+        ("bert" in kind or kind in _ENCODERS) and not any(name.endswith("LMHeadModel") for name in names)
+    )
+    if config.model.task != CAUSAL_LM.name or not reads or settings.get("is_decoder"):
+        return None
+    return ConfigError(
+        f"{', '.join(names) or kind} reads text and writes none, and model.task is {CAUSAL_LM.name}",
+        where=f"model.name={config.model.name}",
+        repair="for rows with a text and a label set model.task=sequence_classification; or take one that writes text",
+    )
 
 
 def check_shards(config: Config) -> None:

@@ -20,7 +20,7 @@ from finray.models.loading import check_loading, is_quantized, load_model
 from finray.models.packing_cache import packing_of
 from finray.models.sharded import cut_model, left_out
 from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, stored_in
-from finray.planning.checks import check_saved_modules, check_targets
+from finray.planning.checks import check_saved_modules, check_targets, not_a_writer
 from finray.planning.findings import Findings
 from finray.planning.layers import LayerProbe
 from finray.planning.steps import beyond_positions
@@ -84,8 +84,12 @@ def plan_model(
         sources = [model.config, getattr(model, "generation_config", None)]
         ends = [getattr(source, "eos_token_id", None) for source in sources]
         stop = {one for end in ends for one in (end if isinstance(end, list) else [end]) if one is not None}
-        check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, found)
-        _check_weights(config, found, environ, offline=offline)
+        writes = not task_spec(config.model.task).reads_labels
+        if (error := not_a_writer(config, model.config.to_dict())) is not None:
+            found.problem(error)
+        else:
+            check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, found, writes=writes)
+            _check_weights(config, found, environ, offline=offline)
     stored = stored_in(config.model)
     layers = [] if stored is None else left_out(model, stored)
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
@@ -188,7 +192,7 @@ def _not_had(
         found.problem(known)
 
 
-def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:
+def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings, *, writes: bool = True) -> None:
     """Compare a tokenizer with the embedding and with the model's stop tokens.
 
     Args:
@@ -196,6 +200,7 @@ def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> 
         rows: rows of the embedding.
         stop: ids that end an answer, by the model's configuration.
         found: collects problems and warnings.
+        writes: whether the model is trained to write text, which ends.
     """
     added = {int(number) for number in tokenizer.added_tokens_decoder}
     beyond = {name: number for name, number in tokenizer.get_vocab().items() if number >= rows}
@@ -214,6 +219,8 @@ def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> 
             f"the model has no embedding for {', '.join(sorted(beyond)[:3])}: rows with these tokens will fail",
             "model.name",
         )
+    if not writes:
+        return
     if special["eos"] is None:
         found.warn(
             "the tokenizer has no end-of-sequence token: without a chat template the model cannot learn to stop",

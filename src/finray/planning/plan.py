@@ -21,7 +21,7 @@ from finray.config.tasks import task_spec
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
 from finray.planning.blueprint import Blueprint
-from finray.planning.checks import check_push, quick_problems
+from finray.planning.checks import check_push, check_task, quick_problems
 from finray.planning.findings import Finding, Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import MemoryPlan, Rows, plan_memory
@@ -162,6 +162,8 @@ def make_plan(
     """
     named = None if gpu is None else gpu_named(gpu)
     config, found = with_absolute_paths(config), Findings()
+    # Nothing else that could be said of such a run would help.
+    check_task(config)
     # GPUs that are named are those of another machine, about which nothing else is known, nor are its packages.
     away = None if _address(config, environ) else named
     missing = refuse if away is None else _note_missing(found, away)

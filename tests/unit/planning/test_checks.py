@@ -26,9 +26,11 @@ from finray.planning.checks import (
     check_shards,
     check_sources,
     check_stored_model,
+    check_task,
     quick_problems,
     require_startable,
 )
+from finray.planning.plan import make_plan
 from tests.support import runs, tiny
 
 
@@ -218,3 +220,33 @@ def test_settings_of_an_adapter_that_are_none(plain: dict[str, Any], tmp_path: P
     with pytest.raises(FinrayError) as caught:
         with_start(with_fields({**plain, "adapter": {"start_from": str(tmp_path)}}))
     assert str(tmp_path / "adapter_config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"model_type": "bert", "architectures": ["BertModel"]}, True),
+        ({"model_type": "xlm-roberta", "architectures": ["XLMRobertaForMaskedLM"]}, True),
+        ({"model_type": "modernbert"}, True),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, True),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True}, False),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, False),
+        ({"model_type": "llama", "architectures": None}, False),
+        ([], False),
+    ],
+)
+def test_an_encoder_without_a_task_is_proposed_one(
+    plain: dict[str, Any], settings: Any, told: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = with_fields(plain, model={"name": str(folder)})
+    if not told:
+        check_task(config)
+        return
+    for check in (check_task, require_startable, make_plan):
+        with pytest.raises(ConfigError, match="reads text and writes none") as caught:
+            check(config)
+        assert "set model.task=sequence_classification" in str(caught.value.repair)
+    check_task(with_fields(plain, model={"name": str(folder), "task": "sequence_classification"}))

@@ -24,9 +24,9 @@ from finray.planning.model import check_context, check_tokens, explained, plan_m
 from tests.support import tiny
 
 
-def checked(tokenizer: Any, rows: int, stop: set[int]) -> Findings:
+def checked(tokenizer: Any, rows: int, stop: set[int], **options: bool) -> Findings:
     found = Findings()
-    check_tokens(tokenizer, rows, stop, found)
+    check_tokens(tokenizer, rows, stop, found, **options)
     return found
 
 
@@ -62,6 +62,8 @@ def test_no_end_at_all(tokenizer: Any) -> None:
     without = copy.deepcopy(tokenizer)
     without.eos_token = None
     assert "no end-of-sequence token" in checked(without, 384, set()).warnings[0].message
+    # A classifier writes nothing that ends.
+    assert checked(without, 384, set(), writes=False).warnings == ()
 
 
 @pytest.fixture(scope="module")

@@ -298,7 +298,7 @@ class Tokenizer:
             raise DataError(
                 "the tokenizer has no end-of-sequence token, so the model cannot learn to stop",
                 where="model.name",
-                repair="use a tokenizer with an eos_token",
+                repair="use a tokenizer with an eos_token; a classifier needs none: model.task=sequence_classification",
             )
         return (int(eos),)
 
