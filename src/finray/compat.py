@@ -12,10 +12,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from finray.limits import bounded_product
+from finray.errors import HubError
+from finray.limits import bounded_product, cut, shown
 
 if TYPE_CHECKING:
     import torch
+
+# --- huggingface_hub 2.4.0 -------------------------------------------------------------------------------------------
+
+
+def check_etags() -> None:
+    """Let the Hub's client refuse an ETag that is a path: it names a file in its cache after it, and would write to any
+    file that the server names.
+    """
+    from huggingface_hub import file_download
+
+    asked: Any = file_download._get_metadata_or_catch_error
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        found = asked(*arguments, **options)
+        if (etag := found[1]) is not None and (etag in ("", ".", "..") or set(etag) & set("/\\\0") or len(etag) > 200):
+            raise HubError(
+                f"the server gives a file the version {shown(etag)}, which would become the name of a file here",
+                where=cut(str(found[0])),
+                repair="use another Hub or mirror (HF_ENDPOINT)",
+            )
+        return found
+
+    if not hasattr(asked, "asked"):
+        checked.asked = asked  # type: ignore[attr-defined]
+        file_download._get_metadata_or_catch_error = checked
+
 
 # --- torch 2.13.0 ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,8 @@
-"""The one place that opens what finray reads back: permission, encoding, shape, digest, seal.
+"""The one place that opens what finray reads back: permission, place, size, encoding, shape, digest, seal.
+
+A run, a checkpoint or a model may come from somebody else, with links and fifos in it. So :func:`opened` and
+:func:`appending` open regular files only, which lie in the directory that they should; tests/security/test_opening.py
+looks for whoever opens files in another way.
 
 Each kind of file defines its error class and repair once; see :class:`FileKind`. A file that cannot
 be used is then one message that names it, wherever it is read, and never a traceback.
@@ -20,8 +24,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from io import DEFAULT_BUFFER_SIZE, BufferedReader, FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -31,6 +36,8 @@ T = TypeVar("T")
 SEAL = "seal"
 # What Python and Pydantic raise for a file that is not what it should be.
 _KNOWN = (OSError, ValueError, EOFError, RecursionError)
+# Bytes of a line. What is longer was not written by finray, and may have no end.
+_LINE = 64 * 2**20
 # A new directory may not be locked yet.
 _NEW_S = 60.0
 # Bytes that wait for room on a disk, before what comes next is lost.
@@ -47,11 +54,14 @@ class FileKind:
         error: what is raised where one cannot be used; ``where`` is the file.
         repair: what the user can do then.
         limit: bytes that such a file has at most.
+        links: whether it may be a link to a file elsewhere: a file that the user names, or one of a model directory,
+            which people put together from links. Else it lies in its directory, as :func:`lies_in` sees it.
     """
 
     error: type[FinrayError]
     repair: str | None = None
     limit: int = 256 * 2**20
+    links: bool = False
 
     @contextmanager
     def reading(self, where: Path | str, *, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
@@ -72,22 +82,43 @@ class FileKind:
         """The error of a file."""
         return self.error(message, where=str(where), repair=self.repair)
 
-    def read(self, path: Path) -> bytes:
-        """The content of a regular file."""
-        with self.reading(path):
-            if (size := self._size(path)) > self.limit:
-                raise self.refused(f"has {size:,} bytes; at most {self.limit:,} are read", path)
-            with path.open("rb") as stream:
-                return stream.read()
+    @contextmanager
+    def opened(self, path: Path, root: Path | None = None) -> Iterator[BufferedReader]:
+        """As :func:`opened`; whatever goes wrong inside the block is an error about the file.
 
-    def text(self, path: Path) -> str:
+        Args:
+            path: the file.
+            root: the directory that it must lie in; None means the one that it is named in.
+        """
+        with self.reading(path), opened(path, None if self.links else root or path.parent) as stream:
+            yield stream
+
+    def require(self, path: Path, root: Path | None = None) -> Path:
+        """The path, for a library that opens it: of a file that :meth:`opened` would open."""
+        with self.opened(path, root):
+            return path
+
+    def read(self, path: Path, root: Path | None = None) -> bytes:
+        """The content of a regular file; ``root`` as for :meth:`opened`."""
+        with self.opened(path, root) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > self.limit:
+                raise self.refused(f"has {size:,} bytes; at most {self.limit:,} are read", path)
+            content = bytearray()
+            while part := stream.read(2**20):
+                content += part
+                # A file that grows, or one of /proc, is longer than it says.
+                if len(content) > self.limit:
+                    raise self.refused(f"has more than {self.limit:,} bytes", path)
+            return bytes(content)
+
+    def text(self, path: Path, root: Path | None = None) -> str:
         """The content of a text file."""
         with self.reading(path):
-            return self.read(path).decode("utf-8")
+            return self.read(path, root).decode("utf-8")
 
-    def json(self, path: Path, shape: type[T]) -> T:
+    def json(self, path: Path, shape: type[T], root: Path | None = None) -> T:
         """What a JSON file holds: a dataclass, a TypedDict, or plain types. Fields that the shape lacks are ignored."""
-        return self.parsed(self.read(path), shape, path)
+        return self.parsed(self.read(path, root), shape, path)
 
     def parsed(self, content: bytes, shape: type[T], where: Path | str) -> T:
         """As :meth:`json`, of content that was read already."""
@@ -102,26 +133,97 @@ class FileKind:
             raise self.refused("was changed after it was written", where)
         return self.parsed(content, shape, where)
 
-    def verify(self, path: Path, *, size: int, sha256: str | None) -> None:
+    def verify(self, path: Path, *, size: int, sha256: str | None, root: Path | None = None) -> None:
         """See that a file has the bytes that were written; without a digest, as many."""
-        with self.reading(path):
-            if (found := self._size(path)) != size:
+        with self.opened(path, root) as stream:
+            if (found := os.fstat(stream.fileno()).st_size) != size:
                 raise self.refused(f"has {found} bytes instead of {size}", path)
-            if sha256 is not None and digest_of(path) != sha256:
+            if sha256 is not None and hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
                 raise self.refused("has changed since it was written", path)
-
-    def _size(self, path: Path) -> int:
-        """Bytes of a regular file."""
-        known = path.stat()
-        if not stat.S_ISREG(known.st_mode):
-            raise self.refused("is not a file", path)
-        return known.st_size
 
     def inside(self, folder: Path, name: str, *, where: Path | str) -> Path:
         """The path of something that a file names, which must lie in its own directory."""
         if not name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise self.refused(f"names a file outside its directory: {name!r}", where)
         return folder / name
+
+
+class NotOpened(OSError):
+    """A file that is there, and that finray does not open."""
+
+
+def opened(path: Path, root: Path | None = None, *, buffer: int = DEFAULT_BUFFER_SIZE) -> BufferedReader:
+    """Open a file that somebody else may have put there, to read it.
+
+    Only a regular file is opened: a fifo would wait for its writer, and a device may have no end.
+
+    Args:
+        path: the file.
+        root: the directory that it must lie in; None for a file that the user has named.
+        buffer: as for :func:`open`.
+
+    Raises:
+        OSError: it cannot be opened; :class:`NotOpened` if it must not be.
+    """
+    return BufferedReader(FileIO(_descriptor(path, root, os.O_RDONLY)), buffer)
+
+
+def appending(path: Path, root: Path | None = None) -> IO[bytes]:
+    """Open a file of finray's to write at its end, in a directory that somebody else may have put together.
+
+    Nothing is written through a link: a second name of a file (a hard link) gets a copy of its own first.
+
+    Args:
+        path: the file, which may be missing.
+        root: the directory that it must lie in; None means the one that it is named in.
+
+    Raises:
+        OSError: it cannot be opened; :class:`NotOpened` if it must not be.
+    """
+    return os.fdopen(_at_its_end(path, root or path.parent), "ab")
+
+
+def _at_its_end(path: Path, root: Path) -> int:
+    with suppress(FileNotFoundError):
+        if stat.S_ISREG((known := path.lstat()).st_mode) and known.st_nlink > 1:
+            with opened(path) as stream:
+                replace_bytes(path, stream.read())
+    return _descriptor(path, root, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def _descriptor(path: Path, root: Path | None, flags: int) -> int:
+    if root is not None and not lies_in(path, root):
+        raise NotOpened(errno.EPERM, "is a link to a file outside its directory", str(path))
+    if flags & os.O_CREAT and path.is_symlink():
+        raise NotOpened(errno.EPERM, "is a link", str(path))
+    # Where it must lie somewhere, what was looked at is opened, and not what has taken its name since.
+    name, more = (path, 0) if root is None else (os.path.realpath(path), os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(name, flags | more | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        # A socket, or the writing end of a fifo that nobody reads.
+        if error.errno != errno.ENXIO:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise NotOpened(errno.EPERM, "is not a file", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotOpened(errno.EPERM, "is not a file", str(path))
+    return descriptor
+
+
+def lies_in(path: Path, root: Path) -> bool:
+    """Whether a file lies in a directory once links are followed; in the cache of the Hub, where it keeps files."""
+    top = Path(os.path.realpath(root))
+    roots = [top]
+    for one in (top, *top.parents):
+        if one.parent.name == "snapshots" and (cache := one.parent.parent).name.startswith("models--"):
+            roots.append(cache / "blobs")
+    return any(map(Path(os.path.realpath(path)).is_relative_to, roots))
+
+
+def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file, with their ends; one that is longer than any of finray's comes in pieces."""
+    return iter(lambda: stream.readline(_LINE), b"")
 
 
 def typed(content: Any, shape: type[T]) -> T:
@@ -160,7 +262,7 @@ def require_writable_file(path: Path) -> None:
     # Not a pipe, which would wait for its reader.
     if path.is_file():
         try:
-            path.open("ab").close()
+            os.close(_descriptor(path, None, os.O_WRONLY))
         except OSError as error:
             raise FinrayError(
                 f"the file cannot be written: {(error.strerror or str(error)).lower()}",
@@ -260,11 +362,7 @@ class Appending:
         """
         with _naming(self._path):
             if self._file is None:
-                # A pipe would wait for its reader.
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                self._file = os.open(self._path, flags, 0o666)
-                if not stat.S_ISREG(os.fstat(self._file).st_mode):
-                    raise OSError(errno.EINVAL, "is not a file")
+                self._file = _at_its_end(self._path, self._path.parent)
             while self._held:
                 del self._held[: os.write(self._file, self._held)]
             self.waiting = 0
@@ -320,7 +418,7 @@ def remove_abandoned(root: Path, prefix: str) -> None:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as stream:
+    with opened(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -338,6 +436,8 @@ def _described(error: Exception) -> str:
     """What is wrong with a file, in a few words."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return "is missing"
+    if isinstance(error, NotOpened):
+        return str(error.strerror)
     if isinstance(error, OSError):
         return f"cannot be read: {error.strerror or first_line(error)}"
     if isinstance(error, UnicodeDecodeError):

@@ -27,15 +27,18 @@ _PLACES = st.integers(0, 2**40)
 
 def unreadable(file: Path, monkeypatch: pytest.MonkeyPatch, number: int = errno.EACCES) -> None:
     """Let every attempt of this process to read a file fail, also root's."""
-    opened = io.open
 
-    def refuse(name: Any, *arguments: Any, **options: Any) -> Any:
-        if isinstance(name, str | os.PathLike) and Path(name) == file:
-            raise OSError(number, os.strerror(number), str(name))
-        return opened(name, *arguments, **options)
+    def refusing(opened: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(name: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(name, str | os.PathLike) and Path(name) == file:
+                raise OSError(number, os.strerror(number), str(name))
+            return opened(name, *arguments, **options)
 
-    # What `Path.open` and `Path.read_text` call.
-    monkeypatch.setattr(io, "open", refuse)
+        return refuse
+
+    # What `Path.open` and `Path.read_text` call, and what finray does.
+    monkeypatch.setattr(io, "open", refusing(io.open))
+    monkeypatch.setattr(os, "open", refusing(os.open))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -704,6 +705,74 @@ def test_what_is_no_whole_checkpoint_of_a_run_is_not_pulled(
     with pytest.raises(HubError, match="damaged"):
         pull("ada/poems", output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def poems(trained: Path, hub: hubs.Hub) -> dict[str, bytes]:
+    """The files of a repository with a checkpoint."""
+    one = pusher(hub, Told())
+    one.offer(trained / "checkpoint-000002")
+    until(lambda: "ada/poems" in hub.repos)
+    one.close(wait_s=120)
+    return hub.repos["ada/poems"].files
+
+
+@pytest.mark.parametrize("etag", ["{0}/stolen", "../../../stolen", "..", "a\\b", "x" * 300])
+def test_a_version_of_a_file_that_is_a_path_is_not_written_to(
+    etag: str, poems: dict[str, bytes], hub: hubs.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hub's client names a file of its cache after it, and an absolute path wins."""
+    monkeypatch.setattr(hubs, "_oid", lambda path, content: etag.format(tmp_path))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(HubError, match="would become the name of a file here"):
+        pull("ada/poems", output=tmp_path / "run")
+    made = {path.name for path in set(tmp_path.rglob("*")) - set(before)}
+    assert not made & {"stolen", "run"}
+
+
+def test_a_full_disk_leaves_nothing_of_a_pull_and_says_so_once(
+    poems: dict[str, bytes], hub: hubs.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Any, target: Any, size: int) -> None:
+        target.write(source.read(10))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "runs").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfileobj", full)
+        with pytest.raises(HubError, match="cannot be written: no space left on device") as found:
+            pull("ada/poems", output=tmp_path / "runs" / "run")
+    assert found.value.where == str(tmp_path / "runs" / "run")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_two_pulls_of_one_name_do_not_disturb_each_other(
+    poems: dict[str, bytes], hub: hubs.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins, and ends, while the first copies; a third one's rest of a killed process is in its way."""
+    copy, done, run = shutil.copyfileobj, list[int](), tmp_path / "run"
+
+    def meanwhile(source: Any, target: Any, size: int) -> None:
+        if not done:
+            done.append(0)
+            done[0] = pull("ada/poems", output=run).step
+        copy(source, target, size)
+
+    monkeypatch.setattr(shutil, "copyfileobj", meanwhile)
+    with pytest.raises(HubError, match="the directory exists by now"):
+        pull("ada/poems", output=run)
+    assert done == [2]
+    assert RunDir(run).store().verify(2)["step"] == 2
+    assert list(tmp_path.glob(".tmp-pull-*")) == []
+
+
+def test_what_the_manifest_of_a_pulled_checkpoint_does_not_list_is_not_brought_along(
+    poems: dict[str, bytes], hub: hubs.Hub, tmp_path: Path
+) -> None:
+    poems["last-checkpoint/evil.py"] = b"print()"
+    run = pull("ada/poems", output=tmp_path / "run").run
+    assert not list(run.rglob("*.py"))
+    assert not [path for path in run.rglob("*") if path.is_symlink()]
 
 
 def test_nobody_waits_for_a_hub_that_hangs_and_what_waits_is_superseded(

@@ -18,7 +18,7 @@ from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
 from finray.checkpoint.store import ATTEMPT_FILE, directory_name
 from finray.config.paths import copy_path, is_url, read_path
 from finray.errors import CheckpointError
-from finray.files import FileKind, replace_bytes
+from finray.files import FileKind, lies_in, replace_bytes
 
 CONFIG_FILE = "config.yaml"
 # The value of every `auto` in the config; a continued run keeps these.
@@ -34,6 +34,7 @@ FAILURES = "failures.jsonl"
 # Names the rows that a checkpoint was trained on.
 _COUNTERS = "training_state/state.json"
 _FILES = FileKind(CheckpointError)
+_RECORDS = FileKind(CheckpointError, limit=2**36)
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
 # With the first digits of its attempt, as it is called behind the URL, or without.
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})(-[0-9a-f]{8})?")
@@ -97,17 +98,17 @@ def pull_records(path: Path, objects: Objects) -> None:
     If the workers run on this machine, newer records and the failures are taken from their copy.
     """
     known, own = path / RUN_ID, copy_path(objects.url)
-    if known.is_file() and known.read_bytes() != objects.read(RUN_ID):
+    if known.is_file() and _FILES.read(known) != objects.read(RUN_ID):
         # Another run is there now: nothing of the one before is its own.
         shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True, exist_ok=True)
     pull(path, objects, SMALL)
     (path / FAILURES).unlink(missing_ok=True)
-    with suppress(OSError):
-        if known.is_file() and known.read_bytes() == (own / RUN_ID).read_bytes():
+    with suppress(OSError, CheckpointError):
+        if known.is_file() and (own / RUN_ID).is_file() and _FILES.read(known) == _FILES.read(own / RUN_ID):
             for name in (one for one in (*FOLLOWING, FAILURES) if (own / one).is_file()):
-                newer = (own / name).read_bytes()
-                if not (path / name).is_file() or newer.startswith((path / name).read_bytes()):
+                newer = _RECORDS.read(own / name)
+                if not (path / name).is_file() or newer.startswith(_RECORDS.read(path / name)):
                     replace_bytes(path / name, newer)
 
 
@@ -124,7 +125,7 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
         if content is None:
             path.unlink(missing_ok=True)
             continue
-        known = path.read_bytes() if path.is_file() else None
+        known = _RECORDS.read(path, run_dir) if path.is_file() else None
         if known == content or (known is not None and name.endswith(".jsonl") and known.startswith(content)):
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,8 @@ def push(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
     for name in names:
         path = run_dir / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            if file.is_file():
+            # A link leads to what is not the run's.
+            if file.is_file() and lies_in(file, run_dir):
                 objects.upload(file, file.relative_to(run_dir).as_posix())
 
 

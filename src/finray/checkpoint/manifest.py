@@ -83,16 +83,14 @@ def verify(folder: Path, *, digests: bool = True) -> Content:
     return content
 
 
-def verify_files(folder: Path, entries: Iterable[Entry], *, digests: bool = True, links: bool = True) -> None:
+def verify_files(folder: Path, entries: Iterable[Entry], *, digests: bool = True) -> None:
     """Compare files of a directory with their manifest entries; without ``digests`` only their sizes.
 
-    In the cache of the Hub, files are links to others; without ``links``, they must lie in the directory.
+    They lie in the directory: what a link leads to would be copied into the finished model, and published with it.
 
     Raises:
         CheckpointError: names the first file that is missing, truncated, changed or unreadable.
     """
     for one in entries:
         path = _FILES.inside(folder, one["path"], where=folder / NAME)
-        if not links and not path.resolve().is_relative_to(folder.resolve()):
-            raise _FILES.refused("is a link to a file outside its directory", path)
-        _FILES.verify(path, size=one["bytes"], sha256=one["sha256"] if digests else None)
+        _FILES.verify(path, size=one["bytes"], sha256=one["sha256"] if digests else None, root=folder)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from finray.errors import CheckpointError, StorageError
-from finray.files import digest_of, first_line
+from finray.files import digest_of, first_line, opened
 from finray.pretrained import remote
 
 T = TypeVar("T")
@@ -285,7 +285,7 @@ def _pauses(tries: int) -> Iterator[float | None]:
 def _has_digest(info: dict[str, Any], path: Path, part: int) -> bool:
     """Whether the digest that the storage keeps, of parts of this size, matches the file."""
     md5, etag = info.get("md5Hash"), str(info.get("ETag") or "").strip('"')
-    with path.open("rb") as stream:
+    with opened(path) as stream:
         if not md5 and "-" in etag:
             count, parts = 0, hashlib.md5(usedforsecurity=False)
             while content := stream.read(part):

@@ -95,6 +95,7 @@ class PieceReader:
         if not paths:
             raise CheckpointError(f"there is no {stem} state", where=str(folder))
         for path in paths:
+            _FILES.require(path, folder)
             with _FILES.reading(path, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
                 content = (file.metadata() or {}).get(_ROWS, "{}").encode()
                 rows = _FILES.parsed(content, dict[str, _Rows], path)

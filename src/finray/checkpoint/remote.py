@@ -25,7 +25,7 @@ from finray.checkpoint.manifest import Content, Entry
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name
 from finray.errors import CheckpointError, StorageError
-from finray.files import FileKind, replace_text, sealed
+from finray.files import FileKind, lies_in, opened, replace_text, sealed
 
 INDEX = "checkpoints.json"
 # Other files of a run directory that are kept behind the URL: a start, a report or a tracker reads them.
@@ -173,7 +173,8 @@ class RemoteStore(CheckpointStore):
         folders += [PROFILE, LOGS] if (self._first if self.share is None else self.share[0] == 0) else []
         paths += [path for name in folders for path in (self.run_dir / name).rglob("*")]
         changed = {}
-        for path in (one for one in paths if one.is_file()):
+        # A link leads to what is not the run's.
+        for path in (one for one in paths if one.is_file() and lies_in(one, self.run_dir)):
             name, known = path.relative_to(self.run_dir).as_posix(), path.stat()
             if self._followed.get(name) != (known.st_size, known.st_mtime_ns):
                 changed[name] = known.st_size, known.st_mtime_ns
@@ -182,7 +183,8 @@ class RemoteStore(CheckpointStore):
         for name, signature in changed.items():
             target = f"{LOGS}/{self._attempt[:8]}/{Path(name).name}" if name.startswith(f"{LOGS}/") else name
             # Read in one go: training keeps appending.
-            self._objects.write(target, (self.run_dir / name).read_bytes())
+            with opened(self.run_dir / name, self.run_dir) as stream:
+                self._objects.write(target, stream.read())
             self._followed[name] = signature
 
     def _folder(self, step: int) -> str:

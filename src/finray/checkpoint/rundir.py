@@ -462,7 +462,7 @@ def check_output(config: Config) -> None:
 
 def saved_config(run: RunDir) -> Config:
     """The config a run was started with."""
-    return build_config(read_yaml(run.config_file), source=str(run.config_file))
+    return build_config(read_yaml(run.config_file, run.path), source=str(run.config_file))
 
 
 def earlier_of(config: Config) -> Earlier | None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from finray.checkpoint import manifest
 from finray.checkpoint.manifest import Content, Entry
 from finray.errors import CheckpointError
-from finray.files import replace_text
+from finray.files import opened, replace_text
 
 _NAME = re.compile(r"^checkpoint-(\d{6,})$")
 ATTEMPT_FILE = "attempt"
@@ -58,7 +58,9 @@ class Fence:
         Raises:
             CheckpointError: another one has.
         """
-        if self._path.read_text(encoding="utf-8") != self._token:
+        with opened(self._path, self._path.parent) as stream:
+            token = stream.read(len(self._token) + 1)
+        if token != self._token.encode():
             raise CheckpointError("another process has taken over this run", where=str(self._path.parent))
 
 
@@ -207,8 +209,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: names the first that is missing, truncated or changed.
         """
-        # What a link leads to would be copied into the finished model, and published with it.
-        manifest.verify_files(self.path_of(step), files, links=False)
+        manifest.verify_files(self.path_of(step), files)
 
     def verify(self, step: int) -> Content:
         """Both for all files of a checkpoint."""

@@ -28,7 +28,7 @@ _VARIANTS = (
     "use_bdlora",
     "velora_config",
 )
-_FILES = FileKind(ModelError, repair="take the file from where the adapter or model was made")
+_FILES = FileKind(ModelError, repair="take the file from where the adapter or model was made", links=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def with_base(folder: Path, base: str) -> dict[str, str]:
     changed: dict[str, str] = {}
     for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
         if (file := folder / name).is_file():
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = _FILES.json(file, dict[str, Any])
             if content.get(key) != base:
                 changed[name] = json.dumps({**content, key: base}, indent=2) + "\n"
     return changed

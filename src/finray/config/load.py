@@ -17,6 +17,7 @@ from finray.config import replicas
 from finray.config.names import NAMES, asks_nothing, called_here, system_of, value_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean, did_you_mean_path
+from finray.files import opened
 from finray.limits import cut, read_named, shown
 
 PRESET_KEY = "preset"
@@ -289,9 +290,14 @@ def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping; duplicate keys and syntax errors are reported with their line."""
-    data = parse_yaml(_text_of(path), name=str(path))
+def read_yaml(path: Path, root: Path | None = None) -> dict[str, Any]:
+    """Read a YAML mapping; duplicate keys and syntax errors are reported with their line.
+
+    Args:
+        path: the file.
+        root: the directory that it must lie in; None for a file that the user names.
+    """
+    data = parse_yaml(_text_of(path, root=root), name=str(path))
     if data is not None and not isinstance(data, dict):
         raise ConfigError(_NO_SECTIONS, where=str(path))
     return data or {}
@@ -312,7 +318,9 @@ def read_yaml_lines(path: Path, *, repair: str) -> tuple[dict[str, Any], dict[st
 
 
 def _text_of(
-    path: Path, repair: str = "`finray init` writes a starter file; `finray config presets` lists the presets"
+    path: Path,
+    repair: str = "`finray init` writes a starter file; `finray config presets` lists the presets",
+    root: Path | None = None,
 ) -> str:
     if path.suffix in _DATA_SUFFIXES and path.is_file():
         raise ConfigError(
@@ -321,7 +329,12 @@ def _text_of(
             repair=f"`finray init my-run.yaml --data {path}` writes a config for it",
         )
     try:
-        return read_named(path, _MAX_BYTES + 1).decode("utf-8-sig").replace("\r\n", "\n")
+        if root is None:
+            content = read_named(path, _MAX_BYTES + 1)
+        else:
+            with opened(path, root) as stream:
+                content = stream.read(_MAX_BYTES + 1)
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         near = did_you_mean_path(path, "*.yaml", "*.yml") or did_you_mean(str(path), preset_names())
         raise ConfigError(
@@ -331,7 +344,7 @@ def _text_of(
         ) from None
     except (OSError, ValueError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error
-        if isinstance(error, IsADirectoryError):
+        if path.is_dir():
             what, repair = "this is a directory", "give a YAML file"
             if (path / _RUNS_CONFIG).is_file():
                 what = "this is the directory of a run"

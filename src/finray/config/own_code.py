@@ -10,8 +10,14 @@ from pathlib import Path
 from finray.config.redact import holds_token
 from finray.config.schema import Config
 from finray.errors import ConfigError
+from finray.files import FileKind
 
 _MOST_FILES, _MOST_BYTES = 2000, 10 * 2**20
+_CODE = FileKind(
+    ConfigError,
+    repair="the directory is sent to the cluster: leave the file out of it, or put a copy in its place",
+    limit=_MOST_BYTES,
+)
 
 
 def own_code(config: Config) -> list[tuple[str, str]]:
@@ -71,10 +77,7 @@ def python_files(folder: Path, config: Config) -> tuple[dict[str, str], tuple[st
             names = [name for name in names if name not in installed]
         folders[:] = sorted(names)
         for path in sorted(here / name for name in modules if name not in left_out or here != folder):
-            try:
-                text = path.read_bytes().decode()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"the file cannot be read as UTF-8: {error}", where=str(path)) from None
+            text = _CODE.text(path, folder)
             if holds_token(text):
                 raise ConfigError(
                     "the file holds a token, but it would be written to files of the cluster",

@@ -19,7 +19,9 @@ from finray.files import FileKind
 PREPARED = ".prepared"
 # A job's specification has a limit of its own: Kubernetes keeps at most 256 KiB of what is applied.
 _MOST_BYTES = 64 * 2**10
-_FILES = FileKind(ConfigError, repair="give a text file in UTF-8; DeepSpeed's is a JSON object", limit=_MOST_BYTES)
+_FILES = FileKind(
+    ConfigError, repair="give a text file in UTF-8; DeepSpeed's is a JSON object", limit=_MOST_BYTES, links=True
+)
 
 
 def is_url(name: str) -> bool:

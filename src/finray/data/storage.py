@@ -24,7 +24,8 @@ import fsspec
 
 from finray.config.paths import is_url
 from finray.errors import DataError, DataUnavailable
-from finray.files import FileKind, digest_of, first_line
+from finray.files import FileKind, appending, digest_of, first_line
+from finray.files import opened as open_file
 from finray.pretrained import remote
 
 
@@ -119,7 +120,7 @@ def storage_errors(name: str) -> Iterator[None]:
 
 def _stream(name: str) -> IO[bytes]:
     if not is_url(name):
-        return Path(name).open("rb", _BUFFER)
+        return open_file(Path(name), buffer=_BUFFER)
     fs, path = filesystem(name)
     # fsspec's own streams cannot read a line of limited length.
     return io.BufferedReader(fs.open(path, "rb", block_size=_AHEAD), _BUFFER)
@@ -263,7 +264,7 @@ class Digests:
                 # Only a cache: without it the file is read again next time.
                 with suppress(OSError):
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-                    with self._path.open("ab") as stream:
+                    with appending(self._path) as stream:
                         stream.write(_line((key, self._known[key])))
         return digest
 
@@ -300,6 +301,9 @@ class Folder:
     def read(self, name: str) -> bytes | None:
         """Content of a file; None if it does not exist."""
         with storage_errors(self.at(name)), suppress(FileNotFoundError, NotADirectoryError):
+            if not self.is_remote:
+                with open_file(Path(self.at(name)), Path(self.root)) as stream:
+                    return stream.read()
             self._fs.invalidate_cache()
             content: bytes = self._fs.cat_file(f"{self._path}/{name}")
             return content

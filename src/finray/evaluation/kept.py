@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from finray.errors import FinrayError
-from finray.files import FileKind, seal_of
+from finray.files import FileKind, appending, lines_of, seal_of
 
 _FILES = FileKind(FinrayError, repair="delete it to compute the answers again", limit=2**40)
 
@@ -40,12 +40,12 @@ class Kept:
         # The engines that computed them.
         self.made_by: list[dict[str, str]] = []
         self._whole = 0
-        if self._path.is_file():
+        if self._path.exists():
             self._read()
 
     def _read(self) -> None:
-        with _FILES.reading(self._path), self._path.open("rb") as stream:
-            for number, line in enumerate(stream):
+        with _FILES.opened(self._path) as stream:
+            for number, line in enumerate(lines_of(stream)):
                 # A kill may leave a line without its end, and nothing after it.
                 if not line.endswith(b"\n"):
                     break
@@ -78,7 +78,7 @@ class Kept:
             FinrayError: they cannot be written.
         """
         with self._writing():
-            stream = self._path.open("ab")
+            stream = appending(self._path)
             stream.truncate(self._whole)
 
         def write(content: Mapping[str, Any]) -> None:

@@ -24,12 +24,14 @@ from finray.errors import DataError, ModelError, did_you_mean_path
 from finray.files import FileKind
 from finray.limits import cut
 
-_FILES = FileKind(DataError, repair="write UTF-8 text with one prompt per line, or JSONL")
+_FILES = FileKind(DataError, repair="write UTF-8 text with one prompt per line, or JSONL", links=True)
 # By format, the column of the answer.
 _ANSWERS = {"prompt_completion": "completion", "alpaca": "output"}
 _AS_MESSAGES = 'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 _AS_ROWS = f"{_AS_MESSAGES}, name the column of a table `prompt`, or save plain prompts as .txt, one per line"
-_TOOLS = FileKind(DataError, repair="write a JSON list of functions: their `name`, `description` and `parameters`")
+_TOOLS = FileKind(
+    DataError, repair="write a JSON list of functions: their `name`, `description` and `parameters`", links=True
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from finray.evaluation.artifacts import artifact_of, inference_device, inference
 from finray.evaluation.engines.base import Engine
 from finray.evaluation.outcome import Rate
 from finray.evaluation.rows import Rows, of_file, of_run, prompt_and_answer, splits_of, stream_of
-from finray.files import require_writable
+from finray.files import lies_in, require_writable
 from finray.models.artifacts import Artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, loading_options, not_loaded
@@ -396,6 +396,13 @@ def _folder(model: str | Path, run: RunDir | None, artifact: Artifact, request: 
         folder = run.path / "evaluation" / ("" if path in (run.path, run.final) else path.name)
     if request.output is None and (request.file is not None or request.split is not None):
         folder /= request.split or Path(str(request.file)).stem
+    own = artifact.folder if run is None else run.path
+    if request.output is None and folder.is_relative_to(own) and not lies_in(folder, own):
+        raise FinrayError(
+            "is a link to a directory elsewhere, where the scores would be written",
+            where=str(folder),
+            repair="choose a directory with --output, or remove the link",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError, did_you_mean_path, require_package
-from finray.files import hold, remove_abandoned
+from finray.files import FileKind, hold, remove_abandoned
 from finray.limits import cut
 from finray.models.adapters import load_adapter
 from finray.models.artifacts import Artifact, load_artifact, load_as_trained, merge_adapter
@@ -35,6 +35,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 # Metadata next to the weights that stays valid after merging.
 _KEPT = ("rows", "task", "auto_class", "problem", "labels", "system", "tool_format", "chat_template_arguments")
 _SCRATCH = ".tmp-export-"
+_FILES = FileKind(ModelError, repair="take the file from where the adapter was made", links=True)
 _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
 
@@ -123,7 +124,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
             shutil.copy2(artifact.folder / WEIGHTS, scratch / WEIGHTS)
             for name, field in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
                 if (artifact.folder / name).is_file():
-                    content = json.loads((artifact.folder / name).read_text(encoding="utf-8"))
+                    content = _FILES.json(artifact.folder / name, dict[str, Any])
                     _write_json(scratch / name, {**content, field: base.name})
             again = load_adapter(load_model(base, dtype=torch.float32, labels=artifact.labels), scratch)
         else:

@@ -63,6 +63,7 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             config = LoraConfig.from_pretrained(str(folder))
             config.init_lora_weights, config.lora_dropout = True, 0.0
             inject_adapter_in_model(config, skeleton, "default")
+            # Its header was read above.
             tensors = load_file(str(folder / WEIGHTS)) if stored is not None else {}
     except (ModelError, MemoryError):
         raise

@@ -22,6 +22,7 @@ from finray.files import FileKind, replace_text
 from finray.pretrained.tokenizers import source_options
 
 _FILES = FileKind(ModelError)
+_MODELS = FileKind(ModelError, links=True)
 # The code that the result depends on.
 _CODE = (
     *("models/packing_check.py", "models/packed.py", "models/pooled.py", "models/attention.py", "models/ropes.py"),
@@ -112,12 +113,12 @@ def _packing_key(model: ModelConfig) -> str | None:
             stat = Path(model.name).expanduser().resolve().stat()
             text = f"{model.name} {stat.st_size} {stat.st_mtime_ns}".encode()
         elif Path(name).is_dir():
-            text = (Path(name) / "config.json").read_bytes()
+            text = _MODELS.read(Path(name) / "config.json")
         else:
             from huggingface_hub import hf_hub_download
 
             # As Transformers does: the Hub is asked whether the cached file is the newest, if it can be reached.
-            text = Path(hf_hub_download(name, "config.json", revision=model.revision)).read_bytes()
+            text = _MODELS.read(Path(hf_hub_download(name, "config.json", revision=model.revision)))
     except Exception:
         # Whatever the Hub's client raises, loading the model says it better.
         return None

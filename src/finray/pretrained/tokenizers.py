@@ -11,6 +11,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
+from finray import compat
 from finray.config.paths import is_template
 from finray.config.schema import ModelConfig
 from finray.errors import DataError, FinrayError, ModelError, did_you_mean_path
@@ -32,9 +33,13 @@ TOKENIZER_FILES = (
 
 
 _TEMPLATES = FileKind(
-    ModelError, repair="model.chat_template names a Jinja template, a text file in UTF-8", limit=2**20
+    ModelError, repair="model.chat_template names a Jinja template, a text file in UTF-8", limit=2**20, links=True
 )
-_CONFIGS = FileKind(ModelError, repair="download the model again")
+_CONFIGS = FileKind(ModelError, repair="download the model again", links=True)
+# What Transformers and PEFT open in a model directory, and what of it they read in one go.
+_TEXTS = frozenset((".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"))
+_OPENED = _TEXTS | {".safetensors", ".bin", ".gguf"}
+_MOST_BYTES = 2**30
 # Numbers in a model's configuration that memory and time follow from, with the largest that one would believe.
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000),
@@ -79,6 +84,8 @@ def silence_transformers() -> None:
     """
     import transformers  # noqa: F401, I001
     import warnings
+
+    compat.check_etags()
 
     from transformers.utils import logging
 
@@ -142,11 +149,36 @@ def check_exists(name: str) -> None:
         )
 
 
+def check_files(folder: Path) -> None:
+    """See that the files of a model directory that Transformers and PEFT open by their names can be read to an end.
+
+    Links to files elsewhere are left: people put model directories together from them.
+
+    Raises:
+        ModelError: one is a fifo or a device, or has no size that such a file may have.
+    """
+    with _CONFIGS.reading(folder):
+        for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+            if path.suffix in _OPENED and path.exists() and not path.is_dir():
+                with _CONFIGS.opened(path) as stream:
+                    size = os.fstat(stream.fileno()).st_size
+                if path.suffix in _TEXTS and size > _MOST_BYTES:
+                    raise _CONFIGS.refused(f"has {size:,} bytes; at most {_MOST_BYTES:,} are read", path)
+
+
 def source_options(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that say where the files are; a Hub that does not answer is not asked again."""
+    """Arguments of ``from_pretrained`` that say where the files are; a Hub that does not answer is not asked again.
+
+    Raises:
+        ModelError: a file there is none (:func:`check_files`).
+    """
     path = Path(model.name).expanduser()
+    if (folder := path.parent if path.suffix == ".gguf" else path).is_dir():
+        check_files(folder)
     if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        # Else Transformers would ask the user whether to run code that lies beside the file.
+        trusted = {"trust_remote_code": model.trust_remote_code}
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **trusted}
     name = str(path) if path.exists() else model.name
     if not path.exists():
         hub.refusal()

@@ -22,7 +22,7 @@ from finray.files import FileKind
 if TYPE_CHECKING:
     import torch
 
-_FILES = FileKind(ModelError, repair="fetch the file again; it may be cut off")
+_FILES = FileKind(ModelError, repair="fetch the file again; it may be cut off", links=True)
 # What Transformers calls the pickled weights whose safetensors are called so.
 _PICKLED = {"model": "pytorch_model"}
 
@@ -71,7 +71,7 @@ class StoredWeights:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a tensor; the whole of one without dimensions."""
         held = self.tensors[name]
-        with safe_open(held.file, framework="pt") as file:
+        with safe_open(_FILES.require(held.file), framework="pt") as file:
             if not held.shape:
                 whole: torch.Tensor = file.get_tensor(name)
                 return whole
@@ -128,7 +128,7 @@ def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] 
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         # Whatever is in a header, which others have written.
-        with _FILES.reading(path, also=(Exception,)), safe_open(path, framework="numpy") as file:
+        with _FILES.reading(path, also=(Exception,)), safe_open(_FILES.require(path), framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
                 tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))

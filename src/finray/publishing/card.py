@@ -77,7 +77,7 @@ def scores_of(run: Path, weights: Path) -> dict[str, Any] | None:
     """
     for folder in (run / "evaluation" / weights.name, run / "evaluation", weights / "evaluation"):
         if (folder / METRICS_FILE).is_file():
-            found = _SCORES.json(folder / METRICS_FILE, dict[str, Any])
+            found = _SCORES.json(folder / METRICS_FILE, dict[str, Any], run)
             own = (found.get("made_by", {}).get("model") or {}).get("weights")
             if own == files_of(str(weights)):
                 return found

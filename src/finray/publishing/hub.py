@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from finray import compat
 from finray.config.adapter_files import NOTES, SETTINGS
 from finray.config.export import hub_id
 from finray.config.redact import MASK, redact_text
@@ -85,6 +86,7 @@ class Hub:
     def __init__(self, token: str, *, endpoint: str | None = None, wait: Callable[[float], bool] | None = None) -> None:
         from huggingface_hub import HfApi
 
+        compat.check_etags()
         self._token, self._wait = token, wait or threading.Event().wait
         self._api = HfApi(endpoint=endpoint, token=token, library_name="finray")
         self.endpoint: str = self._api.endpoint

@@ -21,13 +21,14 @@ from finray.config.schema import Config
 from finray.errors import HubError
 from finray.evaluation.artifacts import export_model, find_artifact
 from finray.evaluation.subjects import files_of
-from finray.files import digest_of, require_writable
+from finray.files import FileKind, digest_of, lies_in, require_writable
 from finray.models.artifacts import Artifact
 from finray.publishing.card import Facts, card, scores_of
 from finray.publishing.hub import DOCUMENTS, MARK, MODEL, Hub, Target, public_name
 from finray.results import Result
 
 Notify = Callable[[str], None]
+_FILES = FileKind(HubError, repair="take the file from where the model was made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def push(
     elif artifact.base is not None and known is not None:
         files |= {name: text.encode() for name, text in with_base(artifact.folder, known).items()}
     mark = files.get(MARK)
-    text = mark.read_bytes() if isinstance(mark, Path) else mark
+    text = _FILES.read(mark) if isinstance(mark, Path) else mark
     notes = dict(artifact.notes) if text is None else json.loads(text)
     for field in ("base_model", "merged_onto"):
         # The directory of a base model on this machine says nothing to others.
@@ -158,11 +159,7 @@ def model_files(folder: Path) -> dict[str, Path | bytes]:
         HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this machine.
     """
     found = {one for pattern in (*MODEL, *DOCUMENTS) for one in folder.glob(pattern) if one.is_file()}
-    roots = [own := folder.resolve()]
-    if own.parent.name == "snapshots" and (cache := own.parent.parent).name.startswith("models--"):
-        # As the cache of the Hub keeps files.
-        roots.append(cache / "blobs")
-    if elsewhere := sorted(one for one in found if not any(map(one.resolve().is_relative_to, roots))):
+    if elsewhere := sorted(one for one in found if not lies_in(one, folder)):
         raise HubError(
             f"`{elsewhere[0].name}` is a link to a file outside its directory ({elsewhere[0].resolve()})",
             where=str(folder),

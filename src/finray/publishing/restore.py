@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from finray.checkpoint import manifest
 from finray.checkpoint.copies import CONFIG_FILE
 from finray.checkpoint.store import directory_name
 from finray.errors import CheckpointError, ConfigError, HubError
-from finray.files import require_writable
+from finray.files import hold, opened, remove_abandoned, require_writable
 from finray.publishing.background import FOLDER, OF_RUN, RUN
 from finray.publishing.hub import Hub
 from finray.results import Result
@@ -81,12 +82,37 @@ def pull(name: str, *, output: str | Path, login: Callable[[], Hub] = Hub.login)
     except CheckpointError as error:
         raise HubError(f"the checkpoint is damaged: {error.message}", where=url, repair="pull it again") from None
     require_writable(run.parent)
-    scratch = run.with_name(f".tmp-pull-{run.name}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    # The cache of the Hub holds links.
-    shutil.copytree(folder, scratch / directory_name(content["step"]), symlinks=False)
-    for file in (folder / RUN / one for one in OF_RUN):
-        if file.is_file():
-            shutil.copyfile(file, scratch / file.name)
-    os.replace(scratch, run)
-    return Pulled(run, content["step"], url)
+    step, names = content["step"], [one["path"] for one in content["files"]]
+    if f"{RUN}/{CONFIG_FILE}" not in names:
+        raise HubError(
+            f"the checkpoint is damaged: its manifest does not list {RUN}/{CONFIG_FILE}",
+            where=url,
+            repair="push it again",
+        )
+    remove_abandoned(run.parent, prefix := f".tmp-pull-{run.name}-")
+    # Another pull of this name has a directory of its own.
+    scratch, lock = run.with_name(f"{prefix}{uuid.uuid4().hex[:8]}"), None
+    try:
+        scratch.mkdir()
+        lock = hold(scratch)
+        # Of the manifest's files: nothing has vouched for others, and the cache of the Hub holds links.
+        copies = [(name, scratch / directory_name(step) / name) for name in (*names, manifest.NAME)]
+        copies += [(f"{RUN}/{one}", scratch / one) for one in OF_RUN if f"{RUN}/{one}" in names]
+        for name, target in copies:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with opened(folder / name, folder) as source, target.open("xb") as stream:
+                shutil.copyfileobj(source, stream, 2**20)
+        # It fails where another pull was faster.
+        scratch.rename(run)
+    except OSError as error:
+        reason = "the directory exists by now" if run.exists() else error.strerror or str(error)
+        raise HubError(
+            f"the checkpoint cannot be written: {reason[0].lower()}{reason[1:]}",
+            where=str(run),
+            repair="name another directory with --output" if run.exists() else "free some disk space, and pull again",
+        ) from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+    return Pulled(run, step, url)

@@ -15,6 +15,7 @@ from rich.console import Console
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import CONFIG_FILE
 from finray.config.paths import copy_path, is_url
+from finray.files import opened
 from finray.records import Record, RunHeader, TrainRecord
 from finray.reporting.recorded import (
     EARLIER_WEIGHTS,
@@ -220,7 +221,7 @@ class Follower:
             yield start.header
         self._starts = len(starts)
         try:
-            with self._path.open("rb") as stream:
+            with opened(self._path, self._run_dir) as stream:
                 inode = os.fstat(stream.fileno()).st_ino
                 if inode != self._inode:
                     self._inode, self._offset = inode, 0

@@ -24,7 +24,7 @@ from finray.config.redact import redact
 from finray.config.tasks import less_is_better
 from finray.errors import DataError, FinrayError, did_you_mean_path
 from finray.evaluation.outcome import METRICS_FILE
-from finray.files import FileKind
+from finray.files import FileKind, opened
 from finray.records import EvalRecord, Note, RunSummary, SystemRecord, TrainRecord
 from finray.reporting.scored import Evaluation, read_evaluation
 from finray.tracking.jsonl import FILE as RECORDS
@@ -227,7 +227,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         place=str(place) if is_url(str(place)) else str(path),
         state=state,
         config=tried(lambda: _sections(run.config_file), {}),
-        resolved=tried(lambda: _FILES.json(resolved, dict[str, Any]) if resolved.exists() else {}, {}),
+        resolved=tried(lambda: _FILES.json(resolved, dict[str, Any], path) if resolved.exists() else {}, {}),
         run_id=tried(lambda: _FILES.text(run_id).strip() if run_id.exists() else None, None),
         starts=starts,
         train=tuple(filter(None, map(train_of, raw))),
@@ -289,7 +289,7 @@ def state_of(*, is_held: bool, is_finished: bool, is_begun: bool) -> State:
 def is_held(run_dir: Path) -> bool:
     """Whether a process on this machine is working on a run: it holds the lock next to the directory."""
     try:
-        with run_dir.with_name(f".{run_dir.name}.lock").open("rb") as stream:
+        with opened(run_dir.with_name(f".{run_dir.name}.lock")) as stream:
             # A shared lock, released at once: a start at this moment waits only briefly.
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -315,7 +315,7 @@ def size_of(folder: Path) -> int:
 def _sections(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         raise DataError("the file does not exist", where=str(path))
-    plain = redact(read_yaml(path))
+    plain = redact(read_yaml(path, path.parent))
     return {str(name): fields for name, fields in plain.items() if isinstance(fields, dict)}
 
 
@@ -346,7 +346,7 @@ def _data(store: CheckpointStore, steps: Sequence[int]) -> str | None:
     for step in reversed(steps):
         path = store.path_of(step) / "training_state" / "state.json"
         if path.exists():
-            found = _FILES.json(path, dict[str, Any]).get("data")
+            found = _FILES.json(path, dict[str, Any], store.run_dir).get("data")
             return found if isinstance(found, str) and found else None
     return None
 

@@ -109,6 +109,9 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Repo
         require_writable_file(given)
     found = tuple(read_run(place) for place in runs)
     target = given or (found[0].path if len(found) == 1 else Path()) / "report.html"
+    if given is None and (target.is_symlink() or (target.exists() and not target.is_file())):
+        # It would be written through, in a run of somebody else anywhere.
+        raise DataError("is a link, or not a file", where=str(target), repair="remove it, or name a file with --output")
     require_writable_file(target)
     write(page(found), target)
     place = str(target)

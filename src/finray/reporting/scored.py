@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from finray.errors import DataError
 from finray.evaluation.outcome import PREDICTIONS_FILE
-from finray.files import FileKind
+from finray.files import FileKind, lines_of
 
 _FILES = FileKind(DataError, repair="run `finray evaluate` again")
 
@@ -114,13 +114,13 @@ def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Eva
 
     Args:
         file: ``metrics.json``.
-        root: the directory ``evaluation`` of the run.
+        root: the directory ``evaluation`` of the run, in which all files must lie.
         with_answers: also read the answers.
 
     Raises:
         DataError: a file is damaged.
     """
-    plain = _FILES.json(file, _Metrics)
+    plain = _FILES.json(file, _Metrics, root.parent)
     classes = tuple(plain.get("classes", ()))
     confusion = {
         name: tuple(map(tuple, matrix))
@@ -138,7 +138,7 @@ def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Eva
         classes=classes,
         confusion=confusion,
         made_by=plain.get("made_by", {}),
-        answered=tuple(_answered(answers)) if with_answers and answers.exists() else (),
+        answered=tuple(_answered(answers, root.parent)) if with_answers and answers.exists() else (),
         higher_is_better=plain.get("higher_is_better", {}),
     )
 
@@ -161,11 +161,11 @@ def _difference(plain: Mapping[str, Any]) -> Difference | None:
     return Difference(*names, difference, _number(plain.get("low")), _number(plain.get("high")), p)
 
 
-def _answered(file: Path) -> Iterator[Answered]:
+def _answered(file: Path, root: Path) -> Iterator[Answered]:
     """Rows of a predictions file; damaged or unfinished lines are skipped."""
     seen: dict[tuple[str, str], int] = {}
-    with _FILES.reading(file), file.open("rb") as stream:
-        for line in stream:
+    with _FILES.opened(file, root) as stream:
+        for line in lines_of(stream):
             try:
                 plain = json.loads(line)
             except (ValueError, RecursionError):

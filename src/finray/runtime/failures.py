@@ -21,7 +21,7 @@ from finray.config.redact import redact_text
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, DataUnavailable, FinrayError, StorageError, TrainingError
-from finray.files import Appending, typed
+from finray.files import Appending, opened, typed
 from finray.runtime.logs import tail
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ def known(run_dir: Path, start: str) -> list[Failure]:
     """The failures of a ``finray train`` in this machine's run directory."""
     content = b""
     # Ignore a broken file: it saves attempts, and must not cost any.
-    with contextlib.suppress(OSError):
-        content = (run_dir / FAILURES).read_bytes()
+    with contextlib.suppress(OSError), opened(run_dir / FAILURES, run_dir) as stream:
+        content = stream.read()
     failures = []
     for line in content.splitlines():
         # A killed worker may have left half a line.

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from finray.config.redact import redact_text
+from finray.files import appending, opened
 from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader, TrainRecord
 
 _PAUSE_S = 2.0
@@ -37,8 +38,9 @@ class RecordLog:
     def write(self, text: str) -> None:
         """Append text, which may have several lines."""
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        with suppress(OSError), self._target.open("a", encoding="utf-8") as stream:
-            stream.writelines(f"{now} {line}\n" for line in redact_text(text).splitlines())
+        # In the run directory, whose `logs` may be a link if somebody else has made it.
+        with suppress(OSError), appending(self._target, self._target.parent.parent) as stream:
+            stream.writelines(f"{now} {line}\n".encode() for line in redact_text(text).splitlines())
 
     def log(self, record: Record) -> None:
         """Append a record."""
@@ -73,7 +75,7 @@ class LogCopy:
         self._one_at_a_time = threading.Lock()
         with suppress(OSError):
             target.parent.mkdir(exist_ok=True)
-            with target.open("ab") as stream:
+            with appending(target, target.parent.parent) as stream:
                 stream.write(f"== {title}\n".encode())
         threading.Thread(target=self._work, name="finray-log", daemon=True).start()
 
@@ -108,7 +110,7 @@ class LogCopy:
             for path, start in self._read.items():
                 if self._left <= 0 or path.stat().st_size <= start:
                     continue
-                with path.open("rb") as source, self._target.open("ab") as stream:
+                with opened(path) as source, appending(self._target, self._target.parent.parent) as stream:
                     source.seek(start)
                     content = source.read(self._left)
                     if not self._closed.is_set():
@@ -121,7 +123,7 @@ class LogCopy:
 def tail(path: Path, lines: int = 10) -> list[str]:
     """The last lines of a log; none if there is no log."""
     try:
-        with path.open("rb") as stream:
+        with opened(path) as stream:
             stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             found = stream.read().decode("utf-8", errors="replace").splitlines()
     except OSError:

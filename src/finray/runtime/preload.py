@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finray.files import opened
+
 if TYPE_CHECKING:
     from finray.config.schema import Config
 
@@ -32,7 +34,8 @@ def needed(config: Config) -> list[str]:
     if config.adapter.method != "none":
         modules.append("peft")
     with contextlib.suppress(OSError, ValueError, KeyError):
-        kind = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))["model_type"]
+        with opened(Path(config.model.name) / "config.json") as stream:
+            kind = json.loads(stream.read(2**20))["model_type"]
         modules.append(f"transformers.models.{kind}.modeling_{kind}")
     return modules
 

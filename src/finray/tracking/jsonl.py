@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finray.errors import CheckpointError
-from finray.files import Appending, replacing
+from finray.files import Appending, lines_of, opened, replacing
 from finray.records import Metrics
 
 if TYPE_CHECKING:
@@ -201,9 +201,9 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] 
     """Lines of a file with the record in each; None if it is damaged. An unfinished line is ignored."""
     if not path.exists():
         return
-    with path.open("rb") as stream:
+    with opened(path, path.parent) as stream:
         stream.seek(offset)
-        for line in stream:
+        for line in lines_of(stream):
             record = parsed(line)
             if record is not None or line.endswith(b"\n"):
                 yield line.removesuffix(b"\n") + b"\n", record

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finray.files import Appending, typed
+from finray.files import Appending, lines_of, opened, typed
 from finray.records import Metrics, RunHeader
 from finray.tracking.base import RunInfo
 
@@ -74,12 +74,15 @@ def read_starts(run_dir: Path) -> list[Start]:
         OSError: the file cannot be read.
     """
     path, found = run_dir / FILE, []
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            plain: dict[str, Any] = json.loads(line)
-            found.append(typed(plain, Start))
-        except (ValueError, RecursionError):
-            continue
+    if not path.exists():
+        return []
+    with opened(path, run_dir) as stream:
+        for line in lines_of(stream):
+            try:
+                plain: dict[str, Any] = json.loads(line)
+                found.append(typed(plain, Start))
+            except (ValueError, RecursionError):
+                continue
     return found
 
 

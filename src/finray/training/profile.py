@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from finray.config.schema import ProfileConfig
+from finray.files import replace_text
 from finray.parallel.base import Strategy
 
 PARTS = ("data wait", "forward", "backward", "all_reduce", "clip", "optimizer")
@@ -99,7 +100,7 @@ class Profiler:
             order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
             operations = profile.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=60)
             text = "\n".join([*lines, "", operations, ""])
-            (self._folder / "summary.txt").write_text(text, encoding="utf-8")
+            replace_text(self._folder / "summary.txt", text)
             self._notify(text)
 
     def _synchronize(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -205,15 +206,15 @@ def test_numbers_that_nothing_can_be_sampled_with_name_their_option(
 def test_a_file_of_answers_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, opened = tmp_path / "answers.jsonl", Path.open
+    output, opened = tmp_path / "answers.jsonl", os.open
     output.write_text("old\n")
 
-    def refusing(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
-        if path == output and mode[0] in "aw":
+    def refusing(path: Any, flags: int, *rest: Any, **more: Any) -> Any:
+        if path == output and flags & os.O_WRONLY:
             raise PermissionError(13, "Permission denied")
-        return opened(path, mode, *rest, **more)
+        return opened(path, flags, *rest, **more)
 
-    monkeypatch.setattr(Path, "open", refusing)
+    monkeypatch.setattr(os, "open", refusing)
     code, _, err = runs.finray("generate", tmp_path / "no-model", "hello", "--output", output)
     assert code != 0
     assert "the file cannot be written: permission denied" in err

@@ -135,7 +135,7 @@ def test_a_disk_that_is_full_is_one_message(tmp_path: Path, monkeypatch: pytest.
             raise OSError(errno.ENOSPC, "No space left on device")
 
     kept = add(tmp_path, {1: "a"})
-    monkeypatch.setattr(Path, "open", lambda *given: Full())
+    monkeypatch.setattr("finray.evaluation.kept.appending", lambda *given: Full())
     with pytest.raises(FinrayError, match="answers cannot be written: No space left"), kept.adding(made_by={}) as keep:
         keep(2, "b")
     assert kept.found == {1: "a"}

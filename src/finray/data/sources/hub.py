@@ -45,6 +45,7 @@ def _state(source: Source) -> str:
 def _load(source: Source, state: str) -> Any:
     import datasets
 
+    compat.check_etags()
     datasets.disable_progress_bars()
     path = Path(source.name).expanduser()
     try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from finray.config.schema import Config
 from finray.errors import ConfigError
+from finray.files import opened
 
 AUTO = "auto"
 DEFAULT_STAGE = 2
@@ -51,7 +52,8 @@ def load(config: Config) -> dict[str, Any]:
     path = Path(config.parallel.deepspeed_config)
     where = f"parallel.deepspeed_config={path}"
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        with opened(path) as stream:
+            given = json.load(stream)
     except OSError as error:
         raise ConfigError(f"DeepSpeed's configuration cannot be read: {error.strerror}", where=where) from None
     except ValueError as error:
