@@ -138,7 +138,7 @@ class FileKind:
         with self.opened(path, root) as stream:
             if (found := os.fstat(stream.fileno()).st_size) != size:
                 raise self.refused(f"has {found} bytes instead of {size}", path)
-            if sha256 is not None and hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
+            if sha256 is not None and digest_of(path) != sha256:
                 raise self.refused("has changed since it was written", path)
 
     def inside(self, folder: Path, name: str, *, where: Path | str) -> Path:

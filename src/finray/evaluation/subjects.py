@@ -390,14 +390,13 @@ def _folder(model: str | Path, run: RunDir | None, artifact: Artifact, request: 
         folder = Path(request.output).expanduser()
     elif run is None:
         known = artifact.folder if Path(model).expanduser().is_dir() else Path(str(model).replace("/", "--"))
-        folder = known / "evaluation"
+        own, folder = known, known / "evaluation"
     else:
         path = Path(model).expanduser().resolve()
-        folder = run.path / "evaluation" / ("" if path in (run.path, run.final) else path.name)
+        own, folder = run.path, run.path / "evaluation" / ("" if path in (run.path, run.final) else path.name)
     if request.output is None and (request.file is not None or request.split is not None):
         folder /= request.split or Path(str(request.file)).stem
-    own = artifact.folder if run is None else run.path
-    if request.output is None and folder.is_relative_to(own) and not lies_in(folder, own):
+    if request.output is None and not lies_in(folder, own):
         raise FinrayError(
             "is a link to a directory elsewhere, where the scores would be written",
             where=str(folder),
