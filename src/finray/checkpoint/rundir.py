@@ -29,7 +29,7 @@ from finray.config.redact import redact_saved
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError, FinrayError
-from finray.files import FileKind, replace_text
+from finray.files import FileKind, lines_of, opened, replace_text
 from finray.limits import cut
 from finray.records import RunSummary
 
@@ -256,8 +256,8 @@ class RunDir:
         if not (path := self.path / RECORDS).is_file():
             return False
         try:
-            with path.open("rb") as stream:
-                return any(b'"kind": "train"' in line for line in stream)
+            with opened(path, self.path) as stream:
+                return any(b'"kind": "train"' in line for line in lines_of(stream))
         except OSError:
             return True
 

@@ -38,7 +38,9 @@ _WHY = {
     "trust_remote_code": "not supported: datasets with their own code are not loaded",
 }
 
-_TABLES = FileKind(ConfigError, repair="write a dataset_info.json as LLaMA-Factory reads it, or leave it out", links=True)
+_TABLES = FileKind(
+    ConfigError, repair="write a dataset_info.json as LLaMA-Factory reads it, or leave it out", links=True
+)
 
 
 class _Listed(TypedDict, total=False):
