@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from finray.errors import ConfigError
+from finray.tracking.jsonl import read_records
 from tests.support import runs, tiny
 from tests.support.runs import Plain, changed
 
@@ -61,6 +62,11 @@ def test_parts_from_outside_train_under_ray_and_resume(ray_cluster: str, plain: 
         json.loads((run_dir / "evaluation" / "metrics.json").read_text())["models"]["tuned"]
     )
     assert "same length" in out
+    # The loss of a task of one's own is the same in training and after it.
+    losses = [one["eval_loss"] for one in read_records(run_dir / "metrics.jsonl") if one["kind"] == "eval"]
+    scores = json.loads((run_dir / "evaluation" / "metrics.json").read_text())["models"]
+    assert scores["tuned"]["loss"]["value"] == pytest.approx(losses[-1], rel=1e-3)
+    assert scores["base"]["loss"]["value"] == pytest.approx(losses[0], rel=1e-3)
     # A later start of the same run has the same id.
     runs.run_alone(plain, run_dir)
     starts = [line for line in (run_dir / "losses.txt").read_text().splitlines() if line.startswith("#")]

@@ -19,10 +19,12 @@ from finray.evaluation.engines import Continuation, Engine, Sampling
 from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Compared, Estimate, Evaluated
 from finray.evaluation.scores.base import FloatArray, SummedScore
-from finray.evaluation.statistics import Interval, interval, paired
+from finray.evaluation.statistics import Interval, interval, paired, within
 from finray.files import first_line, seal_of
 
 _MOST_TOKENS = 256
+# Metrics that are no share of the rows, though they may lie between 0 and 1.
+_NO_SHARES = ("perplexity", "bits_per_byte", "mcc", "likelihood")
 _TASK = re.compile(r"^task:\s*(\S+)\s*$", re.MULTILINE)
 
 
@@ -141,14 +143,17 @@ def joined(
     for one in models:
         scores = dict(one.scores)
         for name, metric in found.get(one.name, {}).items():
+            is_share = 0 <= metric.value <= 1 and not any(one in name for one in _NO_SHARES)
+            bounds = (0.0, 1.0) if is_share else (None, None)
             if metric.rows is not None:
-                span = interval(metric.rows, mean, seed=seed)
+                span = interval(metric.rows, mean, seed=seed, bounds=bounds)
             elif metric.error is not None:
                 reach = 1.959964 * metric.error
-                span = Interval(metric.value - reach, metric.value + reach, "lm-eval's standard error")
+                ends = within(metric.value - reach, metric.value + reach, metric.value, bounds)
+                span = Interval(*ends, "lm-eval's standard error")
             else:
                 span = Interval(None, None, "none: lm-eval returns a single number")
-            scores[name] = Estimate(metric.value, span, 0 <= metric.value <= 1)
+            scores[name] = Estimate(metric.value, span, is_share)
         with_them.append(replace(one, scores=scores))
     for other in models[:-1]:
         for name, metric in found.get(models[-1].name, {}).items():

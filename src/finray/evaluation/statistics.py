@@ -132,10 +132,10 @@ def _bootstrap(
         level = stats.norm.cdf(bias + z / (1 - acceleration * z))
         ends.append(float(np.quantile(resampled, level)))
     low, high = min(ends[0], observed - reach), max(ends[1], observed + reach)
-    return Interval(*_within(low, high, observed, bounds), "bootstrap (BCa)")
+    return Interval(*within(low, high, observed, bounds), "bootstrap (BCa)")
 
 
-def _within(low: float, high: float, observed: float, bounds: Bounds) -> tuple[float, float]:
+def within(low: float, high: float, observed: float, bounds: Bounds) -> tuple[float, float]:
     """The ends, as far as the scale reaches: what lies beyond cannot be the truth."""
     least, most = bounds
     return (

@@ -38,13 +38,16 @@ class Scored:
     low: float | None = None
     high: float | None = None
     is_share: bool = False
+    # That it is about, if not all.
+    rows: int | None = None
 
     def text(self, value: float | None = None) -> str:
         """Format the score, or a value of its kind."""
+        of = f" of {self.rows:,}" if value is None and self.rows is not None else ""
         value = self.value if value is None else value
         if self.is_share:
-            return f"{100 * value:.1f}%"
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.1f}"
+            return f"{100 * value:.1f}%{of}"
+        return f"{value:.4g}{of}" if abs(value) < 1000 else f"{value:,.1f}{of}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,9 @@ def _scores(plain: Mapping[str, Any]) -> dict[str, Scored]:
         if (value := _number(one)) is not None:
             found[name] = Scored(value)
         elif isinstance(one, dict) and (value := _number(one.get("value"))) is not None:
-            found[name] = Scored(value, _number(one.get("low")), _number(one.get("high")), one.get("share") is True)
+            ends = _number(one.get("low")), _number(one.get("high"))
+            rows = one.get("rows") if isinstance(one.get("rows"), int) else None
+            found[name] = Scored(value, *ends, one.get("share") is True, rows)
     return found
 
 

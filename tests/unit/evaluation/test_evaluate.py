@@ -328,6 +328,20 @@ def test_code_is_checked_with_the_columns_of_its_row(
     found = evaluate(tiny_model_dir, settings, **asked)
     assert found.tuned.metrics["pass_at_k"] == pytest.approx((0.5 + 0.5 + 0) / 3)
     assert found.predictions[0].answers[tiny_model_dir.name] == ["9", "3 + 0"]
+    assert found.tuned.scores["pass_at_k"].json()["checks"]["right"] == 2
+    # A checker that fails at some answers is no wrong answer, and at all it is an error.
+    (tmp_path / "my_code_check.py").write_text("def check(answer, row):\n    return answer != '9' or anwser\n")
+    found = evaluate(tiny_model_dir, settings, **asked)
+    (note,) = [one for one in found.notes if "checks" in one]
+    assert note.startswith(f"{tiny_model_dir.name} pass at k: of 6 checks 4 failed: counted as not passed; ")
+    checks = json.loads((tmp_path / "out" / "metrics.json").read_text())["models"][found.tuned.name]["pass_at_k"][
+        "checks"
+    ]
+    assert (checks["right"], checks["wrong"], checks["failed"]) == (2, 0, 4)
+    assert "NameError: name 'anwser' is not defined" in checks["first_failure"]
+    (tmp_path / "my_code_check.py").write_text("def check(answer, row):\n    return anwser\n")
+    with pytest.raises(ConfigError, match=r"the checker failed at every answer \(6\): NameError"):
+        evaluate(tiny_model_dir, settings, **asked)
     with pytest.raises(ConfigError, match="2 attempts with greedy decoding"):
         evaluate(tiny_model_dir, settings, file=file, metrics=["pass_at_k"], output=tmp_path / "out")
 

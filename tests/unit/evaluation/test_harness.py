@@ -281,7 +281,7 @@ def test_metrics_of_lm_eval_with_their_rows_where_they_are_means(
     assert rows.tolist() == [[0.0], [1.0], [1.0], [1.0]], "in the order of the documents"
     assert (found["t acc"].value, found["t acc"].error) == (0.75, 0.1)
     assert found["t f1"] == Found(0.9, None, None), "no mean of its rows"
-    assert found["t bleu"] == Found(30.0, 2.0, None, lower_is_better=True), "rows without numbers"
+    assert found["t bleu"] == Found(30.0, 2.0, None, higher_is_better=False), "rows without numbers"
     assert found["t part"] == Found(0.5, None, None), "only some rows are numbers"
     strict = found["t exact (strict)"].rows
     assert strict is not None

@@ -18,6 +18,7 @@ import pytest
 
 from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError
+from finray.evaluation.scores import checking
 from finray.evaluation.scores.base import Answered, Score, score_named
 from finray.evaluation.scores.code import Checked, check_answer, pass_at_k
 
@@ -241,7 +242,12 @@ SESSIONS = """if not os.fork():
     os._exit(0)
 wait()
 """
-KILLER = "if not os.fork():\n    os.setsid(); hold(); time.sleep(100)\nwait()\nos.kill(os.getppid(), 9)\n"
+# In a namespace there is nothing above that could be killed.
+KILLER = """if not os.fork():
+    os.setsid(); hold(); time.sleep(100)
+wait()
+if os.getppid() > 1: os.kill(os.getppid(), 9)
+"""
 
 
 @pytest.mark.parametrize(
@@ -252,8 +258,17 @@ KILLER = "if not os.fork():\n    os.setsid(); hold(); time.sleep(100)\nwait()\no
         pytest.param(KILLER, id="of one that ends its supervisor"),
     ],
 )
+@pytest.mark.parametrize("namespaces", [True, False])
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone finds them")
-def test_no_process_of_an_answer_is_left(checker: str, tmp_path: Path, code: str) -> None:
+def test_no_process_of_an_answer_is_left(
+    checker: str, tmp_path: Path, code: str, namespaces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not namespaces:
+        # As in most containers.
+        head, found, rest = Path(checking.__file__).read_text().partition('if sys.platform != "linux":')
+        (tmp_path / "without.py").write_text(f"{head}if True:{rest}")
+        assert found
+        monkeypatch.setattr(checking, "__file__", str(tmp_path / "without.py"))
     unused = next_files()
     lock = tmp_path / "lock"
     lock.touch()

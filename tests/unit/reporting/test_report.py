@@ -218,6 +218,17 @@ def test_lower_is_better_is_known_by_the_score(tmp_path: Path) -> None:
     assert dict(zip(only["scores"], only["less"], strict=True)) == {"mean_squared_error": True, "exact_match": False}
 
 
+def test_where_it_is_not_known_what_is_better_no_row_is_called_so(tmp_path: Path) -> None:
+    values = {"base": {"wer": 4.8, "error": 1.0}, "tuned": {"wer": 0.0, "error": 0.5}}
+    scores = {name: {**own, "exact_match": 1.0} for name, own in values.items()}
+    run = with_rows(tmp_path / "a", [prediction(0, base=0, tuned=0, scores=scores)])
+    evaluations = [replace(one, higher_is_better={"wer": None, "error": True}) for one in run.evaluations]
+    found = explorer([("a", evaluations)])
+    assert found is not None
+    (only,) = found.data["sets"]
+    assert dict(zip(only["scores"], only["less"], strict=True)) == {"wer": None, "error": False, "exact_match": False}
+
+
 # --- the page -------------------------------------------------------------------------------------------------------
 
 

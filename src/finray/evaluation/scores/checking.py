@@ -35,12 +35,43 @@ _LONGEST = 3000
 # What Python and libraries call the code that they make themselves.
 _NO_ANSWERS = ("<frozen", "<__array_function__", "<attrs")
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_NEWNS, _NEWUSER, _NEWPID, _PRIVATE = 0x20000, 0x10000000, 0x20000000, 0x44000
 
 
 def _prctl(option: int, value: int) -> None:
     """Linux alone; elsewhere processes that leave the session are not found."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _unshare() -> bool:
+    """Let the next child be the first process of a namespace: no process in it sees another, and the kernel ends all
+    with the first. False where that is not allowed, as in most containers."""
+    if sys.platform != "linux":
+        return False
+    libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
+    if libc.unshare(_NEWPID) == 0:
+        return True
+    if libc.unshare(_NEWUSER | _NEWPID) != 0:
+        return False
+    with suppress(OSError):
+        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+    return True
+
+
+def _be_first() -> None:
+    """As the first process of a namespace, fork the worker, and end when it does, with its signal as exit code."""
+    libc = ctypes.CDLL(None)
+    # Mounts are its own, and /proc shows its processes, where that is allowed.
+    if libc.unshare(_NEWNS) == 0 and libc.mount(None, b"/", None, _PRIVATE, None) == 0:
+        libc.mount(b"proc", b"/proc", b"proc", 0, None)
+    worker = os.fork()
+    while worker:
+        pid, status = os.wait()
+        if pid == worker:
+            os._exit(os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0)
 
 
 def _descendants() -> list[int]:
@@ -77,20 +108,23 @@ def _end_all(worker: int) -> bool:
     return False
 
 
-def _supervise(worker: int, seconds: float, parent: int) -> int:
-    """Wait for the worker, within its limits; the exit code."""
+def _supervise(worker: int, seconds: float, parent: int, *, is_first: bool) -> int:
+    """Wait for the worker, or the first process of its namespace, within its limits; the exit code."""
     until, code = time.monotonic() + seconds, LATE
     # Nor does a killed command leave checks behind.
     while time.monotonic() < until and os.getppid() == parent:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == worker:
-            code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) * is_first
+            code = 128 + number if number else 0
             break
         if len(_descendants()) > _MOST:
             code = CROWD
             break
         if not pid:
             time.sleep(_POLL_S)
+    if code in (LATE, CROWD):
+        _kill([worker])
     return code if _end_all(worker) else LEFT
 
 
@@ -176,16 +210,19 @@ def _main() -> None:
     word, *rest = json.loads(given)
     sys.path += json.loads(os.environ.pop("FINRAY_CHECKER_PATH"))
     _prctl(_SET_CHILD_SUBREAPER, 1)
-    scratch, worker = Path.cwd(), os.fork()
+    scratch, is_first = Path.cwd(), _unshare()
+    worker = os.fork()
     if worker:
         os.close(told)
-        code = _supervise(worker, seconds, parent)
+        code = _supervise(worker, seconds, parent, is_first=is_first)
         if os.getppid() != parent:
             os.execvp("rm", ["rm", "-rf", "--", str(scratch)])
         os._exit(code)
+    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+    if is_first:
+        _be_first()
     # A session of its own: the answer may end all of it.
     os.setsid()
-    _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     cpu = math.ceil(seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))

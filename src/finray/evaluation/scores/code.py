@@ -70,7 +70,7 @@ def check_answer(checker: str, answer: str, row: Mapping[str, Any], *, seconds: 
 
     The checked code can read and write whatever this user can: limits protect the machine from overload; they are not a
     sandbox. The environment holds no secret, and the working directory is empty. On Linux, processes that the code
-    starts are ended with it, in whatever session they are.
+    starts are ended with it, in whatever session they are; where that is allowed, it sees no others.
 
     Args:
         checker: ``package.module:function`` of the answer and the row.
