@@ -23,7 +23,7 @@ from finray.pretrained.tokenizers import (
     not_loaded,
     silence_transformers,
 )
-from finray.pretrained.weights import folder_of, stored_weights
+from finray.pretrained.weights import StoredWeights, folder_of, like_scales, require_numbers, stored_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,7 +79,7 @@ def load_model(
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                loaded, new = _from_files(auto_class, model, **options, **classifier.head_options(labels))
+                loaded, new, _ = _from_files(auto_class, model, **options, **classifier.head_options(labels))
             if has_head:
                 classifier.mark_new(loaded, new)
                 shapes = {name: tuple(loaded.get_parameter(name).shape) for name in new}
@@ -102,15 +102,18 @@ def load_model(
     return loaded
 
 
-def check_loading(model: ModelConfig) -> None:
+def check_loading(model: ModelConfig) -> list[str]:
     """Check that the files of a model have what :func:`load_model` needs; of weights, only headers are read.
+
+    Returns:
+        Names of tensors in the files that the model does not have.
 
     Raises:
         ModelError: they do not.
     """
     auto_class = _auto_class(model, with_weights=True)
     try:
-        _from_files(auto_class, model, dtype=torch.float32, device_map={"": "meta"})
+        return _from_files(auto_class, model, dtype=torch.float32, device_map={"": "meta"})[2]
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
@@ -136,13 +139,24 @@ def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
     return getattr(transformers, task_spec(model.task).auto_class)
 
 
-def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[Any, list[str]]:
-    """The model as loaded by Transformers, and the names of weights that may be new: of a head that the task adds, or
-    of a pooler before it. A partly random model, which Transformers only mentions in a log, is refused.
+def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[Any, list[str], list[str]]:
+    """The model as loaded by Transformers; the names of weights that may be new: of a head that the task adds, or of a
+    pooler before it; and those of tensors in the files that the model does not have.
+
+    A partly random model, which Transformers only mentions in a log, is refused, and so are quantized weights that it
+    would take for numbers.
     """
     loaded, report = auto_class.from_pretrained(
         **loading_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
     )
+    unused = sorted(report["unexpected_keys"])
+    if getattr(loaded.config, "quantization_config", None) is None and not model.name.endswith(".gguf"):
+        stored = None
+        if (folder := folder_of(model, local=True)) is not None:
+            # Errors in the files of a directory were found before.
+            with suppress(FinrayError):
+                stored = stored_weights(folder)
+        require_numbers([] if stored is None else _coded_weights(loaded, stored), like_scales(unused), model.name)
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     new: list[str] = []
     if task_spec(model.task).adds_head:
@@ -162,7 +176,15 @@ def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[An
             repair="check `config.json` (model_type, num_hidden_layers, vocab_size, ...), or download the model "
             "again, with all of its `.safetensors` files",
         )
-    return loaded, new
+    return loaded, new, unused
+
+
+def _coded_weights(model: Any, stored: StoredWeights) -> list[str]:
+    """Weights in files whose elements are no numbers by themselves. Masks and positions, which older files hold, are no
+    weights: the model has no parameters of their names."""
+    body = f"{model.base_model_prefix}."
+    own = {name.removeprefix(body) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return stored.coded(name for name in stored.tensors if name.endswith(".weight") or name.removeprefix(body) in own)
 
 
 def build_model(

@@ -22,7 +22,7 @@ from finray.models.loading import load_model
 from finray.models.quantized import QuantizedLinear
 from finray.models.saved_layout import NAME, without_adapter
 from finray.pretrained.tokenizers import new_tokens
-from finray.pretrained.weights import StoredWeights, folder_of, stored_weights
+from finray.pretrained.weights import StoredWeights, folder_of, like_scales, require_numbers, stored_weights
 from finray.sharding import load_local, rows_of, shape_of
 
 _NUMBER = re.compile(r"\.\d+\.")
@@ -152,6 +152,9 @@ class _BaseWeights:
         labels = labels_in(model.config)
         found = {} if stored is None else {name: stored_name(model, name, stored) for name in wanted}
         places = {name: place for name, place in found.items() if place is not None}
+        if stored is not None:
+            held = set(places.values())
+            require_numbers(stored.coded(held), like_scales(stored.tensors.keys() - held), config.name)
         new = wanted - places.keys()
         if stored is not None and (not new or (labels is not None and all(may_be_new(model, one) for one in new))):
             self._stored, self._places, self.is_whole = stored, places, False

@@ -80,6 +80,7 @@ def plan_model(
     if opened is None:
         return None
     model, tokenizer, packing = opened
+    unused = list[str]()
     if tokenizer is not None:
         sources = [model.config, getattr(model, "generation_config", None)]
         ends = [getattr(source, "eos_token_id", None) for source in sources]
@@ -89,7 +90,7 @@ def plan_model(
             found.problem(error)
         else:
             check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, found, writes=writes)
-            _check_weights(config, found, environ, offline=offline)
+            unused = _check_weights(config, found, environ, offline=offline)
     stored = stored_in(config.model)
     layers = [] if stored is None else left_out(model, stored)
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
@@ -125,6 +126,13 @@ def plan_model(
         )
     if layers:
         found.warn(cut_model(layers), "model.name")
+    # The head that a classifier's replaces is not worth a word.
+    if (others := sorted(set(unused) - set(layers))) and not task_spec(config.model.task).adds_head:
+        found.warn(
+            f"{len(others):,} tensors in the model's files are not part of the model that is trained: "
+            f"{', '.join(others[:2])}{', ...' if len(others) > 2 else ''}",
+            "model.name",
+        )
     same = ("parameters", "trainable", "adapter", "layers", "context")
     plan = ModelPlan(
         **{name: getattr(blueprint, name) for name in same},
@@ -166,19 +174,21 @@ def _open(
     return model, None, packing_of(shape)
 
 
-def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool) -> None:
-    """Check that the model would load, as far as headers tell and without downloads."""
+def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool) -> list[str]:
+    """Check that the model would load, as far as headers tell and without downloads; returns the tensors in its files
+    that it does not have."""
     path = Path(config.model.name).expanduser()
     if path.suffix == ".gguf" or not (path.is_dir() or is_offline_mode()):
-        return
+        return []
     try:
-        check_loading(config.model)
+        return check_loading(config.model)
     except FinrayError as error:
         if path.is_dir() and is_quantized(config.model):
             # The machine of the run may have what this one lacks.
             found.warn(f"its files are quantized, but {error.message}", "model.name")
         else:
             _not_had(error, "its weights", config, found, environ, offline=offline)
+        return []
 
 
 def _not_had(

@@ -7,8 +7,9 @@ too, but does not see that a file is cut off; ``safe_open`` does. Torch is impor
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 _FILES = FileKind(ModelError, repair="fetch the file again; it may be cut off", links=True)
 # What Transformers calls the pickled weights whose safetensors are called so.
 _PICKLED = {"model": "pytorch_model"}
+# Kinds of elements that are numbers by themselves. The others are codes, which mean something with their scales only.
+_NUMBERS = ("F64", "F32", "F16", "BF16")
+# Names that libraries for quantized weights give to scales and codes: bitsandbytes, GPTQ, AWQ, compressed-tensors,
+# DeepSeek's and NVIDIA's FP8 and FP4, MXFP4, torchao, HQQ.
+_OF_QUANTIZED = re.compile(
+    r"(^|\.)(SCB|(nested_)?(absmax|quant_map)|quant_state\..+|weight_format|q?scales|q?zeros|g_idx|qweight|W_q)$"
+    r"|(^|[._])(weight|input|activation|proj)_(scale|scales|scale_inv|scale_2|zero_point|packed|blocks|g_idx)$"
+    r"|(^|[._])scale_inv$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,11 @@ class StoredWeights:
     def modules(self) -> list[str]:
         """Names of the modules that have a ``weight``."""
         return sorted(name.removesuffix(".weight") for name in self.tensors if name.endswith(".weight"))
+
+    def coded(self, names: Iterable[str]) -> list[str]:
+        """Those of these tensors whose elements are no numbers by themselves, with their kind."""
+        held = ((name, self.tensors[name].dtype) for name in sorted(names))
+        return [f"{name} ({dtype})" for name, dtype in held if dtype not in _NUMBERS]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a tensor; the whole of one without dimensions."""
@@ -132,11 +147,54 @@ def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] 
             for name in file.keys():  # noqa: SIM118
                 part = file.get_slice(name)
                 tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
-    return StoredWeights(tensors, sum(path.stat().st_size for path in paths))
+    stored = StoredWeights(tensors, sum(path.stat().st_size for path in paths))
+    if stem != "model" and (coded := stored.coded(tensors)):
+        raise ModelError(
+            f"tensors of an adapter are no floating-point numbers: {_first(coded)}",
+            where=str(folder),
+            repair="take an adapter that is not quantized",
+        )
+    return stored
 
 
-def folder_of(model: ModelConfig) -> Path | None:
-    """Where the files of a model lie: its directory, or the cache of the Hub; None where that cannot be told."""
+def like_scales(names: Iterable[str]) -> list[str]:
+    """Names of tensors that look like the scales or codes of quantized weights."""
+    return sorted(name for name in names if _OF_QUANTIZED.search(name))
+
+
+def require_numbers(coded: list[str], scales: list[str], where: str) -> None:
+    """Refuse files of quantized weights that would be read as numbers.
+
+    Args:
+        coded: weights whose elements are no numbers by themselves (:meth:`StoredWeights.coded`).
+        scales: tensors beside them that the model does not have (:func:`like_scales`).
+        where: the model.
+
+    Raises:
+        ModelError: there are some.
+    """
+    if coded or scales:
+        what = f"have weights of a type that is no floating-point number: {_first(coded)}"
+        if not coded:
+            what = f"have what look like scales of quantized weights: {_first(scales)}"
+        raise ModelError(
+            f"its files {what}; the weights would be read as plain numbers",
+            where=f"model.name={where}",
+            repair="give its `config.json` the `quantization_config` that the weights were made with, or take the "
+            "model's weights in bf16",
+        )
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def folder_of(model: ModelConfig, *, local: bool = False) -> Path | None:
+    """Where the files of a model lie: its directory, or the cache of the Hub; None where that cannot be told.
+
+    With ``local`` nothing is downloaded, and the Hub is not asked.
+    """
     path = Path(model.name).expanduser()
     if path.is_dir():
         return path
@@ -146,6 +204,10 @@ def folder_of(model: ModelConfig) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(
+            snapshot_download(
+                model.name, revision=model.revision, allow_patterns=["*.safetensors", "*.json"], local_files_only=local
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
         return None

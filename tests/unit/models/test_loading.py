@@ -269,6 +269,65 @@ def test_layers_in_the_files_that_the_model_has_not_are_told(folder: Path) -> No
         assert left_out(wrapped, stored) == expected
 
 
+def rewrite(folder: Path, changes: dict[str, torch.Tensor]) -> ModelConfig:
+    """Other tensors in the model's file."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | changes, folder / "model.safetensors", metadata={"format": "pt"})
+    return ModelConfig(name=str(folder))
+
+
+PROJECTION = "model.layers.1.mlp.up_proj"
+CODES = {
+    "int8": (torch.zeros(128, 64, dtype=torch.int8), "I8"),
+    "fp8": (torch.zeros(128, 64).to(torch.float8_e4m3fn), "F8_E4M3"),
+    "4 bits": (torch.zeros(128 * 64 // 2, 1, dtype=torch.uint8), "U8"),
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_weights_that_are_no_numbers_by_themselves_are_refused(folder: Path, kind: str) -> None:
+    tensor, dtype = CODES[kind]
+    model = rewrite(folder, {f"{PROJECTION}.weight": tensor})
+    named = rf"no floating-point number: {PROJECTION}\.weight \({dtype}\)"
+    with pytest.raises(ModelError, match=named):
+        check_loading(model)
+    with pytest.raises(ModelError, match=named):
+        load_model(model, dtype=torch.float32)
+    adapter, cpu = AdapterConfig(rank=4), torch.device("cpu")
+    built = build_model(
+        model, adapter, precision="fp32", attention_name=None, bits=None, seed=0, device=cpu, on_meta=True
+    )
+    with pytest.raises(ModelError, match=named):
+        materialize(built, model, adapter, device=cpu, seed=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SCB", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4", "weight_format"),
+        *("weight_scale", "weight_scale_inv", "input_scale", "weight_scale_2", "weight_zero_point", "weight_packed"),
+        *("qweight", "qzeros", "scales", "g_idx", "weight.nested_absmax"),
+    ],
+)
+def test_scales_beside_weights_are_refused(folder: Path, name: str) -> None:
+    model = rewrite(folder, {f"{PROJECTION}.{name}": torch.ones(128)})
+    with pytest.raises(ModelError, match=f"scales of quantized weights: {PROJECTION}.{name};"):
+        check_loading(model)
+    adapter, cpu = AdapterConfig(rank=4), torch.device("cpu")
+    built = build_model(
+        model, adapter, precision="fp32", attention_name=None, bits=None, seed=0, device=cpu, on_meta=True
+    )
+    with pytest.raises(ModelError, match="scales of quantized weights"):
+        materialize(built, model, adapter, device=cpu, seed=0)
+
+
+def test_other_tensors_that_the_model_does_not_have_are_returned_and_old_masks_are_no_weights(folder: Path) -> None:
+    assert check_loading(ModelConfig(name=str(folder))) == []
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8)
+    more = {"model.layers.0.self_attn.bias": mask, "model.logit_scale": torch.ones(1), "vision.proj": torch.ones(2, 2)}
+    assert check_loading(rewrite(folder, more)) == sorted(more)
+
+
 @pytest.mark.parametrize("content", [b"[]", b"{", b"null", b"\xff", b'{"model_type": 5}', b'{"model_type": null}'])
 @pytest.mark.parametrize("on_meta", [True, False])
 def test_a_config_json_that_is_none_is_one_message(folder: Path, content: bytes, on_meta: bool) -> None:
