@@ -134,6 +134,31 @@ def test_a_head_that_is_not_understood_is_left_to_the_model() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("capped_at", [40.0, 1e9])
+def test_the_head_is_chosen_alike_whatever_rows_come_first(capped_at: float) -> None:
+    """Each rank has its own first rows, and a restart others. A cap shows in large logits only, which come later."""
+    first = [batch_of(rows(seed)[:1]) for seed in range(3)]
+    found = []
+    for batch in first:
+        model = packed_model("llama")
+        model.lm_head.register_forward_hook(lambda module, inputs, output: capped_at * torch.tanh(output / capped_at))
+        found.append(task_of(model).packed.has_plain_head(batch))
+    assert found == [capped_at > 1e6] * 3
+    # As they are, the logits of these rows do not show it.
+    logits = packed_model("llama")(first[0].tokens_1T, segment_lengths=first[0].lengths).logits
+    assert torch.allclose(40.0 * torch.tanh(logits / 40.0), logits, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_fast_head_is_that_of_every_family(family: str) -> None:
+    model = packed_model(family) if family not in ("bloom", "mamba") else tiny.build_model(family).eval()
+    name = None if family in ("bloom", "mamba") else attention.NAME
+    for precision in ("fp32", "bf16"):
+        packed = CausalLM(model, precision=precision, attention_name=name, device=CPU).packed
+        with packed.autocast():
+            assert packed.has_plain_head(batch_of(rows()[:1]))
+
+
 def test_a_model_that_keeps_row_lengths_to_itself_is_refused() -> None:
     query = torch.randn(1, 2, 5, 4)
     with pytest.raises(RuntimeError, match="does not pass row lengths"):
