@@ -1,7 +1,7 @@
 """The command line: parse, call the API, print.
 
 Exit codes: 0 success, 1 a bug in finray, 2 an error that the user can fix (one message, no traceback), 130
-interrupted, 143 ended by SIGTERM.
+interrupted, 143 ended by SIGTERM, 129 by SIGHUP.
 """
 
 from __future__ import annotations

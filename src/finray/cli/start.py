@@ -9,14 +9,20 @@ from contextlib import suppress
 from types import FrameType
 
 # As in finray.runtime.signals, which takes too long to import first.
-_MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
+_MESSAGES = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "ended by SIGTERM",
+    signal.SIGHUP: "ended by SIGHUP, because its terminal was closed",
+}
 _EXIT_CODES = tuple(128 + one for one in _MESSAGES)
 
 
 def main() -> None:
     """Run the command; a signal before :func:`finray.cli.main.main` answers for them ends it with one line."""
     for one in _MESSAGES:
-        signal.signal(one, _end)
+        # `nohup` has SIGHUP ignored.
+        if signal.getsignal(one) is not signal.SIG_IGN or one != signal.SIGHUP:
+            signal.signal(one, _end)
     from finray.runtime.preload import collect_seldom
 
     collect_seldom()
@@ -35,5 +41,6 @@ def main() -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    os.write(2, f"{_MESSAGES[signal.Signals(signum)]}\n".encode())
+    with suppress(OSError):
+        os.write(2, f"{_MESSAGES[signal.Signals(signum)]}\n".encode())
     os._exit(128 + signum)

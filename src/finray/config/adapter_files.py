@@ -19,14 +19,19 @@ from finray.files import FileKind
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 NOTES = "finray.json"
-# PEFT's settings that make another method of a LoRA, as `use_dora` does.
-_VARIANTS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "use_bdlora",
-    "velora_config",
+# PEFT's settings of a LoRA that a continued adapter keeps. Some only say how it began, or how PEFT computes. All others
+# make another method of it, as `use_dora` does; or tie, repeat or extend parts of the model in ways that finray's
+# layout of weights does not know.
+CONTINUED = frozenset(
+    {
+        *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
+        *("use_rslora", "use_dora"),
+        *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
+        *("modules_to_save", "trainable_token_indices", "bias", "fan_in_fan_out", "init_lora_weights"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
+    }
 )
 _FILES = FileKind(ModelError, repair="take the file from where the adapter or model was made", links=True)
 
@@ -89,13 +94,13 @@ def read_settings(folder: Path) -> AdapterSettings:
 
 
 def lora_variant(folder: Path) -> str | None:
-    """The setting that makes another method than LoRA and DoRA of an adapter of that type; None if there is none.
+    """The setting of a LoRA that is not in :data:`CONTINUED`, or that PEFT had no name for; None if there is none.
 
     Raises:
         ModelError: the file cannot be read.
     """
     plain = _FILES.json(folder / SETTINGS, dict[str, Any])
-    return next((name for name in _VARIANTS if plain.get(name)), None)
+    return next((name for name in sorted(plain) if plain[name] and name not in CONTINUED), None)
 
 
 def with_base(folder: Path, base: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from finray.config.tasks import TaskSpec, task_spec
 from finray.errors import ConfigError
 
 # Initializations of an adapter that change the base weights too.
-_CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 def with_start(config: Config) -> Config:
@@ -43,7 +43,7 @@ def with_start(config: Config) -> Config:
         )
     if variant := lora_variant(folder):
         message = f"an adapter with `{variant}` is not plain LoRA and cannot be continued"
-        raise ConfigError(message, where=where, repair="start a new adapter")
+        raise ConfigError(message, where=f"{where}, {SETTINGS}", repair="start a new adapter")
     spec = task_spec(config.model.task)
     _require_task(settings, spec, where=where)
     if settings.bias != "none":

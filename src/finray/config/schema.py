@@ -284,7 +284,7 @@ class CheckpointConfig(Section):
     grace_seconds: float = Field(
         20.0,
         gt=0,
-        description="Time after Ctrl-C or SIGTERM to finish the step and save a checkpoint.",
+        description="Time after Ctrl-C, SIGTERM or SIGHUP to finish the step and save a checkpoint.",
     )
     keep_best: bool = Field(
         True,

@@ -1,1 +1,1 @@
-"""The model package: loading, adapters, attention for packed rows, tasks, export."""
+"""The model package: loading, adapters, quantization, packed rows and their attention, export."""

@@ -15,6 +15,7 @@ from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ModelError
+from finray.files import first_line
 from finray.models import classifier
 from finray.models.adapters import load_adapter
 from finray.models.fused_lora import fuse
@@ -212,6 +213,9 @@ def merge_adapter(model: Any) -> Any:
     """The Transformers model with the weights of its adapter added.
 
     Embedding and head may share their weight, while only one of them has an adapter: then they no longer do.
+
+    Raises:
+        ModelError: PEFT cannot merge it (`lora_bias` on a layer without a bias; weights that are not finite).
     """
     from peft.tuners.lora.layer import LoraLayer
 
@@ -223,7 +227,13 @@ def merge_adapter(model: Any) -> Any:
             layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
             for config in (inner.config, inner.config.get_text_config()):
                 config.tie_word_embeddings = False
-    return model.merge_and_unload(safe_merge=True)
+    try:
+        return model.merge_and_unload(safe_merge=True)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise ModelError(
+            f"PEFT cannot merge the adapter: {first_line(error)}",
+            repair="use it unmerged: leave out --merge, or export it with --adapter",
+        ) from None
 
 
 def load_as_trained(artifact: Artifact, *, bits: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -94,12 +95,56 @@ def load_model(
         if labels is not None:
             classifier.set_padding(loaded, model)
             loaded.config.architectures = [type(loaded).__name__]
+        require_sensible(loaded, model)
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
         # Third-party files, read by any model's code: they can fail in any way.
         raise not_loaded("model's configuration" if on_meta else "model", model, error) from None
     return loaded
+
+
+def require_sensible(loaded: Any, model: ModelConfig) -> None:
+    """Refuse values of a model's configuration that only its forward pass would refuse, or that would make numbers
+    that are none.
+
+    Args:
+        loaded: the model, on any device.
+        model: the model section.
+
+    Raises:
+        ModelError: names the key.
+    """
+    values = loaded.config.get_text_config().to_dict()
+    numbers = {name: one for name, one in values.items() if isinstance(one, int | float) and not isinstance(one, bool)}
+    ropes = {name: one for name, one in values.items() if name.startswith("rope_") and isinstance(one, dict)}
+    nested = [(f"{name}.{key}", value) for name, one in ropes.items() for key, value in one.items()]
+    numbers |= {name: one for name, one in nested if isinstance(one, float)}
+    problems = []
+    for name, value in numbers.items():
+        if math.isnan(value):
+            problems.append(f"`{name}` is not a number")
+        elif "drop" in name and not 0 <= value <= 1:
+            problems.append(f"`{name}` is {value:g}, and a probability is from 0 to 1")
+        elif name.endswith(("_eps", "_epsilon")) and not 0 <= value < math.inf:
+            problems.append(f"`{name}` is {value:g}, and must not be negative or infinite")
+        elif name.endswith(("rope_theta", "rotary_emb_base")) and not 0 < value < math.inf:
+            problems.append(f"`{name}` is {value:g}, and must be a positive number")
+    heads, shared = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    uses = any(hasattr(module, "num_key_value_groups") for module in loaded.modules())
+    if uses and isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        problems.append(f"`num_key_value_heads` is {shared}, which does not divide `num_attention_heads`, {heads}")
+    used = values.get("num_experts_per_tok")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    there = next((values[name] for name in names if isinstance(values.get(name), int)), None)
+    if isinstance(used, int) and there and used > there:
+        problems.append(f"`num_experts_per_tok` is {used}, and there are {there} experts")
+    if problems:
+        raise ModelError(
+            f"the model cannot compute with its configuration: {'; '.join(problems)}",
+            where=f"model.name={model.name}, config.json",
+            repair="correct it, or take the file from where the model was made",
+        )
 
 
 def check_loading(model: ModelConfig) -> list[str]:

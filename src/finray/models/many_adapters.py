@@ -61,6 +61,12 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             from safetensors.torch import load_file
 
             config = LoraConfig.from_pretrained(str(folder))
+            if config.layer_replication:
+                raise _refused(
+                    folder,
+                    "`layer_replication` repeats layers of its base",
+                    repair="export it merged (`finray export RUN --output FOLDER`), and serve that by itself",
+                )
             config.init_lora_weights, config.lora_dropout = True, 0.0
             inject_adapter_in_model(config, skeleton, "default")
             # Its header was read above.

@@ -16,7 +16,7 @@ from typing import Any
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import check_output
 from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
-from finray.config.adapter_files import matching_none
+from finray.config.adapter_files import matching_none, read_settings
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
@@ -342,7 +342,17 @@ def check_start(config: Config) -> None:
             where=f"adapter.start_from={folder}",
             repair="save it as safetensors (PEFT: save_pretrained with safe_serialization=True)",
         )
-    stored_weights(folder, Path(ADAPTER_WEIGHTS).stem)
+    stored = stored_weights(folder, Path(ADAPTER_WEIGHTS).stem)
+    saved = [f".{name}." for name in read_settings(folder).modules_to_save or []]
+    names = () if stored is None else stored.tensors
+    of_base = [one for one in names if one.endswith(".weight") and ".lora_" not in one]
+    of_base = [one for one in of_base if ".base_layer." in one or not any(name in one for name in saved)]
+    if of_base:
+        raise ModelError(
+            f"beside the adapter, the file holds weights of its base model, such as {of_base[0]}",
+            where=f"adapter.start_from={folder}",
+            repair="save it without them if they are the base's (PEFT: `save_embedding_layers=False`)",
+        )
 
 
 def check_saved_modules(config: Config, names: list[str]) -> None:

@@ -297,10 +297,14 @@ def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
     FSDP keeps weights outside of the layers gathered, and those of two layers (one prefetched) or, without resharding,
     of all; it copies even with one worker. ZeRO-3 keeps what it needs again soon.
     """
-    layers = blueprint.layer * blueprint.layers
     if setup.strategy == "fsdp":
-        gathered = 2 * blueprint.layer if setup.reshard else layers + blueprint.adapter
-        return setup.element * (blueprint.base - layers + gathered)
+        layers, layer = blueprint.layer * blueprint.layers, float(setup.element * blueprint.layer)
+        if setup.storage_bits and blueprint.adapter:
+            # Quantized weights are gathered as they are stored.
+            packed = blueprint.linear_weights / max(1, blueprint.layers)
+            layer += packed * (setup.storage_bits / 8 - setup.element)
+        gathered = 2 * layer if setup.reshard else blueprint.layers * layer + setup.element * blueprint.adapter
+        return setup.element * (blueprint.base - layers) + gathered
     if setup.strategy != "zero3" or setup.workers == 1:
         return 0
     return setup.element * min(blueprint.base, max(ZERO_LIVE, blueprint.layer, blueprint.head))

@@ -128,9 +128,10 @@ def plan_model(
         found.warn(cut_model(layers), "model.name")
     # The head that a classifier's replaces is not worth a word.
     if (others := sorted(set(unused) - set(layers))) and not task_spec(config.model.task).adds_head:
+        shown = ", ".join(others[:2]) + (", ..." if len(others) > 2 else "")
         found.warn(
-            f"{len(others):,} tensors in the model's files are not part of the model that is trained: "
-            f"{', '.join(others[:2])}{', ...' if len(others) > 2 else ''}",
+            f"of the tensors in the model's files, {len(others):,} {'are' if len(others) > 1 else 'is'} not part of "
+            f"the model that is trained: {shown}",
             "model.name",
         )
     same = ("parameters", "trainable", "adapter", "layers", "context")

@@ -1,1 +1,1 @@
-"""The runtime package, the only one that imports Ray: driver, worker, preparation, resources, the run directory."""
+"""The runtime package, the only one that imports Ray: driver, cluster, trainer, worker, preparation, failures, jobs."""

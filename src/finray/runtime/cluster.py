@@ -159,7 +159,7 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
         options["address"] = address
     try:
         observed = address is not None or options["log_to_driver"] or cluster.dashboard
-        with _without_handlers(), nullcontext() if observed else _without_observers():
+        with _without_handlers(), signals.without_hangup(), nullcontext() if observed else _without_observers():
             _start(ray, options)
         signals.take_back()
         yield ray

@@ -211,6 +211,12 @@ def _saying_what_is_saved(run: RunDir, config: Config) -> Iterator[None]:
             # A storage failure must not change the exit code.
             raise stop from None
         stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint has been saved yet")
+        late = getattr(stop, "late", None)
+        if late is not None and (lost := late - (steps[-1] if steps else 0)) > 0:
+            stop.add_note(
+                f"{lost:,} step{'s are' if lost > 1 else ' is'} lost, because the running one took longer than "
+                f"checkpoint.grace_seconds={config.checkpoint.grace_seconds:g}"
+            )
         raise
 
 
@@ -383,10 +389,21 @@ def _watch(
         grace_s=config.checkpoint.grace_seconds,
         head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
         head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
+        raylet=_raylet_probe(connected.ray),
     )
     host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
     watch.listener = Listener(host, watch.heard, watch.resize, lambda: watch.began_at, watch.is_evaluating)
     return watch, watch.listener
+
+
+def _raylet_probe(ray: Any) -> Callable[[], bool]:
+    """A function that says whether Ray's process on this machine accepts connections."""
+    here = ray.get_runtime_context().get_node_id()
+    about = next(one for one in ray.nodes() if one["NodeID"] == here)
+    address = f"{about['NodeManagerAddress']}:{about['NodeManagerPort']}"
+    # A firewall may forbid what Ray itself does by a socket file.
+    asks = refusal(address) is None
+    return lambda: not asks or refusal(address) is None
 
 
 def _attempts(

@@ -26,7 +26,7 @@ from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.util.placement_group import placement_group_table
 
 from finray.planning.placement import room
-from finray.runtime.failures import OutOfMemory
+from finray.runtime.failures import WouldRepeat
 from finray.runtime.nodes import joined
 from finray.runtime.progress import Address, is_evaluating, resize_to
 from finray.runtime.watch import refusal
@@ -212,7 +212,7 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
         found = list(getattr(training_failed_error, "worker_failures", {}).values())
         if found and all(caused_by(one, Resize) for one in found):
             return FailureDecision.RETRY
-        if any(caused_by(one, OutOfMemory) for one in found):
+        if any(caused_by(one, WouldRepeat) for one in found):
             return FailureDecision.RAISE
         if (newest := self._progress()) > self._newest:
             self._newest, self._worker_group_failures = newest, 0

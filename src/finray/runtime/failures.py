@@ -102,8 +102,31 @@ def lost_process(text: str) -> tuple[str, str] | None:
     return None
 
 
-class OutOfMemory(TrainingError):
+class WouldRepeat(TrainingError):
+    """A worker failed in a way in which the next attempt would fail, too."""
+
+
+class OutOfMemory(WouldRepeat):
     """A worker asked for more memory than there is; a retry with the same settings would hit it again."""
+
+
+# Python's errors for code that is wrong, or for values that it does not take. Other machines and other times do not
+# change them, unlike errors of the system, of networks and of devices.
+_OF_CODE = (ValueError, TypeError, KeyError, AttributeError, NameError, NotImplementedError, AssertionError)
+
+
+def of_first_step(error: BaseException, failure: Failure, run_dir: Path) -> WouldRepeat | None:
+    """The error for a first step of an attempt that failed in the model's code, or in the user's: the same step would
+    fail again. None for any other error, and for those that other libraries derive from these."""
+    if type(error) not in _OF_CODE or _COLLATERAL.search(failure.error):
+        return None
+    return WouldRepeat(
+        f"the first step after step {failure.from_step} failed on rank {failure.rank}: {failure.error}",
+        where=str(run_dir),
+        repair="fix the cause (a setting, a value in the model's `config.json`, or code of your own), then run the "
+        "same command again",
+        problems=tuple(failure.traceback.splitlines()),
+    )
 
 
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(GiB|MiB|KiB|bytes)")

@@ -154,11 +154,16 @@ class RayMemory:
     def _answers(self, ask: Callable[[Any], Any]) -> list[Any]:
         import ray
 
-        answers = []
+        asked, answers = [], []
+        # A node may be gone, or new.
         for node in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
-            # A node may be gone, or new.
             with suppress(Exception):
-                answers.append(ray.get(ask(self._keeper(node)), timeout=_ANSWER_S))
+                asked.append(ask(self._keeper(node)))
+        # All are waited for at once: several lost ones take no longer than one.
+        ready = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else []
+        for one in ready:
+            with suppress(Exception):
+                answers.append(ray.get(one))
         return answers
 
     def _keeper(self, node: str) -> Any:

@@ -1,4 +1,4 @@
-"""`finray cluster up`, `join` and `down`: thin wrappers around `ray start`.
+"""`finray cluster up`, `join` and `down`: a node of a Ray cluster on this machine, its token, its ports and its end.
 
 A node is one process, `ray start --block`, with Ray's processes as its children. What was started is recorded in a file
 of this machine and user, with the start time of each process, so that no other process is ever ended by mistake.

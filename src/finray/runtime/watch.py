@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from finray.errors import ClusterError, TrainingError
-from finray.planning.placement import Placement
-from finray.records import Beat, EvalProgress, Note, Record, RunHeader
+from finray.planning.placement import Placement, room
+from finray.records import Beat, EvalProgress, Note, Record, RunHeader, TrainRecord
 from finray.runtime.failures import LOADING, TRIES
 from finray.runtime.progress import RESIZE, SAVE, Heard, Listener
 from finray.runtime.pulses import EVALUATOR, UNKNOWN, Hang, Pulses, named
@@ -48,6 +48,8 @@ class Watch:
         handle: called with records to show.
         grace_s: how long the workers may take to save a checkpoint.
         head: returns whether Ray's head process can be reached.
+        raylet: returns whether Ray's process on this machine, the raylet, can be reached. Without it the next call of
+            Ray's core that needs it ends this process, without a message.
         head_patience_s: how long it may be unreachable; Ray ends this process after a minute, with little explanation.
         started: called at each start of the workers.
         hang_s: how long to wait for a rank; None means forever.
@@ -69,6 +71,7 @@ class Watch:
         grace_s: float,
         head: Callable[[], bool],
         head_patience_s: float,
+        raylet: Callable[[], bool] = lambda: True,
         started: Callable[[RunHeader], None] = lambda header: None,
         hang_s: float | None = None,
         end_hanging: Callable[[Hang], Sequence[str]] = lambda hang: (),
@@ -102,16 +105,17 @@ class Watch:
         # An elastic run begins with the fewest.
         wanted = self.workers if fewest == most else f"at least {fewest} worker{'s' if fewest > 1 else ''}"
         self._waiting: Callable[[], str | None] = lambda: workers_wait(
-            ray, group, f"{wanted} of {amounts(placement.resources)}"
+            ray, group, f"{wanted} of {amounts(placement.resources)}", placement.resources, fewest
         )
         self._pending = pending
         self._handle = handle
         self._grace_s = grace_s
-        self._head = head
+        self._head, self._raylet = head, raylet
         self._head_patience_s = head_patience_s
         self._clock = clock
         self._has_begun = self.is_lost = self._is_missed = False
         self._deadline: float | None = None
+        self._step, self._is_late = 0, False
         self._answered = self._probe_at = self._connected_at = now = clock()
         self._say_at, self._pause_s, self._waiting_at = now + SILENCE_S, SILENCE_S, now + SILENCE_S / 2
 
@@ -129,6 +133,8 @@ class Watch:
             before, self._world_size = self._world_size, record.world_size
             if before not in (None, record.world_size):
                 self._handle(Note(f"continuing with {record.world_size} workers, after {before}", record.step))
+        if isinstance(record, TrainRecord):
+            self._step = record.step
         self._handle(record)
 
     def resize(self, count: int) -> None:
@@ -160,11 +166,18 @@ class Watch:
             self._connected_at = now
         if self._deadline is not None:
             # Without a head process, Ray Train would wait forever for workers that have ended.
-            if now >= self._deadline or (self.is_lost and self.listener is not None and not self.listener.has_workers):
+            self._is_late = now >= self._deadline
+            if self._is_late or (self.is_lost and self.listener is not None and not self.listener.has_workers):
                 self.end()
             return
         if now >= self._probe_at:
             self._probe_at = now + _PROBE_EVERY_S
+            if not self._raylet():
+                raise ClusterError(
+                    "Ray's process on this machine (the raylet) is gone: it has crashed, or was killed by a user or by "
+                    "the kernel for lack of memory",
+                    repair="check the kernel log (`dmesg`); the same command continues from the last checkpoint",
+                )
             if self._head():
                 if self._is_missed:
                     self._handle(Note("Ray's head process answers again"))
@@ -184,7 +197,8 @@ class Watch:
                 self.end()
             self._deadline = now + self._grace_s
             reason = "Ray's head process is gone; " if self._pending.signum is None else ""
-            self._handle(Note(f"{reason}saving a checkpoint after this step, for at most {self._grace_s:g} s"))
+            rest = f"for at most {self._grace_s:g} s (checkpoint.grace_seconds)"
+            self._handle(Note(f"{reason}saving a checkpoint after this step, {rest}"))
             if self.listener is not None:
                 self.listener.stop()
         elif not self.is_lost and self._look_at_ranks(now):
@@ -286,7 +300,7 @@ class Watch:
     def end(self) -> NoReturn:
         """Raise the reason why the run ended early."""
         if self._pending.signum is not None:
-            raise Interrupted(self._pending.signum)
+            raise Interrupted(self._pending.signum, late=self._step if self._is_late else None)
         raise ClusterError(
             "Ray's head process (the GCS) is gone: it was killed, or its machine was lost",
             repair="start the cluster again, then run the same command: it continues from the last checkpoint",
@@ -413,11 +427,23 @@ def waiting_for(ray: Any, what: str) -> str | None:
     return None
 
 
-def workers_wait(ray: Any, group: str, what: str) -> str | None:
+def workers_wait(ray: Any, group: str, what: str, each: Mapping[str, float], count: int) -> str | None:
     """The same for a run's workers, while no placement group with this prefix has its resources. An elastic run creates
-    none before there is room."""
+    none before there is room.
+
+    Args:
+        ray: the module, connected.
+        group: prefix of the name of the run's placement groups.
+        what: the workers in words.
+        each: resources of one.
+        count: how many there are at least.
+    """
     with suppress(Exception):
         groups = [one for one in ray.util.placement_group_table().values() if one["name"].startswith(group)]
         if not any(one["state"] == "CREATED" for one in groups):
+            from ray._private.state import available_resources_per_node
+
+            if room(available_resources_per_node().values(), each, most=count) >= count:
+                return f"Ray has room for {what}, and is starting {'it' if count == 1 else 'them'}"
             return waiting_for(ray, what)
     return None

@@ -204,7 +204,12 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
         # Its own rank records what it was.
         raise
     except Exception as error:
-        failures.record(run_dir, failed(error))
+        failure = failed(error)
+        failures.record(run_dir, failure)
+        if loop is not None and loop.state.step == step:
+            repeats = failures.of_first_step(error, failure, run_dir)
+            if repeats is not None:
+                raise repeats from None
         who = f"rank {strategy.rank} on {socket.gethostname()}"
         if (memory := failures.out_of_memory(error, who, step if loop is None else loop.state.step)) is not None:
             raise memory from error

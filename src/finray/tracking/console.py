@@ -135,7 +135,11 @@ class PrepareView(_View):
 def describe(record: TrainRecord | EvalRecord) -> str:
     """The numbers of a record in one line."""
     if isinstance(record, EvalRecord):
-        return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.metrics.items())
+        # Of a classifier's, those that say the most; the run's records have all of them.
+        found = record.metrics
+        hidden = ("precision_", "recall_", "f1_weighted", "matthews_corrcoef") if "f1_macro" in found else ()
+        shown = {name: value for name, value in found.items() if not name.startswith(hidden)}
+        return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
     norm = "too large for fp16" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     return f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {norm}  {record.tokens_per_s:,.0f} tokens/s"
 

@@ -152,7 +152,9 @@ def make_header(
 
 
 def place_of(strategy: Strategy) -> str:
-    """This worker's ranks, named as torch's launchers do, and its host."""
+    """This worker's ranks, named as torch's launchers do, and its host; of a single worker the host alone."""
+    if strategy.world_size == 1:
+        return f"on {socket.gethostname()}"
     local, node = os.environ.get("LOCAL_RANK", strategy.rank), os.environ.get("NODE_RANK", 0)
     ranks = f"RANK={strategy.rank} LOCAL_RANK={local} WORLD_SIZE={strategy.world_size} NODE_RANK={node}"
     return f"{ranks} on {socket.gethostname()}"

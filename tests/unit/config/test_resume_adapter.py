@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 
+from finray.config.adapter_files import CONTINUED
 from finray.config.load import build_config
 from finray.config.resume_adapter import with_start
 from finray.config.schema import Config
@@ -146,6 +149,23 @@ def test_adapters_that_cannot_be_continued(folder: Path, change: dict[str, Any],
     (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **change}), encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         with_start(config(folder))
+
+
+def test_every_setting_of_peft_is_continued_or_refused_by_its_name(folder: Path) -> None:
+    """Also one that the next version of PEFT will have."""
+    fields = {one.name for one in dataclasses.fields(LoraConfig)}
+    assert fields >= CONTINUED
+    refused = fields - CONTINUED | {"a_setting_of_tomorrow"}
+    assert refused > {"lora_bias", "layer_replication", "ensure_weight_tying", "use_qalora", "velora_config"}
+    for name in refused:
+        (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, name: True}), encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"adapter with `{name}`"):
+            with_start(config(folder))
+    # What PEFT writes of a plain adapter.
+    plain = LoraConfig(r=4, target_modules=["q_proj"]).to_dict()
+    text = json.dumps({**plain, **SETTINGS}, default=lambda one: getattr(one, "value", None) or sorted(one))
+    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    assert with_start(config(folder)).adapter.method == "rslora"
 
 
 def test_variants_that_an_adapter_does_not_use_are_no_obstacle(folder: Path) -> None:

@@ -15,7 +15,7 @@ from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters
-from finray.models.loading import build_model, check_loading, load_model
+from finray.models.loading import build_model, check_loading, load_model, require_sensible
 from finray.models.sharded import left_out, materialize
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import stored_weights
@@ -267,6 +267,37 @@ def test_layers_in_the_files_that_the_model_has_not_are_told(folder: Path) -> No
         assert left_out(model, stored) == expected
         wrapped = adapters.add_lora(model, AdapterConfig(rank=4, modules_to_save=["lm_head"]), seed=0)
         assert left_out(wrapped, stored) == expected
+
+
+ROPE = {"rope_type": "default", "rope_theta": float("nan")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_dropout": 2.0}, "`attention_dropout` is 2, and a probability is from 0 to 1"),
+        ({"attention_dropout": float("nan")}, "`attention_dropout` is not a number"),
+        ({"attention_dropout": -0.1}, "`attention_dropout` is -0.1"),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` is not a number"),
+        ({"rms_norm_eps": -1.0}, "`rms_norm_eps` is -1"),
+        ({"rope_parameters": ROPE}, "`rope_parameters.rope_theta` is not a number"),
+        ({"rope_parameters": ROPE | {"rope_theta": 0.0}}, "`rope_parameters.rope_theta` is 0"),
+        ({"num_key_value_heads": 3}, "`num_key_value_heads` is 3, which does not divide `num_attention_heads`, 4"),
+    ],
+)
+def test_values_that_only_a_forward_pass_would_refuse_are_found_with_their_key(
+    folder: Path, changes: dict[str, object], named: str
+) -> None:
+    model = configure(folder, **changes)
+    with pytest.raises(ModelError, match="cannot compute with its configuration") as caught:
+        load_model(model, dtype=torch.float32, on_meta=True)
+    assert named in caught.value.message
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.ENCODERS])
+def test_the_values_of_usual_models_are_sensible(family: str) -> None:
+    is_encoder = family in tiny.ENCODERS
+    require_sensible(tiny.build_classifier(family) if is_encoder else tiny.build_model(family), ModelConfig(name="m"))
 
 
 def rewrite(folder: Path, changes: dict[str, torch.Tensor]) -> ModelConfig:

@@ -206,6 +206,13 @@ def test_an_adapter_to_go_on_from_must_have_its_weights(plain: dict[str, Any], t
     assert "has no `adapter_model.safetensors`" in str(quick_problems(config)[0])
     (folder / "adapter_model.safetensors").write_bytes(b"cut")
     assert "is damaged" in str(quick_problems(config)[0])
+    save_file({"a": torch.zeros(2, dtype=torch.int8)}, folder / "adapter_model.safetensors")
+    assert "no floating-point numbers: a (I8)" in str(quick_problems(config)[0])
+    # As PEFT saves an adapter of an embedding, of which it cannot know whether that was resized.
+    for name in ("model.embed_tokens.base_layer.weight", "lm_head.weight"):
+        name = f"base_model.model.{name}"
+        save_file({name: torch.zeros(2), "a.lora_A.weight": torch.zeros(2)}, folder / "adapter_model.safetensors")
+        assert f"weights of its base model, such as {name}" in str(quick_problems(config)[0])
     save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
     assert quick_problems(config) == []
     manifest.write(folder, [manifest.entry(folder, folder / "adapter_model.safetensors")], step=1, metrics={})

@@ -142,6 +142,12 @@ def test_buckets_and_gathered_weights() -> None:
     assert gathered_bytes(FULL, GPU) == 0
     fsdp = replace(GPU, strategy="fsdp")
     assert gathered_bytes(FULL, fsdp) < gathered_bytes(FULL, replace(fsdp, reshard=False)) == 2 * BASE
+    # Quantized weights are gathered as they are stored: of two layers, a quarter of the bytes of their linear layers.
+    linear = LORA.linear_weights / LORA.layers
+    saved = gathered_bytes(LORA, fsdp) - gathered_bytes(LORA, replace(fsdp, storage_bits=4))
+    assert saved == 2 * linear * (2 - 0.5)
+    assert gathered_bytes(LORA, replace(fsdp, storage_bits=8)) == gathered_bytes(LORA, fsdp) - 2 * linear
+    assert gathered_bytes(FULL, replace(fsdp, storage_bits=4)) == gathered_bytes(FULL, fsdp)
 
 
 def test_fsdp_sums_an_embedding_and_a_head_that_are_not_tied_one_after_the_other() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from finray.records import Beat, Note
-from finray.runtime.failures import OutOfMemory
+from finray.runtime.failures import OutOfMemory, WouldRepeat
 from finray.runtime.progress import RESIZE, STOP, Listener, Sender, progress_of, resize_to
 from finray.runtime.pulses import EVALUATOR
 from tests.unit.runtime.test_progress import wish_of
@@ -230,12 +230,9 @@ def test_which_failures_count() -> None:
         retry,
         end,
     ]
-    assert (
-        Failures(FailureConfig(max_failures=2), lambda: 0).make_decision(
-            WorkerGroupError("failed", {0: OutOfMemory("no"), 1: ValueError()})
-        )
-        == end
-    )
+    for certain in (OutOfMemory("no"), WouldRepeat("no")):
+        policy = Failures(FailureConfig(max_failures=2), lambda: 0)
+        assert policy.make_decision(WorkerGroupError("failed", {0: certain, 1: ValueError()})) == end
 
 
 def test_workers_that_die_while_they_start_count_and_a_wait_for_room_does_not() -> None:

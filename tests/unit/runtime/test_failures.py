@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from finray.runtime.failures import (
     known,
     last_line,
     lost_process,
+    of_first_step,
     out_of_memory,
     record,
 )
@@ -221,3 +223,25 @@ def test_before_the_first_step_only_storage_without_an_answer_is_tried_again() -
 
     assert again(LOADING) == [DataUnavailable, StorageError]
     assert again(0) == again(7) == [ConfigError, DataError, DataUnavailable, ModelError, StorageError]
+
+
+@pytest.mark.parametrize(
+    ("error", "repeats"),
+    [
+        (ValueError("dropout probability has to be between 0 and 1, but got 2.0"), True),
+        (TypeError("unsupported"), True),
+        (KeyError("labels"), True),
+        # Of devices, of the system, of networks (also where a library derives from Python's errors), of other ranks.
+        (RuntimeError("CUDA error: unspecified launch failure"), False),
+        (OSError("Input/output error"), False),
+        (json.JSONDecodeError("no JSON", "", 0), False),
+        (ValueError("Connection reset by peer"), False),
+    ],
+)
+def test_a_first_step_that_fails_in_code_is_not_tried_again(error: Exception, repeats: bool, tmp_path: Path) -> None:
+    failure = Failure("a", 4, describe(error), rank=1, traceback="line 3")
+    found = of_first_step(error, failure, tmp_path)
+    assert (found is not None) is repeats
+    if found is not None:
+        assert "the first step after step 4 failed on rank 1" in found.message
+        assert found.problems == ("line 3",)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +17,13 @@ from finray.runtime import signals
 from finray.runtime.signals import Interrupted
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_is_raised_with_its_exit_code_and_the_handlers_are_put_back(signum: int, code: int) -> None:
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     with pytest.raises(Interrupted) as caught, signals.owned(), signals.owned():
         os.kill(os.getpid(), signum)
     assert caught.value.exit_code == code
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_the_first_signal_waits_where_it_is_deferred_and_the_second_does_not() -> None:
@@ -118,3 +121,43 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", script, "version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", said + "\n")
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.owned():
+            signals.take_back()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_closed_is_no_error_of_what_is_written_after_that() -> None:
+    """The checkpoint is saved, and the command ends by itself; processes that it started before live on."""
+    script = """
+import os, signal, subprocess, sys, time
+from finray.runtime import signals
+with signals.owned(), signals.deferred() as pending:
+    with signals.without_hangup():
+        child = subprocess.Popen(["sleep", "600"])
+    print("ready", flush=True)
+    while pending.signum is None:
+        time.sleep(0.01)
+    print("saving a checkpoint", flush=True)
+    alive = child.poll() is None
+    child.kill()
+    open(sys.argv[1], "w").write(f"{pending.signum} {alive}")
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder) / "said"
+        pid, terminal = pty.fork()
+        if not pid:
+            os.execv(sys.executable, [sys.executable, "-c", script, str(said)])
+        while b"ready" not in os.read(terminal, 1000):
+            pass
+        os.close(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert said.read_text() == f"{int(signal.SIGHUP)} True"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 
 from finray.errors import ClusterError, TrainingError
 from finray.planning.placement import Placement
-from finray.records import Beat, EvalProgress, Note, Record, RunHeader
+from finray.records import Beat, EvalProgress, Note, Record, RunHeader, TrainRecord
 from finray.runtime import watch as module
 from finray.runtime.pulses import UNKNOWN, Hang
 from finray.runtime.signals import Interrupted, Pending
 from finray.runtime.watch import Watch, refusal, waiting_text, workers_wait
 
 HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ignore[arg-type]
+STEP = TrainRecord(**{field.name: 9 for field in fields(TrainRecord)})  # type: ignore[arg-type]
 
 
 class Run:
@@ -37,7 +39,7 @@ class Run:
         self.heard: list[Record] = []
         self.pending = Pending()
 
-        def waits(ray: Any, group: str, what: str) -> str | None:
+        def waits(ray: Any, group: str, what: str, *room: object) -> str | None:
             return f"waiting for {what}" if self.is_short or self.watch.began_at < 0 else None
 
         monkeypatch.setattr(module, "workers_wait", waits)
@@ -147,13 +149,15 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(run: Run) -> None:
 def test_a_signal_in_training_stops_the_workers_once_and_ends_them_after_the_grace_period(run: Run) -> None:
     run.watch.heard(HEADER)
     run.at(2)
+    run.watch.heard(STEP)
     run.pending.signum = signal.SIGINT
-    assert run.at(2.5) == ["saving a checkpoint after this step, for at most 7 s"]
+    assert run.at(2.5) == ["saving a checkpoint after this step, for at most 7 s (checkpoint.grace_seconds)"]
     assert run.at(9) == []
     assert run.stops == 1
     with pytest.raises(Interrupted) as caught:
         run.at(9.5)
     assert caught.value.exit_code == 130
+    assert caught.value.late == STEP.step, "whoever tells what is saved can tell what is lost"
 
 
 def test_a_run_that_fails_while_it_is_stopped_was_interrupted(run: Run) -> None:
@@ -161,6 +165,18 @@ def test_a_run_that_fails_while_it_is_stopped_was_interrupted(run: Run) -> None:
     run.pending.signum = signal.SIGTERM
     with pytest.raises(Interrupted):
         run.watch.end_if_due()
+
+
+def test_a_raylet_that_is_gone_is_an_error_before_rays_core_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next call to that process would, with exit code 1 and without a message."""
+    alive = [True]
+    run = Run(monkeypatch, raylet=lambda: alive[0])
+    run.watch.heard(HEADER)
+    assert run.at(10) == []
+    alive[0] = False
+    with pytest.raises(ClusterError, match=r"raylet.* is gone") as caught:
+        run.at(12.5)
+    assert "the same command continues" in str(caught.value.repair)
 
 
 def test_a_head_process_that_is_gone_is_an_error_after_a_checkpoint(run: Run) -> None:
@@ -171,7 +187,9 @@ def test_a_head_process_that_is_gone_is_an_error_after_a_checkpoint(run: Run) ->
     run.head = True
     assert run.at(30) == []
     run.head = False
-    assert run.at(36) == ["Ray's head process is gone; saving a checkpoint after this step, for at most 7 s"]
+    assert run.at(36) == [
+        "Ray's head process is gone; saving a checkpoint after this step, for at most 7 s (checkpoint.grace_seconds)"
+    ]
     assert run.at(39) == []
     run.has_workers = False
     with pytest.raises(ClusterError, match=r"(?s)is gone.*the same command"):
@@ -262,7 +280,7 @@ def test_a_signal_while_a_connection_is_broken_waits_for_it_a_moment(run: Run, r
     assert run.at(6.5) == []
     if returns:
         run.has_workers = True
-        assert run.at(7) == ["saving a checkpoint after this step, for at most 7 s"]
+        assert run.at(7) == ["saving a checkpoint after this step, for at most 7 s (checkpoint.grace_seconds)"]
         assert run.stops == 1
     else:
         with pytest.raises(Interrupted):
@@ -280,7 +298,14 @@ def test_workers_without_a_placement_wait(states: list[str], waits: bool, monkey
     table["other"] = {"name": "finray b 0", "state": "CREATED"}
     stand_in = SimpleNamespace(util=SimpleNamespace(placement_group_table=lambda: table))
     monkeypatch.setattr(module, "waiting_for", lambda ray, what: f"waiting for {what}")
-    assert (workers_wait(stand_in, "finray a", "x") == "waiting for x") is waits
+    free = {"one": {"CPU": 1.0}, "another": {"CPU": 2.0}}
+    state = SimpleNamespace(available_resources_per_node=lambda: free)
+    monkeypatch.setitem(sys.modules, "ray._private.state", state)
+    assert (workers_wait(stand_in, "finray a", "x", {"CPU": 2}, 2) == "waiting for x") is waits
+    # It waits for nothing where all that it wants is free.
+    starting = "Ray has room for x, and is starting it"
+    assert (workers_wait(stand_in, "finray a", "x", {"CPU": 2}, 1) == starting) is waits
+    assert (workers_wait(stand_in, "finray a", "x", {"CPU": 1}, 3) == starting.removesuffix("it") + "them") is waits
 
 
 def test_the_words_say_what_is_wanted_what_is_free_and_who_has_the_rest() -> None:
@@ -332,7 +357,7 @@ def test_workers_that_hang_before_they_report_are_ended_and_twice_is_the_end(mon
         return [Beat("", UNKNOWN, "h", pids[-1], "n", -1)]
 
     run = Run(monkeypatch, hang_s=100.0, end_hanging=end, workers=workers)
-    monkeypatch.setattr(module, "workers_wait", lambda ray, group, what: None)
+    monkeypatch.setattr(module, "workers_wait", lambda *about: None)
     assert run.at(600) == []
     named, seen = run.at(610)
     assert named.startswith("a worker (pid 1 on h) has not reported since it started 600 s ago; it is stopped")

@@ -603,3 +603,12 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_a_step_without_a_norm_says_why() -> None:
     assert "grad norm too large for fp16" in describe(record(1, grad_norm=None))
+
+
+def test_of_a_classifiers_metrics_the_line_has_those_that_say_the_most() -> None:
+    metrics = {"eval_loss": 0.5, "accuracy": 0.9, "f1_macro": 0.8, "f1_weighted": 0.9, "matthews_corrcoef": 0.7}
+    metrics |= {"precision_a": 1.0, "recall_a": 0.5, "roc_auc": 0.95, "my_metric": 3.0}
+    line = describe(EvalRecord(4, metrics, 9, 1))
+    assert line == "eval loss 0.5000  accuracy 0.9000  f1 macro 0.8000  roc auc 0.9500  my metric 3.0000"
+    # A metric of the user's own is shown under any name.
+    assert "precision at 5 0.5000" in describe(EvalRecord(4, {"eval_loss": 1.0, "precision_at_5": 0.5}, 9, 1))

@@ -210,6 +210,8 @@ def test_a_worker_is_named_as_torchs_launchers_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("NODE_RANK", "2")
     assert outputs.place_of(strategy) == f"RANK=5 LOCAL_RANK=1 WORLD_SIZE=8 NODE_RANK=2 on {host}"
+    alone: Any = SimpleNamespace(rank=0, world_size=1)
+    assert outputs.place_of(alone) == f"on {host}"
 
 
 @pytest.mark.parametrize(
