@@ -34,6 +34,8 @@ _FULL_RATE = 1e-4
 # Below it, an update is lost in the rounding of a weight of usual size in fp32.
 _SMALLEST_RATE = 1e-9
 _LARGEST_EPSILON = 1e-2
+# AdamW's epsilon is more than what a gradient is after such a cut.
+_SMALLEST_NORM = 1e-5
 _ANOTHER = " in a run of another run.name"
 # More packs than this change nothing.
 _ENOUGH_PACKS = _LARGEST_STEP * _RUN_STEPS
@@ -200,10 +202,12 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Values with which hardly anything is learned, or what is learned is taken away again; as :func:`unlikely`."""
     train, adapter = config.train, config.adapter
     is_adam = "adamw" in train.optimizer
-    if train.learning_rate < _SMALLEST_RATE:
-        text = f"with {train.learning_rate:g} the updates are smaller than what a weight can hold: nothing is learned"
+    # What finray chooses is about this.
+    rate = 1e-3 if train.learning_rate == "auto" else train.learning_rate
+    if rate < _SMALLEST_RATE:
+        text = f"with {rate:g} the updates are smaller than what a weight can hold: nothing is learned"
         yield text, "train.learning_rate", "1e-5 to 1e-3 is usual"
-    if train.max_grad_norm is not None and train.max_grad_norm <= (1e3 * train.adam_epsilon if is_adam else 1e-6):
+    if train.max_grad_norm is not None and train.max_grad_norm <= _SMALLEST_NORM:
         text = f"gradients are cut to a norm of {train.max_grad_norm:g}, so small that next to nothing is learned"
         yield text, "train.max_grad_norm", "1 is usual"
     if is_adam and train.adam_epsilon > _LARGEST_EPSILON:
@@ -212,7 +216,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str, str | None]]:
     if is_adam and train.adam_beta1 > train.adam_beta2:
         text = f"{train.adam_beta1:g} is more than train.adam_beta2={train.adam_beta2:g}; they may be interchanged"
         yield text, "train.adam_beta1", "0.9, with train.adam_beta2=0.999"
-    if (taken := train.learning_rate * train.weight_decay) > 0.1:
+    if (taken := rate * train.weight_decay) > 0.1:
         yield f"each step takes {taken:.0%} of every weight away", "train.weight_decay", "0 to 0.1 is usual"
     if train.warmup_steps is None and train.warmup_ratio > 0.5:
         yield f"{train.warmup_ratio:.0%} of the run is warm-up", "train.warmup_ratio", "0.03 to 0.1 is usual"
@@ -227,8 +231,8 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str, str | None]]:
     if adapter.start_from is None and scale < 1e-3:
         text = f"the adapter is scaled by {scale:.1g} (alpha / rank), so small that it has next to no effect"
         yield text, "adapter.alpha", "once or twice the rank is usual"
-    if adapter.lora_plus_ratio > 1 and adapter.lora_plus_ratio * train.learning_rate > 1:
-        text = f"the B matrices get a learning rate of {adapter.lora_plus_ratio * train.learning_rate:g}"
+    if adapter.lora_plus_ratio > 1 and adapter.lora_plus_ratio * rate > 1:
+        text = f"the B matrices get a learning rate of {adapter.lora_plus_ratio * rate:g}"
         yield text, "adapter.lora_plus_ratio", "2 to 16 is usual"
 
 
