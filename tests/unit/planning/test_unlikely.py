@@ -42,7 +42,10 @@ def said(steps: int = 4, **sections: Any) -> list[str]:
         ("train.adam_beta1", {"train": {"adam_beta1": 0.9995}}),
         ("train.weight_decay", {"train": {"weight_decay": 1e4}}),
         ("train.warmup_ratio", {"train": {"warmup_ratio": 0.9}}),
-        ("classification.label_smoothing", {"classification": {"label_smoothing": 0.9}}),
+        (
+            "classification.label_smoothing",
+            {"model": {"name": "m", "task": "sequence_classification"}, "classification": {"label_smoothing": 0.9}},
+        ),
         ("adapter.dropout", {"adapter": {"dropout": 0.99}}),
         ("adapter.alpha", {"adapter": {"alpha": 1e-6}}),
         ("adapter.lora_plus_ratio", {"adapter": {"lora_plus_ratio": 1e6}}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ from finray.planning.placement import Placement
 from finray.records import RunHeader, RunSummary
 from finray.runtime import driver, failures
 from finray.runtime.progress import ask
+from finray.runtime.signals import Interrupted
 from finray.runtime.worker import Outcome
 from tests.support import runs, tiny
 
@@ -236,3 +238,23 @@ def test_a_machine_without_memory_is_told_with_the_smallest_change_where_its_mem
     assert reason.repair is not None
     assert "the same command continues from the last checkpoint" in reason.repair
     assert ("the smallest change that should make it fit" in reason.repair) == (not use_gpu), reason.repair
+
+
+@pytest.mark.parametrize(
+    ("saved", "late", "said"),
+    [
+        ([], None, ["no checkpoint has been saved yet"]),
+        ([4], None, ["checkpoint-000004 is saved"]),
+        ([4], 4, ["checkpoint-000004 is saved"]),
+        ([4], 9, ["checkpoint-000004 is saved", "5 steps are lost, because the running one took longer than"]),
+        ([], 1, ["no checkpoint has been saved yet", "1 step is lost, because the running one took longer than"]),
+    ],
+)
+def test_a_stop_tells_what_is_saved_and_what_the_time_was_too_short_for(
+    saved: list[int], late: int | None, said: list[str], tmp_path: Path
+) -> None:
+    run: Any = SimpleNamespace(store=lambda: SimpleNamespace(steps=lambda: saved))
+    with pytest.raises(Interrupted) as caught, driver._saying_what_is_saved(run, config(tmp_path)):
+        raise Interrupted(signal.SIGINT, late=late)
+    notes = caught.value.__notes__
+    assert [note.partition(" checkpoint.grace_seconds=20")[0] for note in notes] == said
