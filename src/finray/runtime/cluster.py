@@ -159,7 +159,7 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
         options["address"] = address
     try:
         observed = address is not None or options["log_to_driver"] or cluster.dashboard
-        with _without_handlers(), signals.without_hangup(), nullcontext() if observed else _without_observers():
+        with _without_handlers(), nullcontext() if observed else _without_observers():
             _start(ray, options)
         signals.take_back()
         yield ray
@@ -199,7 +199,8 @@ def _start(ray: Any, options: Mapping[str, Any]) -> None:
     """
     for is_last in (False, True):
         try:
-            ray.init(**options)
+            with signals.without_hangup():
+                ray.init(**options)
             return
         except Exception as error:
             if GAVE_UP not in str(error):
