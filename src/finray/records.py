@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from finray.config.redact import redact_text
 from finray.files import typed
 
 # As JSON has it, in which records travel.
@@ -22,6 +23,10 @@ class Note:
     message: str
     step: int = 0
     level: Literal["note", "warning"] = "note"
+
+    def __post_init__(self) -> None:
+        # Notes quote errors of trackers, services and users' own code, and go to every screen, log and tracker.
+        object.__setattr__(self, "message", redact_text(self.message))
 
     def json(self) -> dict[str, Any]:
         """The record as it is written."""

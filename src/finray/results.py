@@ -8,24 +8,48 @@ from io import StringIO
 from typing import Any, ClassVar
 
 import rich.table
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.text import Text
+
+from finray.config.redact import redact_text
 
 _WIDTH = 110
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 
 
+class AsIs:
+    """Text that a user asked for, such as rows and answers: a :class:`PlainConsole` masks no secret in it."""
+
+    def __init__(self, text: Text | str) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """As Rich's."""
+        text = Text(_plain(self.text)) if isinstance(self.text, str) else self.text
+        yield from text.__rich_console__(console, options)
+
+
 class PlainConsole(Console):
-    """A console on which text is text, wherever it comes from: brackets are no markup, colons no emoji, and what would
-    control the terminal, or is no Unicode, is shown by its code point."""
+    """A console on which text is text, wherever it comes from: brackets are no markup, colons no emoji, what would
+    control the terminal, or is no Unicode, is shown by its code point, and secrets are masked."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(emoji=False, markup=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Text for the screen, from a string."""
-        text = text.replace("\r\n", "\n")
-        return super().render_str(_CONTROL.sub(lambda found: f"<U+{ord(found[0]):04X}>", text), **options)
+        return super().render_str(redact_text(_plain(text)), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Segments for the screen."""
+        if isinstance(renderable, Text) and (shown := redact_text(renderable.plain)) != renderable.plain:
+            renderable = Text(shown, style=renderable.style, end=renderable.end)
+        return super().render(renderable, options)
+
+
+def _plain(text: str) -> str:
+    return _CONTROL.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
 
 
 class Table(rich.table.Table):
@@ -41,7 +65,7 @@ def print_labelled(console: Console, texts: Iterable[tuple[str, str]]) -> None:
     console.rule(style="dim")
     for label, text in texts:
         console.print(f"{label:>9} ", style="bold", end="", highlight=False)
-        console.print(text.strip(), highlight=False, soft_wrap=True)
+        console.print(AsIs(text.strip()), highlight=False, soft_wrap=True)
 
 
 class Result:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from finray import __version__
-from finray.config.redact import redact_text
+from finray.config.redact import redact_error, redact_text
 from finray.errors import FinrayError, explained
 
 
@@ -23,7 +23,7 @@ def report(error: Exception, errors: Console) -> int:
     short reference that is the same wherever the same happens. ``FINRAY_VERBOSE`` shows the traceback of either.
     """
     known = explained(error)
-    text = redact_text("".join(traceback.format_exception(error)))
+    text = redact_error(error)
     if os.environ.get("FINRAY_VERBOSE") and not isinstance(error, FinrayError):
         errors.print(text, highlight=False, soft_wrap=True)
     if known is None:
@@ -34,7 +34,7 @@ def report(error: Exception, errors: Console) -> int:
             repair=f"please report it with {_kept(reference, text)}; FINRAY_VERBOSE=1 prints its content here",
         )
         known.exit_code = 1
-    errors.print(f"error: {redact_text(str(known))}", highlight=False, soft_wrap=True)
+    errors.print(f"error: {known}", highlight=False, soft_wrap=True)
     return known.exit_code
 
 

@@ -34,14 +34,14 @@ def jobspec(
         str | None, typer.Option(help="Instead of a config: a preset, or a short name such as llama3.")
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Dataset: a short name such as alpaca, or a source.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines with workers.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of each machine.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPUs of each machine.")] = None,
-    memory: Annotated[int | None, typer.Option(min=1, help="Memory of each machine, in GB.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, max=100_000, help="Number of machines with workers.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, max=1024, help="GPUs of each machine.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, max=100_000, help="CPUs of each machine.")] = None,
+    memory: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Memory of each machine, in GB.")] = None,
     min_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Fewest machines to run on, where workers may come and go.")
+        int | None, typer.Option(min=1, max=100_000, help="Fewest machines to run on, where workers may come and go.")
     ] = None,
-    max_nodes: Annotated[int | None, typer.Option(min=1, help="Most machines.")] = None,
+    max_nodes: Annotated[int | None, typer.Option(min=1, max=100_000, help="Most machines.")] = None,
     gpu_type: Annotated[str | None, typer.Option(help="Kind of GPU, as the scheduler calls it.")] = None,
     image: Annotated[str, typer.Option(help="Container image.")] = Machines.image,
     shared: Annotated[str, typer.Option(help="Directory that all machines share.")] = Machines.shared,
@@ -52,7 +52,7 @@ def jobspec(
         str | None, typer.Option(help="URL for runs and prepared data, such as s3://bucket/runs.")
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Kueue's local queue, or Slurm's partition.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0.01, help="Time limit.")] = None,
+    hours: Annotated[float | None, typer.Option(min=0.01, max=87_600, help="Time limit.")] = None,
     secret: Annotated[
         list[str] | None, typer.Option(help="Name of an environment variable that holds a secret; may be repeated.")
     ] = None,
@@ -63,7 +63,7 @@ def jobspec(
     gpu: Annotated[
         str | None, typer.Option(help="GPU to estimate the speed for, such as h100-80gb; see `finray plan`.")
     ] = None,
-    step_seconds: Annotated[float | None, typer.Option(min=0.0001, help="Seconds per step, if known.")] = None,
+    step_seconds: Annotated[float | None, typer.Option(min=0.0001, max=1e6, help="Seconds per step, if known.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
 ) -> None:
     """Write a job specification: KubeRay RayJob, Docker Compose, Slurm, Ray's cluster YAML, or `replicas`."""

@@ -82,8 +82,10 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # Typer keeps the class of this error to itself.
+            # Typer keeps the classes of these errors to itself, and prints their messages.
             unknown: Any = error
+            if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "message"):
+                unknown.message = redact_text(unknown.message)
             if type(error).__name__ == "NoSuchOption" and any(
                 p.name == "overrides" for p in unknown.ctx.command.params
             ):

@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from finray.config.load import DEFAULT_FILE, load_config, preset_names
 from finray.config.redact import redact, redact_text
 from finray.config.schema import Config
 from finray.errors import ConfigError, explained
+from finray.limits import shown
 from finray.results import PlainConsole, Result
 from finray.tracking.console import RunView
 
@@ -78,6 +79,8 @@ class Mode:
     written: bool = False
 
 
+# What options may be: seeds are the largest.
+_MOST: dict[type, float] = {bool: 1, int: 2**63 - 1, float: 1e9}
 _MODE: ContextVar[Mode | None] = ContextVar("mode", default=None)
 
 
@@ -95,6 +98,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         if verbose:
             os.environ["FINRAY_VERBOSE"] = "1"
         try:
+            _require_sizes(arguments)
             function(**arguments)
         except Exception as error:
             if as_json and not mode().written and (known := explained(error)) is not None:
@@ -107,6 +111,21 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     common = inspect.signature(_common, eval_str=True).parameters.values()
     run.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
     return run
+
+
+def _require_sizes(arguments: Mapping[str, Any]) -> None:
+    """Check that numbers are numbers of something: none is infinite, or no number, or larger than anything.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, int | float) and not -_MOST[type(value)] <= value <= _MOST[type(value)]:
+            raise ConfigError(
+                f"is {shown(value)}, which cannot be used",
+                where=f"--{name.replace('_', '-')}",
+                repair="give an ordinary number",
+            )
 
 
 def _common(
@@ -127,7 +146,7 @@ def load(config: str | None, overrides: list[str] | None) -> Config:
         config, words = DEFAULT_FILE, [config, *words]
     found = load_config(config or DEFAULT_FILE, words)
     for note in found.notes if not mode().quiet else ():
-        console().print(redact_text(note), highlight=False, soft_wrap=True)
+        console().print(note, highlight=False, soft_wrap=True)
     return found
 
 
@@ -162,8 +181,8 @@ def say(text: str) -> None:
 def document(plain: Any, *, as_is: Sequence[str] = ()) -> None:
     """The JSON document of a command, secrets masked, except in what is to be printed as it is."""
     mode().written = True
-    shown = redact(plain)
-    typer.echo(json.dumps({**shown, **{name: plain[name] for name in as_is}} if as_is else shown, indent=2))
+    masked = redact(plain)
+    typer.echo(json.dumps({**masked, **{name: plain[name] for name in as_is}} if as_is else masked, indent=2))
 
 
 def result(found: Result, **options: Any) -> None:
@@ -202,7 +221,7 @@ def write(text: str) -> None:
 
 def note(text: str) -> None:
     """A line to standard error, so that standard output has the answers alone."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{redact_text(text)}\n")
     sys.stderr.flush()
 
 

@@ -233,8 +233,7 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
     problems += [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
     notes: list[str] = []
     if not isinstance(config, Config):
-        raw, notes = replicas.from_replicas(raw)
-        notes += replicas.from_environment(raw, given=[text.partition("=")[0].strip() for text in texts])
+        raw, notes = replicas.from_replicas(raw, given=[text.partition("=")[0].strip() for text in texts])
     found = build_config(raw, overrides=texts, source=source, problems=problems)
     return found.with_notes(config.notes if isinstance(config, Config) else notes)
 

@@ -1,6 +1,7 @@
 """Files that say where a job runs, by `replicas`, `resources`, `config_map`, `shared_volume`, as job platforms do.
 
-They become sections of finray; what such a file does not say, the model and the data, a preset says.
+They become sections of finray, and name a preset or a model beside them. The variables `RUN_NAME` and `RESULT_MODEL_ID`
+of the environment hold for such files alone: elsewhere they belong to other programs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from finray.errors import ConfigError
 from finray.limits import shown
 
 KEYS = frozenset(("replicas", "resources", "config_map", "shared_volume"))
-# What the files of this kind that are known were written for.
-_PRESET = "bert-sst2-lora"
-_BATCH = 64
 RESULT, RUN_NAME = "RESULT_MODEL_ID", "RUN_NAME"
 _NO_NAME = re.compile(r"[^A-Za-z0-9._]+")
 
@@ -29,14 +27,19 @@ def legal_name(text: str) -> str:
 
 
 def from_replicas(
-    raw: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ
+    raw: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ, *, given: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """The content of a config file as sections of finray, and what is to be said of it; other files stay as they are.
 
     Secrets of the config map go into the environment of this process, where nothing of that name is, and nowhere else.
 
+    Args:
+        raw: the content of a config.
+        environ: environment variables.
+        given: fields that overrides set.
+
     Raises:
-        ConfigError: a value is none.
+        ConfigError: a value is invalid, or no model is named.
     """
     if KEYS.isdisjoint(raw):
         return dict(raw), []
@@ -71,32 +74,20 @@ def from_replicas(
             kept[str(name)] = text
     if kept:
         cluster["env"] = kept
-    if not {"preset", "model"} & set(found):
-        found["preset"] = _PRESET
-        # Its batch was that of each process.
-        found["train"] = {"global_batch_size": _BATCH * workers, **_mapping(found, "train")}
-        notes.append(f"no model is named: preset {_PRESET}, with {_BATCH} rows for each worker in a step")
+    if not {"preset", "model"} & set(found) and not {"model", "model.name"} & set(given):
+        raise ConfigError(
+            "this file says where a job runs, but names no model",
+            where="replicas",
+            repair="add `preset: bert-sst2-lora` (`finray config presets` lists them all), or `model` and `data`",
+        )
     own = _mapping(found, "cluster")
     found["cluster"] = {**cluster, **own, **({"env": kept | _mapping(own, "env", "cluster.")} if kept else {})}
-    return found, notes
-
-
-def from_environment(
-    raw: dict[str, Any], environ: Mapping[str, str] = os.environ, *, given: Collection[str] = ()
-) -> list[str]:
-    """Put `RUN_NAME` and `RESULT_MODEL_ID` of the environment into a config that says neither; what is to be said.
-
-    Args:
-        raw: the content of a config.
-        environ: environment variables.
-        given: fields that overrides set.
-    """
-    notes: list[str] = []
+    # What the file says wins.
     if environ.get(RUN_NAME, "").strip() and not {"run", "run.name"} & set(given):
-        environ_name(raw, environ[RUN_NAME], notes, where=RUN_NAME)
+        environ_name(found, environ[RUN_NAME], notes, where=RUN_NAME)
     if (result := environ.get(RESULT, "").strip()) and not {"export", "export.push_to_hub"} & set(given):
-        environ_result(raw, result, notes, where=RESULT)
-    return notes
+        environ_result(found, result, notes, where=RESULT)
+    return found, notes
 
 
 def environ_result(raw: dict[str, Any], text: str, notes: list[str], *, where: str) -> None:

@@ -22,7 +22,7 @@ from finray.config.evaluation import EarlyStoppingConfig as EarlyStoppingConfig
 from finray.config.evaluation import EvaluationConfig as EvaluationConfig
 from finray.config.export import ExportConfig as ExportConfig
 from finray.config.extensions import named
-from finray.config.redact import MASK, is_secret_name, redact_text
+from finray.config.redact import MASK, holds_secret, is_secret_name
 from finray.config.replicas import legal_name
 from finray.config.section import NO_TEXT as NO_TEXT
 from finray.config.section import PositiveInt, Ratio
@@ -93,7 +93,7 @@ def _secrets(value: Any, name: str = "") -> Iterator[str]:
         if name.lower().endswith("_token"):
             # A template's tokens, such as `<|im_end|>` as its `eos_token`, are no credentials.
             named = re.fullmatch(r"[\w.=+/-]+" if named else r"[\w.=+/-]{16,}", value) is not None
-        if named or redact_text(value, environ={}) != value:
+        if named or holds_secret(value, environ={}):
             yield name
     elif type(value) in (int, float) and is_secret_name(name) and not name.lower().endswith("_token"):
         # `max_token: 5` is no credential, and `password: 12345678` is one.
@@ -331,7 +331,7 @@ class TrackingConfig(Section):
     @field_validator("mlflow_uri")
     @classmethod
     def _no_password(cls, value: str | None) -> str | None:
-        if value is not None and redact_text(value, environ={}) != value:
+        if value is not None and holds_secret(value, environ={}):
             raise ValueError(
                 "holds a password, and the config is written to files; set MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD in the environment instead"
@@ -443,7 +443,7 @@ class ClusterConfig(Section):
         secret = sorted(name for name in value if is_secret_name(name))
         if secret:
             raise ValueError(f"{', '.join(secret)} looks like a secret; set it in the environment of the nodes instead")
-        secret = sorted(name for name, text in value.items() if redact_text(text, environ={}) != text)
+        secret = sorted(name for name, text in value.items() if holds_secret(text, environ={}))
         if secret:
             raise ValueError(
                 f"the value of {', '.join(secret)} looks like a secret, and the config is written to files; set it in "

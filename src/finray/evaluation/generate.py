@@ -21,7 +21,7 @@ from finray.evaluation.labels import Labelled, classifies, label_texts
 from finray.evaluation.prompts import Prompt, prompt_ids
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.results import Result, print_labelled
+from finray.results import AsIs, Result, print_labelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Answers(Result, Sequence[str]):
         """Only the answers, or those of both models side by side."""
         if not self.base:
             for text in self.texts:
-                console.print(text, highlight=False, soft_wrap=True)
+                console.print(AsIs(text), highlight=False, soft_wrap=True)
         for base, tuned in zip(self.base, self.texts, strict=False):
             print_labelled(console, [("base", base), ("tuned", tuned)])
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
+from finray.config.redact import redact_text
 from finray.config.schema import Config, DataConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
@@ -176,7 +177,7 @@ class Inspection(Result):
         """Sources of the rows."""
         data = self.config.data
         named = [data.source, *(one.source for one in data.mix), data.eval_source]
-        return ", ".join(source for source in named if source is not None)
+        return ", ".join(redact_text(source) for source in named if source is not None)
 
     def plain(self) -> dict[str, Any]:
         """The inspection as JSON types."""

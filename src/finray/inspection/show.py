@@ -13,7 +13,7 @@ from rich.text import Text
 from finray.inspection.checks import findings, verdict
 from finray.inspection.tokens import segments, shortened
 from finray.limits import cut
-from finray.results import Table
+from finray.results import AsIs, Table
 from finray.tracking.console import several
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ def print_inspection(console: Console, found: Inspection) -> None:
             f"token {difference.position}:"
         )
         console.print(Text(title, style="bold red"))
-        console.print(stretches_text(difference.excerpt()), soft_wrap=True)
+        console.print(AsIs(stretches_text(difference.excerpt())), soft_wrap=True)
     for view in found.examples:
         learned = f"{view.supervised:,} learned" if view.label is None else f"label {view.label}"
         size = f"{len(view.tokens):,} tokens, {learned}"
         console.print(Text(f"\n{view.split}, row {view.index:,} ({view.where}): {size}", style="bold"))
         stretches = shortened(view.tokens, _SHOWN_TOKENS // 2, _SHOWN_TOKENS // 2)
-        console.print(stretches_text(stretches, brackets=brackets), soft_wrap=True)
+        console.print(AsIs(stretches_text(stretches, brackets=brackets)), soft_wrap=True)
 
 
 def stretches_text(stretches: Iterable[Stretch], *, brackets: tuple[str, str] | None = None) -> Text:

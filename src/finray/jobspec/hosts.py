@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from finray.errors import ConfigError
@@ -233,7 +234,8 @@ def ray_cluster(spec: JobSpec) -> str:
     options = [
         "--network=host",
         f"--shm-size={max(1, spec.memory_gb // 4)}g",
-        f"--volume={machines.shared}:{machines.shared}",
+        # Ray joins these into a command of a shell.
+        shlex.quote(f"--volume={machines.shared}:{machines.shared}"),
         "--volume=$HOME/.ray/auth_token:/home/finray/.ray/auth_token:ro",
         *(f"--env={name}" for name in machines.secrets),
         *(["--gpus=all"] if spec.gpus_per_node else []),

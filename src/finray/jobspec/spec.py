@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import posixpath
 import re
 from collections.abc import Mapping
@@ -15,10 +16,11 @@ import yaml
 from finray.config.load import build_config, preset_names
 from finray.config.own_code import own_code
 from finray.config.paths import is_template, is_url
-from finray.config.redact import holds_token, is_secret_name, redact_text
+from finray.config.redact import holds_secret, holds_token, is_secret_name, redact_text
 from finray.config.replicas import legal_name
 from finray.config.schema import CheckpointConfig, Config
 from finray.errors import ConfigError, did_you_mean
+from finray.limits import shown
 
 # The version pinned in constraints.txt, with which images are built.
 RAY_VERSION = "2.60.0"
@@ -51,6 +53,21 @@ DATASETS: dict[str, dict[str, str]] = {
 }
 _NAME = re.compile(r"[^a-z0-9]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What options may be, which stand in scripts and files of others: one word, which no shell, YAML or scheduler expands.
+_OPTIONS: dict[str, tuple[str, str]] = {
+    "image": (r"[A-Za-z0-9][\w.:/@-]*", "the name of an image, such as registry/finray:1.0"),
+    "gpu_type": (r"[A-Za-z0-9][\w.-]*", "letters, digits, `.`, `_` and `-`"),
+    "queue": (r"[A-Za-z0-9][\w.,-]*", "letters, digits, `.`, `_`, `-`, and `,` between several"),
+    "claim": (r"[A-Za-z0-9][\w.-]*", "letters, digits, `.`, `_` and `-`"),
+    "shared": (
+        r"/[^\x00-\x1f\x7f-\x9f\u2028\u2029:$`\\]*",
+        "an absolute path without `:`, `$`, backslash and control characters",
+    ),
+    "storage": (r"(?!-)[^\s\x00-\x1f\x7f-\x9f\u2028\u2029$&|;'\"`\\<>(){}#]+", "a URL, such as s3://bucket/runs"),
+    "hosts": (r"[A-Za-z0-9\[:][\w.:%\]-]*", "a host name or an address"),
+    "user": (r"[A-Za-z_][\w.@-]*", "the name of a user"),
+    "secret": (r"[A-Za-z0-9][\w.-]*", "letters, digits, `.`, `_` and `-`"),
+}
 
 
 @dataclass(frozen=True)
@@ -192,6 +209,7 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
         ConfigError: impossible request: GPUs that no worker would use, or too few; too few machines for the fewest
             workers; a secret given by value; runs that would stay in a container.
     """
+    _require_words(machines)
     fewest, workers = config.cluster.min_workers, config.cluster.max_workers
     nodes, each = _machines_of(config, machines)
     sharded = config.parallel.shard_size
@@ -200,7 +218,7 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
             f"parallel.shard_size {sharded} does not divide {workers} workers", where="parallel.shard_size"
         )
     for name in machines.secrets:
-        if not _VARIABLE.fullmatch(name) or redact_text(name, environ={}) != name:
+        if not _VARIABLE.fullmatch(name) or holds_secret(name):
             raise ConfigError(
                 "give the name of an environment variable, not the secret itself",
                 where="--secret",
@@ -256,6 +274,32 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
             f"run.output_dir {spec.output_dir} is not in {machines.shared}: all machines must share it at this path"
         )
     return replace(spec, notes=tuple(notes))
+
+
+def _require_words(machines: Machines) -> None:
+    """Check that no option becomes a line or a word of its own in what is written.
+
+    Raises:
+        ConfigError: one would.
+    """
+    for name, (form, described) in _OPTIONS.items():
+        value = getattr(machines, name)
+        for text in value if isinstance(value, tuple) else [] if value is None else [value]:
+            where = f"--{name.removesuffix('s').replace('_', '-')}"
+            if holds_secret(text):
+                raise ConfigError(
+                    "the option holds a secret, which would be written to the job's file",
+                    where=where,
+                    repair="export it, and name its variable with --secret",
+                )
+            if not re.fullmatch(form, text, re.ASCII) or len(text) > 1000:
+                raise ConfigError(
+                    f"{shown(redact_text(text))} cannot stand in a job specification",
+                    where=where,
+                    repair=f"give {described}",
+                )
+    if machines.hours is not None and not 0 < machines.hours <= 87_600:
+        raise ConfigError(f"{machines.hours} is no time limit", where="--hours", repair="give a number of hours")
 
 
 def _machines_of(config: Config, machines: Machines) -> tuple[int, int | None]:
@@ -324,7 +368,7 @@ def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, s
         except (OSError, UnicodeDecodeError):
             return False
         total = sum(len(one.encode()) for one in (text, *files.values()))
-        if "\0" in text or holds_token(text) or total > _MOST_BYTES or name in files:
+        if "\0" in text or holds_token(text, environ=os.environ) or total > _MOST_BYTES or name in files:
             return False
         files[name] = text
         return True

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 
-from finray.config.redact import redact_text
 from finray.errors import FinrayError
 from finray.planning.flops import UTILIZATION, rounded
 from finray.results import Table
@@ -56,7 +55,7 @@ def _show_findings(target: Console, kind: str, style: str, found: Iterable[Findi
     for one in found:
         # An error prints as where, message and repair.
         text = f"{kind}: {FinrayError(one.message, where=one.where, repair=one.repair)}"
-        target.print(redact_text(text), style=style, highlight=False, soft_wrap=True)
+        target.print(text, style=style, highlight=False, soft_wrap=True)
 
 
 def _goes_on(earlier: EarlierPlan, data: DataPlan | None) -> str:

@@ -13,6 +13,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
+from finray.config.redact import redact, redact_text
 from finray.errors import DataError
 from finray.reporting.plots import Plot
 
@@ -41,6 +42,7 @@ def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_finalized,
     )
     environment.filters.update(number=lambda value: f"{value:,}", percent=percent)
     # With this policy a browser only runs our script and loads nothing, whatever the data injects into the page.
@@ -55,10 +57,15 @@ def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
     return environment.from_string(template).render(values)
 
 
+def _finalized(value: Any) -> Any:
+    """A value as it stands on a page, which is made to be shared: without secrets."""
+    return redact_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def data(name: str, value: Any) -> Markup:
     """JSON data for the script of a page, as an element with an id."""
     # Compact, and with only ASCII characters, so that its length is its size.
-    text = htmlsafe_json_dumps(value, separators=(",", ":"))
+    text = htmlsafe_json_dumps(redact(value, named=False), separators=(",", ":"))
     return Markup('<script type="application/json" id="{}">{}</script>').format(name, text)
 
 

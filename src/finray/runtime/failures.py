@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finray.checkpoint.copies import FAILURES
-from finray.config.redact import redact_text
+from finray.config.redact import redact_error, redact_text
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, DataUnavailable, FinrayError, StorageError, TrainingError
@@ -165,7 +164,7 @@ def bytes_missing(message: str) -> int:
 
 def end_of(error: BaseException) -> str:
     """The end of an exception's traceback, in lines."""
-    text = redact_text("".join(traceback.format_exception(error)))
+    text = redact_error(error)
     return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])
 
 

@@ -28,9 +28,10 @@ import yaml
 from rich.console import Console
 
 from finray.config.paths import with_absolute_paths
-from finray.config.redact import NAMED_BY_DATA, is_secret_name, redact_text, tokens_in
+from finray.config.redact import NAMED_BY_DATA, holds_secret, is_secret_name, redact_text, tokens_in, variable_in
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
+from finray.limits import cut
 from finray.results import Result, Table
 
 # Files of a job, in the directory that Ray unpacks for it.
@@ -44,6 +45,9 @@ _SILENCE_S = 60.0
 _RUN, _SENT = "finray_run", "finray_sent"
 _T = TypeVar("_T")
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+# What a job may be called, and errors of Python about answers of another shape.
+_IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_ODD = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 # The usual variable name for a value of this form.
 _USUAL = {"hf_": "HF_TOKEN", "sk-": "OPENAI_API_KEY", "gh": "GITHUB_TOKEN", "AKIA": "AWS_ACCESS_KEY_ID"}
 
@@ -135,11 +139,15 @@ class Server:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Ray's client raises a bare RuntimeError for an error of the server."""
+        """Ray's client raises a bare RuntimeError for an error of the server, and whatever Python raises for an answer
+        that it does not understand."""
         try:
             yield
         except RuntimeError as error:
             raise self._internal(error) from None
+        except _ODD as error:
+            what = f"answers with something that is not about jobs ({type(error).__name__})"
+            raise ConnectionError(f"the job server at {redact_text(self.address)} {what}") from None
 
     def _require_alive(self, *, again: bool = True) -> None:
         # Ray's own client has no timeout.
@@ -204,7 +212,7 @@ class Server:
             ClusterError: an unfinished job of the run has other content; or the cluster has had no agent to start the
                 job for a minute.
         """
-        require_no_secret(config)
+        require_no_secret(config, environ=environ)
         values = secrets_named(names, environ)
         config = with_absolute_paths(config)
         run = posixpath.join(config.run.output_dir, config.run.name)
@@ -285,32 +293,42 @@ class Server:
             ClusterError: there is no such job.
             OSError: the server does not answer, or answers with an error of its own.
         """
-        try:
-            return _job(self._client.get_job_info(identity))
-        except RuntimeError as error:
-            # Ray's client wraps an answer as `Request failed with status code 404: ...`.
-            if "status code 404" not in str(error):
-                raise self._internal(error) from None
-            raise ClusterError(
-                f"there is no job `{identity}`",
-                where=self.address,
-                repair=f"`finray jobs list{self.option}` shows all jobs",
-            ) from None
+        missing = ClusterError(
+            f"there is no job `{cut(identity, 100)}`",
+            where=self.address,
+            repair=f"`finray jobs list{self.option}` shows all jobs",
+        )
+        # It becomes a part of a URL: of an empty one, or `..`, the server would answer something else.
+        if not _IDENTITY.fullmatch(identity):
+            raise missing
+        with self._answering():
+            try:
+                return _job(self._client.get_job_info(identity))
+            except RuntimeError as error:
+                # Ray's client wraps an answer as `Request failed with status code 404: ...`.
+                if "status code 404" not in str(error):
+                    raise
+            raise missing
 
     def _infos(self) -> Sequence[Any]:
         """Training jobs as Ray knows them, newest first."""
         with self._answering():
             jobs = self._client.list_jobs()
-        found = [one for one in jobs if one.submission_id and _RUN in (one.metadata or {})]
-        return sorted(found, key=lambda one: one.start_time or 0, reverse=True)
+            found = [one for one in jobs if one.submission_id and _RUN in (one.metadata or {})]
+            return sorted(found, key=lambda one: one.start_time or 0, reverse=True)
 
     def list(self) -> tuple[Job, ...]:
         """Training jobs, newest first."""
-        return tuple(_job(one) for one in self._infos())
+        infos = self._infos()
+        with self._answering():
+            return tuple(_job(one) for one in infos)
 
     def logs(self, identity: str) -> str:
-        """Everything that a job has printed."""
+        """Everything that a job has printed, without secrets."""
         self.job(identity)
+        return redact_text(self._log(identity))
+
+    def _log(self, identity: str) -> str:
         with self._answering():
             return str(self._client.get_job_logs(identity))
 
@@ -329,7 +347,16 @@ class Server:
         """
         import aiohttp
 
-        written = 0
+        written, held = 0, ""
+
+        def show(text: str, *, end: bool = False) -> None:
+            """Write whole lines: secrets are masked in them."""
+            nonlocal held
+            lines, mark, held = (held + text).rpartition("\n")
+            if end:
+                mark, held = mark + held, ""
+            if lines + mark:
+                write(redact_text(lines + mark))
 
         def answered(ask: Callable[[], _T]) -> _T:
             """The server's answer; retries for up to a minute while it is silent."""
@@ -356,15 +383,13 @@ class Server:
                 passed += len(piece)
                 if fresh:
                     written += len(fresh)
-                    write(fresh)
+                    show(fresh)
 
         while not (job := answered(lambda: self.job(identity))).has_ended:
-            with suppress(OSError, RuntimeError, TimeoutError, aiohttp.ClientError):
+            with suppress(OSError, RuntimeError, TimeoutError, aiohttp.ClientError, *_ODD):
                 asyncio.run(tail())
             pause(0.5)
-        rest = answered(lambda: self.logs(identity))[written:]
-        if rest:
-            write(rest)
+        show(answered(lambda: self._log(identity))[written:], end=True)
         return job
 
     def stop(self, identity: str) -> Job:
@@ -384,12 +409,13 @@ def _job(info: Any) -> Job:
     return Job(info.submission_id, run, status, started, info.driver_exit_code, redact_text(info.message or "") or None)
 
 
-def require_no_secret(config: Config, *, option: str = "--env") -> None:
+def require_no_secret(config: Config, *, option: str = "--env", environ: Mapping[str, str] = os.environ) -> None:
     """Check that a config that is sent away holds no secret.
 
     Args:
         config: what is sent.
         option: the command's option that names variables to take along.
+        environ: environment variables; the values of those that are secrets are looked for.
 
     Raises:
         ConfigError: it holds one; the message says what to use instead.
@@ -405,10 +431,10 @@ def require_no_secret(config: Config, *, option: str = "--env") -> None:
                 look(one, f"{path}.{number}")
         elif isinstance(value, str) and value:
             name = path.rpartition(".")[2]
-            if redact_text(value, environ={}) != value or (
+            if holds_secret(value, environ=environ) or (
                 is_secret_name(name) and not any(f".{one}." in path for one in NAMED_BY_DATA)
             ):
-                problems.append(f"{path}: {_without(value, name, option)}")
+                problems.append(f"{redact_text(path)}: {_without(value, name, option, environ)}")
 
     look(config.model_dump(mode="json", exclude_unset=True), "")
     if problems:
@@ -417,8 +443,10 @@ def require_no_secret(config: Config, *, option: str = "--env") -> None:
         )
 
 
-def _without(value: str, name: str, option: str) -> str:
+def _without(value: str, name: str, option: str, environ: Mapping[str, str]) -> str:
     """What to do instead of a secret in the value of a field."""
+    if (variable := variable_in(value, environ)) is not None:
+        return f"it contains the value of {variable}: remove it, and add {option} {variable}"
     tokens = tokens_in(value)
     usual = next((one for start, one in _USUAL.items() if any(token.startswith(start) for token in tokens)), None)
     if usual is None and is_secret_name(name):

@@ -20,6 +20,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
+from finray.config.redact import redact_text
 from finray.config.resolved import Settled
 from finray.errors import TrainingError
 from finray.files import typed
@@ -193,7 +194,8 @@ class Listener:
             try:
                 self._handle(record)
             except Exception as error:
-                _logger.warning("a record of the workers could not be shown: %s: %s", type(error).__name__, error)
+                why = redact_text(str(error))
+                _logger.warning("a record of the workers could not be shown: %s: %s", type(error).__name__, why)
 
 
 def ask(address: Address) -> Settled:

@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.paths import run_path, run_url
-from finray.config.redact import redact_text
+from finray.config.redact import redact_error
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import DataUnavailable, FinrayError, StorageError
@@ -213,7 +214,7 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
         who = f"rank {strategy.rank} on {socket.gethostname()}"
         if (memory := failures.out_of_memory(error, who, step if loop is None else loop.state.step)) is not None:
             raise memory from error
-        if redact_text(str(error)) != str(error):
+        if redact_error(error) != "".join(traceback.format_exception(error)):
             # Ray writes the exception into its logs.
             raise RuntimeError(failures.describe(error)) from None
         raise

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from finray.config.redact import redact_error
 from finray.errors import ModelError
 from finray.evaluation.engines.sampling import NO_TOKEN, likeliest
 from finray.evaluation.engines.transformers import PASS_TOKENS, Row, TransformersEngine, close_gaps, take
@@ -249,7 +250,7 @@ class Queue:
         else:
             failed = Failed(of_server(error))
         if not isinstance(error, ModelError):
-            logger.error("a step failed", exc_info=error)
+            logger.error("a step failed\n%s", redact_error(error))
         for job in jobs:
             if not job.is_done:
                 job.is_done = True
@@ -298,7 +299,7 @@ class Batcher(Queue):
         coming = [job for job in jobs if not (job.output_ids or job.is_done)]
         running = [job for job in jobs if job.output_ids and not job.is_done]
         if len(coming) > 1:
-            logger.warning("a step failed; its new rows are tried one at a time", exc_info=error)
+            logger.warning("a step failed; its new rows are tried one at a time\n%s", redact_error(error))
             with self._wake:
                 for job in reversed(coming):
                     job.is_suspect = True

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from finray.config.redact import redact_error
 from finray.errors import FinrayError, explained
 from finray.limits import cut
 
@@ -80,7 +81,7 @@ def caused_by_request(param: str | None = None) -> Iterator[None]:
         raise of_request(error, param) from None
     except Exception as error:
         # A library met a value that nobody thought of; its text may hold paths of this machine.
-        logger.warning("a request was refused", exc_info=error)
+        logger.warning("a request was refused\n%s", redact_error(error))
         message = f"this cannot be processed ({type(error).__name__}); the server's log says where it failed"
         raise ApiError(400, message, param=param) from None
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from finray.config.environment import set_default
+from finray.config.redact import redact_error
 from finray.serving import protocol
 from finray.serving.access import Access
 from finray.serving.adding import Loader
@@ -320,5 +321,5 @@ async def _refuse_route(request: Request, error: HTTPException) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    logger.error("a request failed", exc_info=error)
+    logger.error("a request failed\n%s", redact_error(error))
     return _document(ApiError(500, of_server(error)))

@@ -45,6 +45,32 @@ def test_every_option_and_argument_is_explained(path: tuple[str, ...]) -> None:
     assert [param.name for param in COMMANDS[path].params if not param.help] == []
 
 
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400", "9" * 400])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "model", "prompt", "--temperature={}"),
+        ("generate", "model", "prompt", "--repetition-penalty={}"),
+        ("generate", "model", "prompt", "--seed={}"),
+        ("evaluate", "model", "--top-p={}"),
+        ("evaluate", "model", "--max-rows={}"),
+        ("jobspec", "smollm2-lora", "--step-seconds={}"),
+        ("jobspec", "smollm2-lora", "--nodes={}"),
+        ("cache", "prune", "--older-than-days={}"),
+        ("cluster", "down", "--within={}"),
+        ("inspect", "smollm2-lora", "--rows={}"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_is_none_is_refused_by_its_option(words: tuple[str, ...], value: str) -> None:
+    """In :mod:`finray.cli.show`, for all commands alike."""
+    code, out, err = runs.finray(*(word.format(value) for word in words))
+    assert (code, out) == (2, "")
+    assert words[-1].partition("=")[0] in err
+    assert "bug" not in err
+    assert len(err) < 2500
+
+
 def test_version_help_and_completion_are_found() -> None:
     assert runs.finray("--version")[:2] == (0, f"{finray.__version__}\n")
     assert json.loads(runs.finray("version", "--json")[1]) == {"version": finray.__version__}

@@ -607,3 +607,87 @@ def test_a_run_that_ends_with_an_exit_code_of_its_own_is_queued_again_by_it() ->
 
     assert f"-eq {STOPPED} " in tests()
     assert "-eq 75 " in tests(**{"cluster.requeue_exit_code": 75})
+
+
+# What none of them can be: a line, a word, a variable or a comment of its own, or a flag of another program.
+EVIL = (
+    *(
+        "a\ntouch /tmp/x",
+        "a\rb",
+        "a\x1bb",
+        "a\x85b",
+        "a\u2028b",
+        "a\0b",
+        "a b",
+        "a;touch x",
+        "a$(touch x)",
+        "a`touch x`",
+    ),
+    *("$HOME", "a\tb", "--help", "-v", "a'b", 'a"b', "a#b c", "", " ", "a\\b", "a&b", "a|b", "{{ a }}", "x" * 2000),
+)
+TEXTS = ("image", "gpu_type", "queue", "claim", "shared", "storage", "user", "secret")
+
+
+def words(command: str) -> list[str]:
+    """What a shell makes of it."""
+    found = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
+    return found.stdout.split("\0")[:-1]
+
+
+def texts_of(field: str, text: str) -> Machines:
+    values: Any = (text, *"bcdefgh") if field == "hosts" else text
+    return Machines(**{"hosts": tuple("abcdefgh"), field: values})
+
+
+@pytest.mark.parametrize("text", EVIL)
+@pytest.mark.parametrize("field", [*TEXTS, "hosts"])
+def test_an_option_cannot_become_a_line_or_a_word_of_its_own(field: str, text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot stand in a job specification") as caught:
+        make_spec(small(), texts_of(field, text))
+    assert caught.value.where == f"--{field.removesuffix('s').replace('_', '-')}"
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "text", ["/s; touch x", "/a 'b' \"c\"", "/a&b|c", "/a #b", "/{{ a }}", "/é\u00a0x", "/*?[x]~", "/-v"]
+)
+def test_a_directory_of_any_name_is_one_word_in_every_form(text: str, tmp_path: Path) -> None:
+    machines = Machines(hosts=tuple("abcdefgh"), shared=text)
+    spec = make_spec(small(), machines)
+    (option,) = (
+        one
+        for one in yaml.safe_load(ray_cluster(spec))["docker"]["run_options"]
+        if one.strip("'").startswith("--volume=/")
+    )
+    # As Ray joins them, and as a shell reads them.
+    assert words(option) == [f"--volume={text}:{text}"]
+    services = yaml.safe_load(compose(spec))["services"]
+    assert services["job"]["volumes"] == [f"{text}:{text}"]
+    _, job = check_rayjob(rayjob(spec))
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}["shared"] == text
+    check_script(slurm(spec), tmp_path)
+    # Neither comments nor the rest has another line because of it.
+    for form in (compose, ray_cluster, slurm, replicas, rayjob):
+        plain = form(make_spec(small(), Machines(hosts=tuple("abcdefgh"))))
+        if form is not slurm or "HF_HOME" not in plain:
+            assert abs(len(form(spec).splitlines()) - len(plain.splitlines())) <= 4
+
+
+def test_without_quoting_a_directory_would_be_several_words() -> None:
+    said = subprocess.run(
+        ["bash", "-c", "printf '%s\\n' --volume=/s x"], capture_output=True, text=True, check=True
+    ).stdout
+    assert len(said.splitlines()) == 2
+
+
+@pytest.mark.parametrize("hours", ["inf", "nan", "1e400", "-1", "0", "1e12", "-inf", "soon"])
+@pytest.mark.parametrize("form", ["slurm", "rayjob"])
+def test_a_limit_that_is_none_is_refused(form: str, hours: str) -> None:
+    code, out, err = finray("jobspec", "smollm2-lora", "--to", form, f"--hours={hours}")
+    assert (code, out) == (2, "")
+    assert "hours" in err
+    assert "bug" not in err
+    for given in (float("inf"), float("nan"), -1.0, 0.0, 1e12):
+        with pytest.raises(ConfigError, match="no time limit"):
+            make_spec(small(), Machines(hours=given))

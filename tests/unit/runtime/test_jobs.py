@@ -76,6 +76,77 @@ def test_a_config_without_secrets_is_sent() -> None:
     require_no_secret(load_config("smollm2-lora", {"data.field_mapping": {"prompt": "token"}}))
 
 
+def test_the_value_of_a_secret_variable_of_this_shell_is_refused() -> None:
+    environ = {
+        "MY_JOB_TOKEN": "s3cr3t-value",
+        "COLOUR": "gr33n-and-more",
+        "DB_PASSWORD": "model",
+        "A_TOKEN": "/a/path/1",
+    }
+    for field in ("data.system", "cluster.env", "data.field_mapping"):
+        for place in ("use {}!", "{}"):
+            text = place.format(environ["MY_JOB_TOKEN"])
+            config = load_config("smollm2-lora", {field: text if field == "data.system" else {"prompt": text}})
+            with pytest.raises(ConfigError) as caught:
+                require_no_secret(config, environ=environ)
+            assert f"{field}" in str(caught.value)
+            assert "remove it, and add --env MY_JOB_TOKEN" in str(caught.value)
+            assert "s3cr3t" not in str(caught.value)
+    require_no_secret(load_config("smollm2-lora", {"data.system": "gr33n-more model /a/path/1"}), environ=environ)
+    # So without the environment, it would have been sent.
+    require_no_secret(load_config("smollm2-lora", {"data.system": "use s3cr3t-value"}), environ={})
+
+
+@pytest.mark.parametrize(
+    "identity", ["", "..", ".", "a/b", "../x", "a b", "a\nb", "\x1b[31m", "a" * 5000, "a?b", "a#b", "é"]
+)
+def test_what_can_be_no_job_is_none_and_the_server_is_not_asked(server: Server, identity: str) -> None:
+    server._client = None
+    for ask in (server.job, server.logs, server.stop, lambda one: server.follow(one, print)):
+        with pytest.raises(ClusterError, match="there is no job") as caught:
+            ask(identity)
+        assert len(str(caught.value)) < 400
+
+
+def _refusing(error: Exception) -> Any:
+    def call(*_: object) -> Any:
+        raise error
+
+    return call
+
+
+ODD = (
+    TypeError("JobDetails() argument after ** must be a mapping, not list"),
+    json.JSONDecodeError("Expecting value", "<html>", 0),
+    KeyError("status"),
+    AttributeError("'str' object has no attribute 'get'"),
+)
+
+
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+def test_an_answer_of_another_shape_is_no_defect_of_finrays(server: Server, error: Exception) -> None:
+    client: Any = server._client
+    client.get_job_info = client.list_jobs = client.get_job_logs = _refusing(error)
+    for ask in (lambda: server.job("a"), server.list, lambda: server.logs("a"), lambda: server.stop("a")):
+        with pytest.raises(ConnectionError, match="answers with something that is not about jobs"):
+            ask()
+    # Records of which a field is of another type.
+    client.list_jobs = lambda: [SimpleNamespace(submission_id="a", metadata={"finray_run": "x"}, start_time="soon")]
+    with pytest.raises(ConnectionError):
+        server.list()
+
+
+def test_a_log_is_shown_without_secrets(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "very-secret-1")
+    client: Any = server._client
+    identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
+    client.connections = [["the token is very-", "secret-1\nnext\n"]]
+    client.log = "the token is very-secret-1\nnext\nend hf_" + "a" * 30
+    said: list[str] = []
+    server.follow(identity, said.append, pause=lambda seconds: None)
+    assert "".join(said) == server.logs(identity) == "the token is ***\nnext\nend ***"
+
+
 def test_secrets_are_named_and_come_from_the_environment() -> None:
     assert secrets_named(("A",), {"A": "x", "B": "y"}) == {"A": "x"}
     with pytest.raises(ConfigError, match="B is not set here"):
