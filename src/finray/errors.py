@@ -9,11 +9,21 @@ from __future__ import annotations
 import difflib
 import errno
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+# Masks secrets in what is said: `finray.config.redact`, which puts itself here because it is above this module.
+MASKS: list[Callable[[str], str]] = []
+
+
+def masked(text: str) -> str:
+    """A text without secrets."""
+    for mask in MASKS:
+        text = mask(text)
+    return text
 
 
 class FinrayError(Exception):
@@ -42,7 +52,7 @@ class FinrayError(Exception):
     def __str__(self) -> str:
         head = f"{self.where}: {self.message}" if self.where else self.message
         repair = [f"  repair: {self.repair}"] if self.repair else []
-        return "\n".join([head, *repair, *(f"  - {problem}" for problem in self.problems)])
+        return masked("\n".join([head, *repair, *(f"  - {problem}" for problem in self.problems)]))
 
     def _render_traceback_(self) -> list[str]:
         # IPython asks for this name: in a notebook, too, what a user can repair is a message.
@@ -151,7 +161,8 @@ def explained(error: BaseException) -> FinrayError | None:
     """An error of any kind as one for the user; None where it can only be a defect in finray."""
     if isinstance(error, FinrayError):
         return error
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Masked before it is cut: of half a secret nobody knows the form.
+    lines = [line.strip() for line in masked(str(error)).splitlines() if line.strip()]
     detail = lines[0][:300] if lines else type(error).__name__
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name, why = str(error.filename), (error.strerror or detail)

@@ -14,7 +14,7 @@ from reprlib import Repr
 from types import TracebackType
 from typing import Any
 
-from finray.errors import FinrayError
+from finray.errors import FinrayError, masked
 
 # Seconds that one rendering of a chat template, and one row of a converter, may take. What a converter has to load
 # belongs to its module's import, which is not limited.
@@ -31,7 +31,15 @@ _SIGNAL = signal.SIGURG
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 
-_REPR = Repr()
+
+class _Masked(Repr):
+    """Secrets are masked before a text is cut: of half a secret nobody knows the form."""
+
+    def repr_str(self, x: str, level: int) -> str:
+        return super().repr_str(masked(x), level)
+
+
+_REPR = _Masked()
 _REPR.maxlevel, _REPR.maxdict, _REPR.maxlist, _REPR.maxtuple, _REPR.maxset = 3, 5, 5, 5, 5
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
 
@@ -43,6 +51,10 @@ def shown(value: Any, width: int = 200) -> str:
 
 def cut(text: str, width: int = 300) -> str:
     """A text as it stands in a message: without its end where it is long."""
+    if len(text) <= width:
+        return text
+    # No message needs more, and masking takes time.
+    text = masked(text[: 20 * width])
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

@@ -23,7 +23,11 @@ app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 def show_config(config: show.ConfigName = None, overrides: show.Overrides = None) -> None:
     """Print the whole configuration, defaults included, secrets masked."""
     plain = redact_saved(show.load(config, overrides).plain())
-    show.lines(plain, yaml.safe_dump(plain, sort_keys=False).rstrip())
+    if show.mode().json:
+        show.document(plain)
+    else:
+        # A config to be read again: a run called `postgres-sql` keeps its name where a password is `postgres`.
+        show.write(yaml.safe_dump(plain, sort_keys=False))
 
 
 @app.command()

@@ -19,6 +19,8 @@ from importlib import resources
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+from finray.errors import MASKS
+
 MASK = "***"
 _NAME = re.compile(
     r"(^|[_\-.])(token|secret|passw(or)?d|passphrase|credentials?|authorization|bearer"
@@ -147,6 +149,9 @@ def redact_text(text: str, *, environ: Mapping[str, str] = os.environ, sure: boo
             for written in _written(secret):
                 text = text.replace(written, MASK)
     return text
+
+
+MASKS[:] = [redact_text]
 
 
 def redact_error(error: BaseException) -> str:

@@ -56,7 +56,8 @@ class RunConfig(Section):
     @classmethod
     def _is_a_path_segment(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value):
-            like = legal_name(value)
+            # Of a secret, the suggestion would be another spelling, which nobody masks.
+            like = "" if holds_secret(value) else legal_name(value)
             raise ValueError(
                 "becomes a directory name: use letters, digits, '.', '_' and '-', and start with a letter or a digit"
                 + (f" (such as `{like}`)" if like else "")
