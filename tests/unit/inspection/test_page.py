@@ -189,3 +189,19 @@ def test_data_cannot_steer_the_terminal() -> None:
     tokens = [TokenView(1, "\x1b[2Jgone[bold]", True, False), TokenView(2, "\r\x07", False, False)]
     text = stretches_text([Stretch("same", tokens)], brackets=("⟦", "⟧")).plain
     assert text == "⟦<U+001B>[2Jgone[bold]⟧<U+000D><U+0007>"
+
+
+def test_the_address_of_the_data_is_shown_without_its_password(inspection: Any) -> None:
+    from dataclasses import replace
+
+    source = "http://bob:hunter-2@host/rows.jsonl?X-Amz-Signature=0123456789abcdef"
+    config = inspection.config
+    found = replace(
+        inspection, config=config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
+    )
+    stream = io.StringIO()
+    print_inspection(Console(file=stream, width=200), found)
+    for text in (page(found), stream.getvalue(), json.dumps(found.plain()["sources"])):
+        assert "http://bob:***@host/rows.jsonl?***" in text
+        assert "hunter-2" not in text
+        assert "0123456789abcdef" not in text
