@@ -78,7 +78,7 @@ def python_files(folder: Path, config: Config) -> tuple[dict[str, str], tuple[st
         folders[:] = sorted(names)
         for path in sorted(here / name for name in modules if name not in left_out or here != folder):
             text = _CODE.text(path, folder)
-            if holds_token(text):
+            if holds_token(text, environ=os.environ):
                 raise ConfigError(
                     "the file holds a token, but it would be written to files of the cluster",
                     where=str(path),

@@ -8,10 +8,10 @@ import logging
 import os
 import socket
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from finray.config.redact import redact_error
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError, ConfigError, FinrayError, ModelError, explained, from_dict
 from finray.evaluation.engines import joins_gpus
@@ -19,6 +19,7 @@ from finray.files import first_line
 from finray.runtime import cluster, signals
 from finray.serving.models import Found, Settings, api_key, find
 
+_logger = logging.getLogger(__name__)
 _APP = "finray"
 _POLL_S = 2.0
 # Added to the grace period for the way to the replica and back.
@@ -183,7 +184,7 @@ class Replica:
             known = explained(error)
             if known is None:
                 # Raised here, it would be Ray Serve's, which says less of it.
-                traceback.print_exc()
+                _logger.error("the model cannot be loaded\n%s", redact_error(error))
                 known = ModelError(
                     "the model cannot be loaded, for a reason that finray does not know: "
                     f"{type(error).__name__}: {first_line(error)[:300]}",

@@ -77,3 +77,12 @@ def test_a_file_with_a_token_is_refused_and_named(tmp_path: Path) -> None:
     (tmp_path / "mine.py").unlink()
     with pytest.raises(ConfigError, match="no Python files"):
         python_files(tmp_path, CONFIG)
+
+
+def test_the_value_of_a_secret_variable_is_not_sent_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("KEY = 's3cr3t-value-1'\ntoken = tokenizer_of_2_models\n")
+    config = load_config("smollm2-lora")
+    assert python_files(tmp_path, config)[0].keys() == {"mine.py"}
+    monkeypatch.setenv("MY_JOB_TOKEN", "s3cr3t-value-1")
+    with pytest.raises(ConfigError, match="holds a token"):
+        python_files(tmp_path, config)
