@@ -52,7 +52,8 @@ class EarlyStoppingConfig(Section):
     min_gain: float = Field(
         0.0,
         ge=0,
-        description="Smallest change of `evaluation.metric` over its best value that counts as an improvement.",
+        description="Smallest change of `evaluation.metric` that counts as an improvement, over the last value that "
+        "counted as one: small gains add up.",
     )
 
 

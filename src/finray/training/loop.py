@@ -111,7 +111,7 @@ class Loop:
             message = f"the best checkpoint now has the {'largest' if mode == 'max' else 'smallest'} {metric}"
         if message:
             self.trackers.log(Note(f"{message}; its best value starts over", self.state.step))
-            self.state.best, self.state.stale_evaluations = None, 0
+            self.state.best, self.state.counted, self.state.stale_evaluations = None, None, 0
         self.state.metric, self.state.metric_mode = self._best
         self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.precision == "fp16")
         # Reused by every snapshot: allocating fresh memory costs more than copying.

@@ -31,6 +31,8 @@ class TrainState:
         seconds: training time so far, over all attempts.
         best: best value so far of the metric that selects checkpoints (``TaskSpec.chosen``).
         metric, metric_mode: its name, and whether less or more of it is better; empty in files of older versions.
+        counted: the last value that counted as a gain, from which the next gain is measured; with a smallest gain of 0
+            it is the best.
         stale_evaluations: evaluations since the last gain, for ``evaluation.early_stopping``.
         evaluating: steps with a pending asynchronous evaluation, ascending.
         loss_scale: loss scale in fp16; None before the first step, and for other dtypes.
@@ -49,6 +51,7 @@ class TrainState:
     supervised: int = 0
     seconds: float = 0.0
     best: float | None = None
+    counted: float | None = None
     metric: str = ""
     metric_mode: str = ""
     stale_evaluations: int = 0
@@ -68,11 +71,20 @@ class TrainState:
 
     def evaluated(self, value: float, mode: Literal["min", "max"], *, min_gain: float) -> bool:
         """Count an evaluation; returns whether its value is the best so far."""
-        gain = float("inf") if self.best is None else (self.best - value if mode == "min" else value - self.best)
-        self.stale_evaluations = 0 if gain > min_gain else self.stale_evaluations + 1
-        if gain > 0:
+
+        def gain(over: float | None) -> float:
+            return float("inf") if over is None else over - value if mode == "min" else value - over
+
+        # Many small gains add up to one that counts. Older files have only the best.
+        counted = self.best if self.counted is None else self.counted
+        if gain(counted) > min_gain:
+            self.counted, self.stale_evaluations = value, 0
+        else:
+            self.counted, self.stale_evaluations = counted, self.stale_evaluations + 1
+        is_best = gain(self.best) > 0
+        if is_best:
             self.best = value
-        return gain > 0
+        return is_best
 
     def text(self) -> str:
         """The content of the state file in a checkpoint."""

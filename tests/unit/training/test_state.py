@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,3 +56,22 @@ def test_a_step_is_counted() -> None:
     state = TrainState(step=2, position=10, updates=2, tokens=100, supervised=50, seconds=1.5)
     state.advance(items=4, tokens=30, supervised=20)
     assert state == TrainState(step=3, position=14, updates=3, tokens=130, supervised=70, seconds=1.5)
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
+def test_small_gains_add_up_to_one_that_counts(mode: Literal["min", "max"], sign: int) -> None:
+    """As in Keras and Lightning. Each is 0.009, and the smallest that counts 0.01."""
+    state, seen = TrainState(), []
+    for number in range(7):
+        assert state.evaluated(sign * (2.0 - 0.009 * number), mode, min_gain=0.01)
+        seen.append(state.stale_evaluations)
+    assert seen == [0, 1, 0, 1, 0, 1, 0]
+    # A run from before that was written down measures from its best.
+    older = replace(state, counted=None)
+    assert not older.evaluated(sign * 2.0, mode, min_gain=0.01)
+    assert (older.counted, older.stale_evaluations) == (state.best, 1)
+    # Control: what gains too little altogether is stale.
+    state = TrainState()
+    for number in range(4):
+        state.evaluated(sign * (2.0 - 0.002 * number), mode, min_gain=0.01)
+    assert state.stale_evaluations == 3
