@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -37,9 +38,12 @@ SEAL = "seal"
 # What Python and Pydantic raise for a file that is not what it should be.
 _KNOWN = (OSError, ValueError, EOFError, RecursionError)
 # Bytes of a line. What is longer was not written by finray, and may have no end.
-_LINE = 64 * 2**20
+LINE_BYTES = 64 * 2**20
 # A new directory may not be locked yet.
 _NEW_S = 60.0
+# Digits of a whole number; with more, it may be too large for a float. Transformers itself writes numbers of 31 digits.
+_DIGITS = 300
+_LONG = re.compile(rb"\d{%d}" % _DIGITS)
 # Bytes that wait for room on a disk, before what comes next is lost.
 HELD_BYTES = 64 * 2**20
 # Made when the first file is read, because that takes milliseconds.
@@ -123,12 +127,14 @@ class FileKind:
     def parsed(self, content: bytes, shape: type[T], where: Path | str) -> T:
         """As :meth:`json`, of content that was read already."""
         with self.reading(where):
+            if _LONG.search(content):
+                loads(content)
             return _reader(shape).validate_json(content, strict=True)  # type: ignore[no-any-return]
 
     def unsealed(self, content: bytes, shape: type[T], where: Path | str) -> T:
         """As :meth:`parsed`, of an object that was made by :func:`sealed` and has not changed since."""
         with self.reading(where):
-            found = json.loads(content)
+            found = loads(content)
         if not isinstance(found, dict) or found.pop(SEAL, None) != seal_of(found):
             raise self.refused("was changed after it was written", where)
         return self.parsed(content, shape, where)
@@ -223,7 +229,23 @@ def lies_in(path: Path, root: Path) -> bool:
 
 def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
     """The lines of a file, with their ends; one that is longer than any of finray's comes in pieces."""
-    return iter(lambda: stream.readline(_LINE), b"")
+    return iter(lambda: stream.readline(LINE_BYTES), b"")
+
+
+def loads(content: bytes) -> Any:
+    """JSON without whole numbers that are too large for a float: other code could not take them.
+
+    Raises:
+        ValueError: it is no JSON, or has such a number.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(content, parse_int=_whole if _LONG.search(content) else None)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) >= _DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits")
+    return int(digits)
 
 
 def typed(content: Any, shape: type[T]) -> T:

@@ -15,9 +15,12 @@ from rich.console import Console
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import CONFIG_FILE
 from finray.config.paths import copy_path, is_url
-from finray.files import opened
+from finray.errors import CheckpointError, DataError
+from finray.files import first_line, opened
+from finray.limits import cut
 from finray.records import Record, RunHeader, TrainRecord
 from finray.reporting.recorded import (
+    DAMAGE,
     EARLIER_WEIGHTS,
     RecordedRun,
     eval_of,
@@ -39,19 +42,24 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Listed(Result):
-    """Runs of a directory, most recently changed first; ``now`` is seconds since 1970."""
+    """Runs of a directory, most recently changed first; ``now`` is seconds since 1970.
+
+    ``unreadable`` has a sentence for each that cannot be read at all.
+    """
 
     folder: str | Path
     runs: tuple[RecordedRun, ...]
     now: float
+    unreadable: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """As JSON types."""
-        return {"folder": str(self.folder), "runs": [run.plain() for run in self.runs]}
+        runs = [run.plain() for run in self.runs]
+        return {"folder": str(self.folder), "runs": runs, "unreadable": list(self.unreadable)}
 
     def print(self, console: Console) -> None:
         """A table."""
-        if not self.runs:
+        if not self.runs and not self.unreadable:
             start = "start one with: finray train CONFIG (`finray init my-run.yaml` writes a config)"
             console.print(f"no runs in {self.folder}; {start}", highlight=False, soft_wrap=True, markup=False)
             return
@@ -74,6 +82,8 @@ class Listed(Result):
         for run in self.runs:
             for problem in run.problems:
                 console.print(f"{run.name}: {problem}", highlight=False, soft_wrap=True)
+        for problem in self.unreadable:
+            console.print(problem, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +159,15 @@ def list_runs(folder: str | Path, *, now: float) -> Listed:
         places = [objects.at(name) for name in names]
     else:
         places = runs_in(Path(folder))
-    found = [read_run(place, with_answers=False) for place in places]
-    return Listed(folder, tuple(sorted(found, key=lambda run: (-run.changed, run.name))), now)
+    found, unreadable = list[RecordedRun](), list[str]()
+    for place in places:
+        try:
+            found.append(read_run(place, with_answers=False))
+        except (DataError, CheckpointError) as error:
+            unreadable.append(f"{Path(place).name}: {error.message}")
+        except (OSError, *DAMAGE) as error:
+            unreadable.append(f"{Path(place).name}: cannot be read: {type(error).__name__}: {cut(first_line(error))}")
+    return Listed(folder, tuple(sorted(found, key=lambda run: (-run.changed, run.name))), now, tuple(unreadable))
 
 
 def compare_runs(first: str | Path, second: str | Path) -> RunsCompared:

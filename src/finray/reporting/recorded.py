@@ -6,7 +6,6 @@ A broken file raises no error: it is skipped, and named in ``problems``.
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +23,12 @@ from finray.config.redact import redact
 from finray.config.tasks import less_is_better
 from finray.errors import DataError, FinrayError, did_you_mean_path
 from finray.evaluation.outcome import METRICS_FILE
-from finray.files import FileKind, opened
+from finray.files import FileKind, first_line, loads, opened
+from finray.limits import cut
 from finray.records import EvalRecord, Note, RunSummary, SystemRecord, TrainRecord
 from finray.reporting.scored import Evaluation, read_evaluation
 from finray.tracking.jsonl import FILE as RECORDS
-from finray.tracking.jsonl import read_records
+from finray.tracking.jsonl import read_whole
 from finray.tracking.starts import FILE as STARTS
 from finray.tracking.starts import Start, read_starts
 
@@ -39,6 +39,8 @@ EARLIER_WEIGHTS = "final/ has changed since these scores were made: run `finray 
 # Files that identify a run directory; an interrupted run may lack any of them.
 _MARKS = (CONFIG_FILE, RECORDS, STARTS, SUMMARY_FILE, RESOLVED_FILE)
 _FILES = FileKind(DataError)
+# What values raise that are of another kind than those that finray writes.
+DAMAGE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _NUMBERS = frozenset(one.name for one in fields(TrainRecord)) - {"samples_digest", "samples"}
 _MAY_LACK = frozenset(("grad_norm", "loss_scale", "skipped"))
 
@@ -204,11 +206,15 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
             problems.append(f"{Path(error.where).name if error.where else path.name}: {error.message}")
         except OSError as error:
             problems.append(f"{Path(error.filename or path).name}: {(error.strerror or str(error)).lower()}")
+        except DAMAGE as error:
+            problems.append(f"{path.name}: a file is damaged: {type(error).__name__}: {cut(first_line(error))}")
         return otherwise
 
     run, store = RunDir(path), CheckpointStore(path)
     nothing: list[Any] = []
-    raw = tried(lambda: list(read_records(path / RECORDS)), nothing)
+    raw, damaged = tried(lambda: read_whole(path / RECORDS), (nothing, 0))
+    if damaged:
+        problems.append(f"{RECORDS}: {damaged:,} damaged line{'s are' if damaged > 1 else ' is'} left out")
     finished = tried(run.finished, None)
     steps = tried(store.steps, nothing)
     starts = tuple(tried(lambda: read_starts(path), nothing))
@@ -331,10 +337,10 @@ def _evaluation(file: Path, root: Path, final: Path | None, *, with_answers: boo
 
 
 def _failure(path: Path) -> str | None:
-    lines = _FILES.text(path).splitlines() if path.exists() else []
+    lines = _FILES.read(path).splitlines() if path.exists() else []
     for line in reversed(lines):
         try:
-            found = json.loads(line)
+            found = loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(found, dict) and isinstance(found.get("error"), str):
@@ -371,7 +377,10 @@ def eval_of(plain: Mapping[str, Any]) -> EvalRecord | None:
         return None
     numbers = {name: float(one) for name, one in plain.items() if type(one) in (int, float)}
     metrics = {name: numbers[name] for name in EvalRecord.metrics_of(plain) if name in numbers}
-    return EvalRecord(plain["step"], metrics, int(numbers.get("eval_targets", 0)), numbers.get("eval_seconds", 0.0))
+    targets = numbers.get("eval_targets", 0.0)
+    return EvalRecord(
+        plain["step"], metrics, int(targets) if math.isfinite(targets) else 0, numbers.get("eval_seconds", 0.0)
+    )
 
 
 def note_of(plain: Mapping[str, Any]) -> Note | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing_extensions import TypedDict
 
 from finray.errors import DataError
 from finray.evaluation.outcome import PREDICTIONS_FILE
-from finray.files import FileKind, lines_of
+from finray.files import FileKind, lines_of, loads
 
 _FILES = FileKind(DataError, repair="run `finray evaluate` again")
 
@@ -172,7 +171,7 @@ def _answered(file: Path, root: Path) -> Iterator[Answered]:
     with _FILES.opened(file, root) as stream:
         for line in lines_of(stream):
             try:
-                plain = json.loads(line)
+                plain = loads(line)
             except (ValueError, RecursionError):
                 continue
             if not isinstance(plain, dict) or not all(

@@ -20,7 +20,7 @@ from finray.config.redact import redact_error, redact_text
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, DataUnavailable, FinrayError, StorageError, TrainingError
-from finray.files import Appending, opened, typed
+from finray.files import Appending, loads, opened, typed
 from finray.runtime.logs import tail
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def known(run_dir: Path, start: str) -> list[Failure]:
     for line in content.splitlines():
         # A killed worker may have left half a line.
         with contextlib.suppress(ValueError):
-            failures.append(typed(json.loads(line), Failure))
+            failures.append(typed(loads(line), Failure))
     return [one for one in failures if one.start == start]
 
 

@@ -8,11 +8,12 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finray.errors import CheckpointError
-from finray.files import Appending, lines_of, opened, replacing
+from finray.files import LINE_BYTES, Appending, lines_of, loads, opened, replacing
 from finray.records import Metrics
 
 if TYPE_CHECKING:
@@ -169,12 +170,14 @@ def metrics_table(run_dir: Path) -> pandas.DataFrame:
 def mean_loss(run_dir: Path) -> float | None:
     """The mean loss over all targets of a run, each at the time it was trained on; None without records."""
     weight = total = 0.0
-    for record in read_records(run_dir / FILE):
-        supervised, loss = record.get("supervised"), record.get("loss")
-        # What is no number was not written by finray, or damaged since.
-        if record["kind"] == "train" and type(supervised) is int and isinstance(loss, int | float):
-            weight += supervised
-            total += supervised * loss
+    # A file that cannot be read must not keep a run from being finished.
+    with suppress(OSError):
+        for record in read_records(run_dir / FILE):
+            supervised, loss = record.get("supervised"), record.get("loss")
+            # What is no number was not written by finray, or damaged since.
+            if record["kind"] == "train" and type(supervised) is int and isinstance(loss, int | float):
+                weight += supervised
+                total += supervised * loss
     return total / weight if weight else None
 
 
@@ -187,6 +190,13 @@ def totals(run_dir: Path) -> dict[str, float]:
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a file, if it exists; damaged lines, and those left unfinished by a killed process, are skipped."""
     return (record for _, record in _lines(path) if record is not None)
+
+
+def read_whole(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Records of a file, if it exists, and the number of damaged lines, which are skipped."""
+    found = [record for _, record in _lines(path)]
+    records = [record for record in found if record is not None]
+    return records, len(found) - len(records)
 
 
 def read_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -205,15 +215,17 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] 
         stream.seek(offset)
         for line in lines_of(stream):
             record = parsed(line)
-            if record is not None or line.endswith(b"\n"):
+            if record is not None or line.endswith(b"\n") or len(line) == LINE_BYTES:
                 yield line.removesuffix(b"\n") + b"\n", record
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None if it is damaged."""
     try:
-        record = json.loads(line)
+        record = loads(line)
     except (ValueError, RecursionError):
         return None
-    fits = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
-    return record if fits else None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    step = record.get("step")
+    return record if type(step) is int and 0 <= step < 2**63 else None

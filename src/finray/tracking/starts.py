@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from finray.files import Appending, lines_of, opened, typed
+from finray.files import Appending, lines_of, loads, opened, typed
 from finray.records import Metrics, RunHeader
 from finray.tracking.base import RunInfo
 
@@ -79,7 +79,7 @@ def read_starts(run_dir: Path) -> list[Start]:
     with opened(path, run_dir) as stream:
         for line in lines_of(stream):
             try:
-                plain: dict[str, Any] = json.loads(line)
+                plain: dict[str, Any] = loads(line)
                 found.append(typed(plain, Start))
             except (ValueError, RecursionError):
                 continue

@@ -57,7 +57,7 @@ def test_runs_stand_in_the_directory_runs_if_none_is_named(tmp_path: Path, monke
         "no runs in runs; start one with: finray train CONFIG (`finray init my-run.yaml` writes a config)\n",
         "",
     )
-    assert json.loads(finray("runs", "--json")[1]) == {"folder": "runs", "runs": []}
+    assert json.loads(finray("runs", "--json")[1]) == {"folder": "runs", "runs": [], "unreadable": []}
     # A directory that is named has to be there.
     code, out, err = finray("runs", "elsewhere")
     assert (code, out) == (2, "")

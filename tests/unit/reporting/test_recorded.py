@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(tmp_path: Path) -> N
     assert run.state == "stopped"
     assert len(run.evaluations[0].answered) == 1
     named = sorted(problem.partition(":")[0] for problem in run.problems)
-    assert named == ["config.yaml", "metrics.json", "summary.json"]
+    assert named == ["config.yaml", "metrics.json", "metrics.jsonl", "summary.json"]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_runs_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     assert [path.name for path in runs_in(tmp_path)] == ["a", "b"]
     assert runs_in(tmp_path / "a") == [tmp_path / "a"]
-    with pytest.raises(DataError, match="is missing"):
+    with pytest.raises(DataError, match="the directory does not exist"):
         runs_in(tmp_path / "none")
 
 
