@@ -512,6 +512,39 @@ def test_a_model_that_was_merged_into_another_base_is_not_pushed(
     assert torch.equal(pushed["model.norm.weight"], weights["model.norm.weight"])
 
 
+def with_alpha(folder: Path) -> None:
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 2 * settings["lora_alpha"]}))
+
+
+def with_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text((folder / "chat_template.jinja").read_text() + "{# other #}")
+
+
+def with_tokenizer(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": 77}))
+
+
+@pytest.mark.parametrize("change", [with_alpha, with_template, with_tokenizer, lambda folder: None])
+def test_what_was_merged_from_other_files_is_not_pushed(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    adapter = Path(shutil.copytree(trained / "final", tmp_path / "a" / "adapter"))
+    (adapter / "manifest.json").unlink()
+    fault = hub.fail("PUT", "^/lfs/", times=10**6, status=500)
+    with pytest.raises(HubError):
+        pushed_as(adapter, to="ada/whole", merged=True, dtype="fp32")
+    fault.times = 0
+    change(adapter)
+    told: list[str] = []
+    pushed_as(adapter, to="ada/whole", merged=True, dtype="fp32", notify=told.append)
+    # Control: without a change it is that of the earlier push.
+    assert any("merging" in one for one in told) == (change.__name__ != "<lambda>")
+    files = hub.repos["ada/whole"].files
+    assert (b"{# other #}" in files["chat_template.jinja"]) == (change is with_template)
+
+
 def test_a_push_that_is_killed_is_finished_by_the_same_command(trained: Path, hub: hubs.Hub, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

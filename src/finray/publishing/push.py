@@ -15,7 +15,7 @@ from rich.console import Console
 
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import RunDir, saved_config
-from finray.config.adapter_files import WEIGHTS, with_base
+from finray.config.adapter_files import with_base
 from finray.config.export import hub_id
 from finray.config.schema import Config
 from finray.errors import HubError
@@ -200,8 +200,10 @@ def _merged(artifact: Artifact, *, dtype: str, base: str | None, notify: Notify)
     """The model for ``--merged``. It is kept until it is pushed: after a kill it is not merged again."""
     name = artifact.folder.name
     if artifact.base is not None:
-        # Another adapter, or another base, is another model.
-        made_of = [digest_of(artifact.folder / WEIGHTS), artifact.base.revision, files_of(base or artifact.base.name)]
+        # Whatever goes into it: weights, settings, tokenizer and templates of the adapter, the base, and who merges.
+        own = {name: digest_of(one) for name, one in model_files(artifact.folder).items() if isinstance(one, Path)}
+        by = [version(package) for package in ("finray", "peft", "transformers", "torch")]
+        made_of = [own, artifact.base.model_dump(mode="json"), files_of(base or artifact.base.name), by]
         name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     output = artifact.folder.parent / f".push-{name}-{dtype}"
     if artifact.is_adapter and output.is_dir():
