@@ -91,8 +91,9 @@ class EvaluationConfig(Section):
     )
     metric_mode: Literal["min", "max"] | None = Field(
         None,
-        description="Whether a lower (`min`) or a higher (`max`) value of `metric` is better. null decides by name: "
-        "lower for a loss, a perplexity or an error, higher for everything else.",
+        description="Whether a lower (`min`) or a higher (`max`) value of `metric` is better. null "
+        "knows finray's own metrics, a name with a loss, a perplexity or an error, and what the attribute "
+        "`higher_is_better` of your function says; for any other it must be set.",
     )
     metrics: list[Annotated[str, AfterValidator(named("finray.metrics"))]] = Field(
         default_factory=lambda: ["exact_match"],

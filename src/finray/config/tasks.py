@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
-from finray.config.extensions import load_named
+from finray.config.extensions import TABLES, load_named
 from finray.config.resolved import Problem
 from finray.errors import ConfigError, did_you_mean
 
@@ -46,8 +46,8 @@ class TaskSpec:
         """Whether its models have another head than a causal language model, which their files may lack."""
         return self.auto_class != CAUSAL_LM.auto_class
 
-    def chosen(self, evaluation: EvaluationConfig) -> tuple[str, Mode]:
-        """The metric that chooses the best checkpoint and stops a run early, and whether less or more is better.
+    def metric(self, evaluation: EvaluationConfig) -> str:
+        """The metric that chooses the best checkpoint and stops a run early.
 
         Raises:
             ConfigError: ``evaluation.metric`` is none of the task's.
@@ -62,11 +62,34 @@ class TaskSpec:
                 where=f"evaluation.metric={metric}",
                 repair=f"use one of: {', '.join(known)}{scores}",
             )
+        return metric
+
+    def chosen(self, evaluation: EvaluationConfig) -> tuple[str, Mode]:
+        """That metric, and whether less or more of it is better. Imports a function of the user's that computes it.
+
+        Raises:
+            ConfigError: as :meth:`metric`; or nothing says what is better.
+        """
+        metric = self.metric(evaluation)
         if evaluation.metric_mode is not None:
             return metric, evaluation.metric_mode
         if metric == self.best[0]:
             return self.best
-        return metric, "min" if less_is_better(metric) else "max"
+        names = evaluation.metrics if evaluation.generate_rows else ()
+        name = next((one for one in names if metric_name(one) == metric), metric)
+        mode = mode_of(metric)
+        if name != metric:
+            more = getattr(load_named("finray.metrics", name, where="evaluation.metrics"), "higher_is_better", None)
+            less: Mode | None = "min" if less_is_better(metric) else None
+            mode = ("max" if more else "min") if isinstance(more, bool) else less
+        if mode is None:
+            raise ConfigError(
+                f"whether less or more of `{metric}` is better is not known, so it cannot choose a checkpoint",
+                where=f"evaluation.metric={metric}",
+                repair="set evaluation.metric_mode=min or max"
+                + (f", or the attribute `{metric}.higher_is_better` to False or True" if name != metric else ""),
+            )
+        return metric, mode
 
 
 CAUSAL_LM = TaskSpec(
@@ -99,6 +122,14 @@ SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
 def less_is_better(metric: str) -> bool:
     """Whether a metric of this name is better the less it is; the name of a class in it says nothing."""
     return not metric.startswith(("precision_", "recall_")) and bool(_LESS_IS_BETTER & set(metric.split("_")))
+
+
+def mode_of(metric: str) -> Mode | None:
+    """Whether less or more of a metric is better, where its name says that: finray's own, and a loss or an error."""
+    own = [one for spec in SPECS.values() for one in spec.metrics or ()]
+    if less_is_better(metric):
+        return "min"
+    return "max" if metric in TABLES["finray.metrics"] or any(fnmatchcase(metric, one) for one in own) else None
 
 
 def metric_name(name: str) -> str:

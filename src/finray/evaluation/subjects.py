@@ -166,7 +166,7 @@ class Case:
         config = _config_of(model, run, artifact, request, overrides)
         # Reports metrics that the task does not have. A user's own task is not imported for this.
         if config.model.task == spec.name:
-            spec.chosen(config.evaluation)
+            spec.metric(config.evaluation)
         tuned = Subject("tuned" if run is not None else Path(model).name, artifact)
         own: Subject | None = None
         # The base of a classifier's adapter has no head, and a random one says nothing.

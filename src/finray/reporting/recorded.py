@@ -20,7 +20,7 @@ from finray.checkpoint.store import CheckpointStore
 from finray.config.load import read_yaml
 from finray.config.paths import copy_path, is_url
 from finray.config.redact import redact
-from finray.config.tasks import less_is_better
+from finray.config.tasks import mode_of
 from finray.errors import DataError, FinrayError, did_you_mean_path
 from finray.evaluation.outcome import METRICS_FILE
 from finray.files import FileKind, first_line, loads, opened
@@ -71,6 +71,7 @@ class RecordedRun:
         checkpoints: their steps.
         content: the manifest of ``final/``, else of the newest checkpoint; and its name.
         data: digest of the prepared rows, from the checkpoints.
+        mode: from there too: whether less (``min``) or more of the metric is better that chooses among them.
         evaluations: results of ``finray evaluate``, the run's own held-out rows first.
         size: bytes on disk; hard links count once.
         changed: time of the last write, in seconds since 1970.
@@ -94,6 +95,7 @@ class RecordedRun:
     checkpoints: tuple[int, ...]
     content: tuple[str, manifest.Content] | None
     data: str | None
+    mode: str | None
     evaluations: tuple[Evaluation, ...]
     size: int
     changed: float
@@ -122,10 +124,13 @@ class RecordedRun:
 
     @property
     def best(self) -> Best | None:
-        """The best value so far of the metric that selects checkpoints; None without evaluations."""
+        """The best value so far of the metric that selects checkpoints; None without evaluations, or where it is not
+        known whether less or more is better."""
         section = self.config.get("evaluation", {})
-        metric = (self.summary.best_metric if self.summary else None) or section.get("metric") or "eval_loss"
-        mode = section.get("metric_mode") or ("min" if less_is_better(metric) else "max")
+        metric = str((self.summary.best_metric if self.summary else None) or section.get("metric") or "eval_loss")
+        mode = section.get("metric_mode") or self.mode or mode_of(metric)
+        if mode not in ("min", "max"):
+            return None
         found = [(record.metrics[metric], record.step) for record in self.evals if metric in record.metrics]
         found = [one for one in found if math.isfinite(one[0])]
         if not found:
@@ -218,6 +223,8 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     finished = tried(run.finished, None)
     steps = tried(store.steps, nothing)
     starts = tuple(tried(lambda: read_starts(path), nothing))
+    no_texts: dict[str, str] = {}
+    counted = tried(lambda: _counted(store, steps), no_texts)
     is_begun = bool(raw or starts or steps or finished)
     # Its workers write another copy.
     held = copy_path(str(place)) if is_url(str(place)) else path
@@ -245,7 +252,8 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         failure=None if state in ("finished", "running") else tried(lambda: _failure(path / FAILURES), None),
         checkpoints=tuple(steps),
         content=None if folder is None else tried(lambda: (folder.name, manifest.read(folder)), None),
-        data=tried(lambda: _data(store, steps), None),
+        data=counted.get("data") or None,
+        mode=counted.get("metric_mode") or None,
         evaluations=tuple(
             one
             for one in (
@@ -348,13 +356,14 @@ def _failure(path: Path) -> str | None:
     return None
 
 
-def _data(store: CheckpointStore, steps: Sequence[int]) -> str | None:
+def _counted(store: CheckpointStore, steps: Sequence[int]) -> dict[str, str]:
+    """The texts in the newest state that a checkpoint has."""
     for step in reversed(steps):
         path = store.path_of(step) / "training_state" / "state.json"
         if path.exists():
-            found = _FILES.json(path, dict[str, Any], store.run_dir).get("data")
-            return found if isinstance(found, str) and found else None
-    return None
+            found = _FILES.json(path, dict[str, Any], store.run_dir)
+            return {name: one for name, one in found.items() if isinstance(one, str)}
+    return {}
 
 
 def train_of(plain: Mapping[str, Any]) -> TrainRecord | None:

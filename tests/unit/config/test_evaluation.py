@@ -35,7 +35,10 @@ def config(evaluation: dict[str, Any], **others: Any) -> Any:
         ({"metric": "perplexity", "metric_mode": "max"}, ("perplexity", "max")),
         ({"metric_mode": "max"}, ("eval_loss", "max")),
         ({"metric": "exact_match", "generate_rows": 4}, ("exact_match", "max")),
-        ({"metric": "letters", "generate_rows": 4, "metrics": [OWN]}, ("letters", "max")),
+        ({"metric": "letters", "generate_rows": 4, "metrics": [OWN], "metric_mode": "max"}, ("letters", "max")),
+        ({"metric": "wer", "generate_rows": 4, "metrics": [f"{__name__}:wer"]}, ("wer", "min")),
+        ({"metric": "no_error", "generate_rows": 4, "metrics": [f"{__name__}:no_error"]}, ("no_error", "max")),
+        ({"metric": "f1", "generate_rows": 4, "metrics": ["f1"]}, ("f1", "max")),
     ],
 )
 def test_the_metric_that_chooses_and_its_direction(evaluation: dict[str, Any], chosen: tuple[str, str]) -> None:
@@ -44,10 +47,30 @@ def test_the_metric_that_chooses_and_its_direction(evaluation: dict[str, Any], c
     assert CAUSAL_LM.chosen(made.evaluation) == chosen
 
 
-def test_a_metric_that_only_an_evaluation_knows_goes_by_its_name() -> None:
-    spec = replace(CAUSAL_LM, metrics=None, best=("accuracy", "max"))
-    for metric, mode in (("accuracy", "max"), ("macro_f1", "max"), ("mean_error", "min"), ("rmse", "min")):
-        assert spec.chosen(config({"metric": metric}).evaluation) == (metric, mode)
+def wer(answers: list[str], references: list[str]) -> float:
+    return 0.0
+
+
+def no_error(answers: list[str], references: list[str]) -> float:
+    return 1.0
+
+
+wer.higher_is_better = False  # type: ignore[attr-defined]
+no_error.higher_is_better = True  # type: ignore[attr-defined]
+
+
+def test_what_is_better_is_asked_for_where_nothing_says_it() -> None:
+    outside = replace(CAUSAL_LM, metrics=None, best=("accuracy", "max"))
+    for metric, mode in (("accuracy", "max"), ("f1_macro", "max"), ("mean_error", "min"), ("rmse", "min")):
+        assert outside.chosen(config({"metric": metric}).evaluation) == (metric, mode)
+    own = {"metric": "letters", "generate_rows": 4, "metrics": [OWN]}
+    for spec, evaluation in ((outside, {"metric": "goodness"}), (CAUSAL_LM, own)):
+        with pytest.raises(ConfigError, match="whether less or more of") as caught:
+            spec.chosen(config(evaluation).evaluation)
+        assert caught.value.where == f"evaluation.metric={evaluation['metric']}"
+        assert "evaluation.metric_mode=min or max" in str(caught.value.repair)
+        # A run from elsewhere is evaluated without importing what it names.
+        assert spec.metric(config(evaluation).evaluation) == evaluation["metric"]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,23 @@ def test_the_metric_that_chooses_checkpoints_may_be_better_the_more_it_is(tmp_pa
     assert (best.metric, best.value, best.step) == ("accuracy", 0.9, 20)
 
 
+@pytest.mark.parametrize(("mode", "best"), [("min", (0.5, 10)), ("max", (0.9, 20)), ("", None)])
+def test_what_is_better_of_a_users_metric_is_in_the_checkpoints_and_else_not_guessed(
+    tmp_path: Path, mode: str, best: tuple[float, int] | None
+) -> None:
+    line = '{{"kind": "eval", "step": {}, "wer": {}, "eval_targets": 3, "eval_seconds": 0.5}}\n'
+    config = {"evaluation": {"metric": "wer"}}
+    lines = [line.format(10, 0.5), line.format(20, 0.9)]
+    path = write_run(tmp_path / "run", steps=5, config=config, lines=lines, finished=False)
+    state = path / "checkpoint-000020" / "training_state" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"data": "d", "metric_mode": mode}))
+    run = read_run(path)
+    found = run.best
+    assert (found and (found.value, found.step)) == best
+    assert run.data == "d"
+
+
 @pytest.mark.parametrize(
     ("held", "finished", "begun", "state"),
     [
