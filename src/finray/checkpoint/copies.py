@@ -27,6 +27,10 @@ RESOLVED_FILE = "resolved.json"
 RUN_ID = "run_id"
 SUMMARY_FILE = "summary.json"
 FINAL = "final"
+# Where runs are unless `run.output_dir` says otherwise.
+RUNS = "runs"
+# One of these is in any directory with a model or an adapter; the last one in that of a checkpoint.
+_OF_MODELS = ("config.json", "adapter_config.json", "metrics.jsonl", SUMMARY_FILE, manifest.NAME)
 # Created in a finished run's directory by evaluations.
 EVALUATION = "evaluation"
 # Stays on the machine of the driver.
@@ -38,6 +42,22 @@ _RECORDS = FileKind(CheckpointError, limit=2**36)
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
 # With the first digits of its attempt, as it is called behind the URL, or without.
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})(-[0-9a-f]{8})?")
+
+
+def named_run(run: str | Path) -> str | Path:
+    """The path of a run by its name, as `finray runs` lists it: what is not there is looked for in ``runs/``, and so is
+    a directory that holds no run. Anything else is returned unchanged.
+    """
+    path = Path(run)
+    if is_url(str(run)) or path.is_absolute() or ".." in path.parts or not path.parts or path.parts[0].startswith("~"):
+        return run
+    named = Path(RUNS) / path
+    with suppress(OSError, ValueError):
+        # A model's directory may have the name of a run, a directory of data has no such file.
+        is_other = path.is_dir() and not any((path / one).exists() for one in (CONFIG_FILE, *_OF_MODELS))
+        if (is_other or not path.exists()) and (Path(RUNS) / path.parts[0] / CONFIG_FILE).is_file() and named.exists():
+            return named
+    return run
 
 
 def local_copy(run: str | Path, *, weights: bool = True) -> str | Path:

@@ -13,7 +13,10 @@ from finray.cli import show
 
 # Where runs are unless `run.output_dir` says otherwise; it is not there before the first run.
 DEFAULT = "runs"
-Run = Annotated[str, typer.Argument(help="Run directory, or its URL.", show_default=False)]
+Run = Annotated[
+    str,
+    typer.Argument(help="Run: its name in `finray runs`, its directory or its URL.", show_default=False),
+]
 
 
 class _ListsByDefault(TyperGroup):
@@ -29,7 +32,9 @@ app = typer.Typer(cls=_ListsByDefault, help="List and compare runs: finray runs 
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Run directories, or their URLs.", show_default=False)],
+    runs: Annotated[
+        list[str], typer.Argument(help="Runs: their names in `finray runs`, directories or URLs.", show_default=False)
+    ],
     output: Annotated[
         Path | None,
         typer.Option(

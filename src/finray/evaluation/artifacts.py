@@ -12,7 +12,7 @@ from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_c
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 
 from finray.checkpoint import CheckpointStore, manifest
-from finray.checkpoint.copies import local_copy
+from finray.checkpoint.copies import local_copy, named_run
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir
 from finray.checkpoint.store import ATTEMPT_FILE
 from finray.config.adapter_files import NOTES, Notes
@@ -46,7 +46,7 @@ def find_artifact(path: str | Path, *, base: str | None = None) -> Artifact:
     Raises:
         FinrayError: there is no model, or it is damaged.
     """
-    path = Path(local_copy(path)).expanduser()
+    path = Path(local_copy(named_run(path))).expanduser()
     if not path.is_dir():
         raise ModelError(
             f"the directory does not exist{did_you_mean_path(path)}",
@@ -83,7 +83,7 @@ def artifact_of(model: str | Path, *, base: str | None = None, revision: str | N
     Raises:
         FinrayError: there is no model, or it is damaged.
     """
-    model = local_copy(model)
+    model = local_copy(named_run(model))
     path = Path(model).expanduser()
     if path.is_dir() or base is not None or _is_beside_runs(path):
         return find_artifact(path, base=base)

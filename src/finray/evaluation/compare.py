@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from finray.checkpoint.copies import bring_back, local_copy
+from finray.checkpoint.copies import bring_back, local_copy, named_run
 from finray.config.load import Overrides
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
@@ -59,7 +59,7 @@ def evaluate(
     Raises:
         FinrayError: there are no rows, settings contradict each other, or files cannot be loaded or written.
     """
-    named, model = model, local_copy(model)
+    named, model = model, local_copy(named_run(model))
     case = Case.of(model, overrides, request, tasks=JUDGES, progress=progress, spread=spread)
     judged = JUDGES[case.spec.name](case)
     rows, seed, notes = case.rows, request.seed, case.notes

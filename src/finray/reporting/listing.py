@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from finray.checkpoint.copies import RUNS
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import CONFIG_FILE
 from finray.config.paths import copy_path, is_url
@@ -70,7 +71,7 @@ class Listed(Result):
         for run in self.runs:
             best, total = run.best, run.total_steps
             table.add_row(
-                run.name,
+                shown_name(run),
                 run.state,
                 f"{run.step:,}" + (f"/{total:,}" if total is not None else ""),
                 f"{run.train[-1].loss:.4f}" if run.train else "",
@@ -142,6 +143,15 @@ class RunsCompared(Result):
         console.print(table)
         for note in self.notes:
             console.print(note, highlight=False, soft_wrap=True, markup=False)
+
+
+def shown_name(run: RecordedRun) -> str:
+    """A name of a run that any command takes: its name below ``runs/`` here, else its path or URL."""
+    here = Path.cwd()
+    if is_url(run.place) or not run.path.is_relative_to(here):
+        return run.place
+    path = run.path.relative_to(here)
+    return str(path.relative_to(RUNS) if path.parts[:1] == (RUNS,) and len(path.parts) == 2 else path)
 
 
 def list_runs(folder: str | Path, *, now: float) -> Listed:

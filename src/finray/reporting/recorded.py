@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from finray.checkpoint import manifest
-from finray.checkpoint.copies import EVALUATION, FAILURES, RUN_ID, SUMMARY_FILE, local_copy
+from finray.checkpoint.copies import EVALUATION, FAILURES, RUN_ID, SUMMARY_FILE, local_copy, named_run
 from finray.checkpoint.rundir import CONFIG_FILE, RESOLVED_FILE, RunDir
 from finray.checkpoint.store import CheckpointStore
 from finray.config.load import read_yaml
@@ -192,7 +192,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         CheckpointError: the URL holds no run.
         StorageError: the storage cannot be reached.
     """
-    place = str(place).rstrip("/") if is_url(str(place)) else place
+    place = str(place).rstrip("/") if is_url(str(place)) else named_run(place)
     path = Path(local_copy(place, weights=False)).expanduser().absolute()
     if not is_run(path):
         what = (

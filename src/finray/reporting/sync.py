@@ -10,7 +10,7 @@ from typing import Any
 from filelock import Timeout
 from rich.console import Console
 
-from finray.checkpoint.copies import RUN_ID
+from finray.checkpoint.copies import RUN_ID, named_run
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.extensions import load_named
 from finray.config.redact import redact, redact_text
@@ -52,6 +52,7 @@ def sync_run(run_dir: Path, to: str | None = None) -> list[Synced]:
     Raises:
         FinrayError: there is no such run or service, or it cannot be reached.
     """
+    run_dir = Path(named_run(run_dir))
     run = RunDir(run_dir.resolve())
     if not run.path.exists():
         raise ConfigError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finray.checkpoint.copies import local_copy
+from finray.checkpoint.copies import local_copy, named_run
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL
 from finray.config.adapter_files import SETTINGS
 from finray.config.paths import is_url
@@ -163,7 +163,7 @@ def find(settings: Settings) -> Found:
         VLLMEngine.require()
     require_places(settings)
     Access(None, host=settings.host, names=settings.allow_hosts)
-    model, base = local_copy(settings.model), settings.base
+    model, base = local_copy(named_run(settings.model)), settings.base
     if settings.adapters and not _is_adapter(model):
         # It is that of the adapters beside this model.
         base = None

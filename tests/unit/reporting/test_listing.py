@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from finray.checkpoint.copies import named_run
 from finray.records import RunHeader, TrainRecord
 from finray.reporting import listing
-from finray.reporting.listing import Follower, age, latest, size, watch
+from finray.reporting.listing import Follower, age, compare_runs, latest, list_runs, shown_name, size, watch
 from finray.reporting.recorded import EARLIER_WEIGHTS, read_run
 from finray.reporting.report import tables
 from finray.results import PlainConsole
@@ -248,3 +249,43 @@ def test_ctrl_c_ends_the_watching_and_says_so(tmp_path: Path, monkeypatch: pytes
     assert code == 130
     assert "the run continues" in out
     assert "Traceback" not in err
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_in_the_list_is_one_that_commands_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/faq", "runs/cls", "other/faq"):
+        write_run(Path(name), steps=10)
+    (tmp_path / "faq.csv").write_text("q,a")
+    # A directory of data with the name of a run.
+    (tmp_path / "cls").mkdir()
+    listed = {run.path: shown_name(run) for folder in ("runs", "other") for run in list_runs(folder, now=0.0).runs}
+    names = {"faq": "runs/faq", "cls": "runs/cls", "other/faq": "other/faq"}
+    assert listed == {tmp_path / path: name for name, path in names.items()}
+    for name, path in names.items():
+        assert read_run(name).path == tmp_path / path
+    assert [run.name for run in compare_runs("faq", "cls").runs] == ["faq", "cls"]
+    assert "faq" in finray("runs", "compare", "faq", "cls")[1]
+    assert (finray("report", "faq")[0], (tmp_path / "runs" / "faq" / "report.html").is_file()) == (0, True)
+    assert finray("watch", "faq")[0] == 0
+    # What is there is meant, and what is nowhere keeps its name.
+    (tmp_path / "runs" / "faq" / "final").mkdir()
+    write_run(Path("here"), steps=10)
+    write_run(Path("runs/here"), steps=20)
+    for name, meant in {
+        "here": "here",
+        "faq/final": "runs/faq/final",
+        "faq/none": "faq/none",
+        "gpt2": "gpt2",
+        "acme/faq": "acme/faq",
+        "../faq": "../faq",
+        "~/faq": "~/faq",
+        ".": ".",
+        str(tmp_path / "faq"): str(tmp_path / "faq"),
+        "s3://bucket/faq": "s3://bucket/faq",
+        "\0": "\0",
+        "x" * 5000: "x" * 5000,
+    }.items():
+        assert str(named_run(name)) == meant
