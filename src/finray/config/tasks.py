@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from finray.config.schema import EvaluationConfig
 
 Mode = Literal["min", "max"]
+# Names of other numbers in records and in the results of an evaluation (a test compares them).
+OF_RECORDS = frozenset(
+    (
+        *("kind", "step", "time", "epoch", "loss", "grad_norm", "lr", "tokens", "supervised", "samples_digest"),
+        *("tokens_per_s", "data_wait_s", "peak_memory_bytes", "seconds", "loss_scale", "skipped", "samples"),
+        *("confusion", "perplexity", "message"),
+    )
+)
 # A metric with such a word in its name is better the less it is.
 _LESS_IS_BETTER = {"loss", "perplexity", "error", "mse", "rmse", "mae"}
 
@@ -50,8 +58,24 @@ class TaskSpec:
         """The metric that chooses the best checkpoint and stops a run early.
 
         Raises:
-            ConfigError: ``evaluation.metric`` is none of the task's.
+            ConfigError: ``evaluation.metric`` is none of the task's, or one of ``evaluation.metrics`` has the name of
+                another number.
         """
+        named = [metric_name(name) for name in evaluation.metrics if ":" in name]
+        taken = {
+            *OF_RECORDS,
+            self.best[0],
+            *(self.metrics or ()),
+            *(one for one in evaluation.metrics if ":" not in one),
+        }
+        for name in named:
+            if name in taken or name.startswith("eval_") or named.count(name) > 1:
+                what = "two metrics have this name" if named.count(name) > 1 else "another number has this name"
+                raise ConfigError(
+                    f"`{name}`: {what} in the records of a run, and one would take the place of the other",
+                    where="evaluation.metrics",
+                    repair="give your function a name of its own, such as `my_score`",
+                )
         answers = [metric_name(name) for name in evaluation.metrics] if evaluation.generate_rows else []
         metric, own = evaluation.metric or self.best[0], [self.best[0], *(self.metrics or ())]
         if self.metrics is not None and not any(fnmatchcase(metric, one) for one in (*own, *answers)):

@@ -9,12 +9,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finray.errors import CheckpointError
 from finray.files import LINE_BYTES, Appending, lines_of, loads, opened, replacing
-from finray.records import Metrics
+from finray.records import Metrics, TrainRecord
 
 if TYPE_CHECKING:
     import pandas
@@ -156,14 +157,17 @@ def _plain(value: Any) -> float | str:
 
 
 def metrics_table(run_dir: Path) -> pandas.DataFrame:
-    """The training records of a run by step, with evaluations as additional columns."""
+    """The training records of a run by step, with evaluations as additional columns: ``eval/<name>``, as trackers
+    have it, for a metric of a task from outside that has the name of a column of training."""
     import pandas
 
+    own = {one.name for one in fields(TrainRecord)}
     rows: dict[int, dict[str, Any]] = {}
     for record in read_records(run_dir / FILE):
-        if record.pop("kind") in ("train", "eval"):
+        if (kind := record.pop("kind")) in ("train", "eval"):
             record.pop("time", None)
-            rows.setdefault(record.pop("step"), {}).update(record)
+            row = rows.setdefault(record.pop("step"), {})
+            row |= {f"eval/{name}" if kind == "eval" and name in own else name: one for name, one in record.items()}
     return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("step").sort_index()
 
 

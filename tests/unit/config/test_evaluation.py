@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
-from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
+from finray.config.tasks import CAUSAL_LM, OF_RECORDS, SEQUENCE_CLASSIFICATION
 from finray.errors import ConfigError, DataError, FinrayError
 from finray.planning.checks import check_evaluation
 from finray.planning.resolve import require_whole_weights
 from finray.planning.steps import require_prompts
+from finray.records import Note, TrainRecord
 
 OWN = "tests.unit.config.test_evaluation:letters"
 
@@ -38,7 +39,7 @@ def config(evaluation: dict[str, Any], **others: Any) -> Any:
         ({"metric": "letters", "generate_rows": 4, "metrics": [OWN], "metric_mode": "max"}, ("letters", "max")),
         ({"metric": "wer", "generate_rows": 4, "metrics": [f"{__name__}:wer"]}, ("wer", "min")),
         ({"metric": "no_error", "generate_rows": 4, "metrics": [f"{__name__}:no_error"]}, ("no_error", "max")),
-        ({"metric": "f1", "generate_rows": 4, "metrics": ["f1"]}, ("f1", "max")),
+        ({"metric": "json_f1", "generate_rows": 4, "metrics": ["json_f1"]}, ("json_f1", "max")),
     ],
 )
 def test_the_metric_that_chooses_and_its_direction(evaluation: dict[str, Any], chosen: tuple[str, str]) -> None:
@@ -57,6 +58,27 @@ def no_error(answers: list[str], references: list[str]) -> float:
 
 wer.higher_is_better = False  # type: ignore[attr-defined]
 no_error.higher_is_better = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        *([f"m:{name}"] for name in ("loss", "lr", "tokens", "step", "kind", "time", "eval_mine", "perplexity")),
+        ["m:score", "n:score"],
+        ["rougeL", "m:rougeL"],
+    ],
+)
+def test_a_metric_does_not_take_the_place_of_another_number(metrics: list[str]) -> None:
+    with pytest.raises(ConfigError, match="would take the place of the other") as caught:
+        check_evaluation(config({"metrics": metrics}))
+    assert caught.value.where == "evaluation.metrics"
+    # Control: names of their own.
+    check_evaluation(config({"metrics": ["m:score", "n:my_score", "json_f1", "exact_match"]}))
+
+
+def test_the_names_that_are_taken_are_those_of_records() -> None:
+    records = {one.name for kind in (TrainRecord, Note) for one in fields(kind)} - {"level"}
+    assert records | {"kind", "time", "confusion", "perplexity"} == OF_RECORDS
 
 
 def test_what_is_better_is_asked_for_where_nothing_says_it() -> None:

@@ -20,7 +20,7 @@ from finray.files import Appending
 from finray.records import EvalProgress, EvalRecord, Metrics, Note, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Trackers, make_tracker
 from finray.tracking.console import ConsoleTracker, RunView, describe, duration, header_lines
-from finray.tracking.jsonl import JsonlTracker, mean_loss, read_records
+from finray.tracking.jsonl import JsonlTracker, mean_loss, metrics_table, read_records
 from finray.tracking.starts import StartsTracker, read_starts
 from finray.tracking.tensorboard import TensorBoardTracker
 from tests.support import damaged
@@ -319,6 +319,15 @@ def test_tensorboard_files_hold_the_config_as_text_and_as_hyperparameters(tmp_pa
     assert metadata.parse_session_end_info_plugin_data(ended).status == api_pb2.STATUS_SUCCESS
     # One run, and not another one beside it for its hyperparameters.
     assert len(list((tmp_path / "tensorboard").rglob("events.*"))) == 1
+
+
+def test_an_evaluation_does_not_overwrite_a_column_of_training(tmp_path: Path) -> None:
+    tracker = started(JsonlTracker(), tmp_path)
+    tracker.log(record(1, loss=2.0))
+    tracker.log(EvalRecord(1, {"loss": 9.0, "eval_loss": 3.0, "mine": 0.5}, 9, 0.1))
+    tracker.finish()
+    row = metrics_table(tmp_path).loc[1]
+    assert (row["loss"], row["eval/loss"], row["eval_loss"], row["mine"]) == (2.0, 9.0, 3.0, 0.5)
 
 
 def test_the_mean_loss_is_over_targets_and_not_over_steps(tmp_path: Path) -> None:
