@@ -181,6 +181,9 @@ def explained(error: BaseException) -> FinrayError | None:
         return FinrayError(
             f"the operating system refused: {detail}", repair="check the file or network address named here"
         )
+    if isinstance(error, RuntimeError) and detail.startswith("Could not determine home directory"):
+        # Of `Path.expanduser`, for `~name/x`.
+        return FinrayError("a path begins with `~` and a name that is no user's here", repair="write the whole path")
     for kind in type(error).__mro__:
         if (known := _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
             what, repair = known

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from finray.config.redact import redact_error
@@ -125,6 +126,12 @@ def _serve(
     except FinrayError:
         raise
     except (ray.exceptions.RayError, RayServeException, RuntimeError) as error:
+        if _has_died(ray_serve):
+            raise ClusterError(
+                "the process that loads the model has ended each time before it answered; nothing says why",
+                where=settings.model,
+                repair="it may have run out of memory: see the system's log, or try a smaller model or --dtype bf16",
+            ) from None
         # Some of Ray Serve's have no text but this.
         lines = [line.strip() for line in str(getattr(error, "message", error)).splitlines() if line.strip()]
         raise ClusterError(
@@ -134,6 +141,14 @@ def _serve(
     finally:
         # Ray's processes end with their Ray.
         signals.take_back()
+
+
+def _has_died(ray_serve: Any) -> bool:
+    """Whether processes of the model were lost while they started. Ray Serve's own error does not say so."""
+    with suppress(Exception):
+        deployments = ray_serve.status().applications[_APP].deployments.values()
+        return any("died" in one.message for one in deployments)
+    return False
 
 
 def _drain(ray_serve: Any, grace: float, notify: Callable[[str], None]) -> None:

@@ -177,10 +177,10 @@ def find(settings: Settings) -> Found:
         )
     task = artifact.model.task
     is_classifier = task in SPECS and SPECS[task].adds_head
-    if is_classifier and settings.adapters:
+    if is_classifier and (settings.adapters or settings.adapters_from):
         raise ConfigError(
             "a classifier cannot be served with adapters",
-            where="--adapter",
+            where="--adapter" if settings.adapters else "--adapters-from",
             repair="start a separate server for each classifier",
         )
     if is_classifier and settings.engine == "vllm":

@@ -189,3 +189,25 @@ def test_the_reason_why_a_model_cannot_be_loaded_is_said_whatever_it_is(
     reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     assert caught.value.message == f"the model cannot be loaded, for a reason that finray does not know: {reason}"
     assert caught.value.where == "runs/mine"
+
+
+@pytest.mark.parametrize("message", ["failed to start 3 times in a row. Error: The actor died unexpectedly", "busy"])
+def test_a_model_whose_process_is_killed_while_it_loads_is_told_from_other_failures(
+    monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    """Ray Serve itself says that it failed to update the deployments."""
+    import ray.serve
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Deploying application finray failed: Failed to update the deployments ['models'].")
+
+    stand_in = stand_in_serve(monkeypatch, state={}, signals=0)
+    lost = SimpleNamespace(deployments={"models": SimpleNamespace(message=message)})
+    monkeypatch.setattr(ray.serve, "run", fail)
+    monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={"finray": lost}))
+    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
+    with pytest.raises(ClusterError) as caught:
+        module._serve(stand_in, Settings("runs/mine"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+    died = "the process that loads the model has ended each time before it answered; nothing says why"
+    assert caught.value.message.startswith(died if "died" in message else "Ray Serve failed: Deploying application")

@@ -56,6 +56,11 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (("base", "--adapter", "x=strange"), "a different base model"),
         (("base", "--adapter", "x=other"), "full model, not an adapter"),
         (("one", "--api-key-env", "FINRAY_NO_SUCH_KEY"), "no variable FINRAY_NO_SUCH_KEY"),
+        (("one", "--adapters-from", "none"), "none` is not a directory"),
+        (("one", "--adapters-from", ".", "--host", "0.0.0.0"), "everybody who reaches this address could add adapters"),
+        (("one", "--allow-host", "http://x"), "`http://x` is not the name of a host"),
+        (("~nobody2/x",), "a path begins with `~` and a name that is no user's here"),
+        (("one", "--adapter", "x=~nobody2/x"), "a path begins with `~` and a name that is no user's here"),
         (("one", "--host", "192.0.2.1"), "--host 192.0.2.1"),
         (("one", "--dtype", "int3"), "`int3`"),
         (("one", "--engine", "fast"), "unknown engine `fast`"),
@@ -144,6 +149,7 @@ def test_a_name_that_cannot_be_one_is_refused_where_it_was_given(
     ("words", "said"),
     [
         (("--adapter", "more=one"), "a classifier cannot be served with adapters"),
+        (("--adapters-from", "."), "--adapters-from: a classifier cannot be served with adapters"),
         (("--engine", "vllm"), "vLLM does not run classifiers"),
         # The negative control.
         (("--engine", "auto"), "Ray is started"),
