@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Runs are signed with a key of the user's: not in their home, and with the same one in Ray's workers and in commands.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="finray-tests-config-")
 
 from tests.support import forks, s3, tiny
 

@@ -105,6 +105,7 @@ def train(
     fresh: bool = False,
     quiet: bool = False,
     observers: Observer | Iterable[Observer] = (),
+    trust_run: bool = False,
     **changed: Any,
 ) -> TrainResult:
     """Fine-tune a model. The same call again continues a run that was stopped.
@@ -116,6 +117,7 @@ def train(
         quiet: show no progress; warnings are still shown.
         observers: called with each record (:mod:`finray.records`), in a thread of this process. They cannot change the
             run: their return value is ignored, and one that raises is named in a warning and not called again.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
         changed: more overrides, ``train={"max_steps": 20}``.
 
     Raises:
@@ -123,6 +125,7 @@ def train(
     """
     from finray.runtime.driver import train as run
 
+    _trust(config, trust_run)
     settings = load_config(config, overrides, **changed)
     with RunView(_console(), quiet=quiet) as view:
         return run(settings, fresh=fresh, handle=with_observers(view.handle, observers))
@@ -134,6 +137,7 @@ def prepare(
     *,
     export_jsonl: str | Path | None = None,
     quiet: bool = False,
+    trust_run: bool = False,
     **changed: Any,
 ) -> PreparedData:
     """Tokenize the data of a config, without training.
@@ -143,6 +147,7 @@ def prepare(
         overrides: as for :func:`finray.load_config`.
         export_jsonl: a directory to which the rows are also written as text, by split.
         quiet: show no progress.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
         changed: more overrides.
 
     Raises:
@@ -150,6 +155,7 @@ def prepare(
     """
     from finray.runtime.prepare import prepare_and_report
 
+    _trust(config, trust_run)
     settings = load_config(config, overrides, **changed)
     with RunView(_console(), quiet=quiet) as view:
         return prepare_and_report(settings, export_jsonl=export_jsonl, handle=view.handle)
@@ -162,6 +168,7 @@ def plan(
     gpu: str | None = None,
     offline: bool = False,
     fresh: bool = False,
+    trust_run: bool = False,
     **changed: Any,
 ) -> Plan:
     """Plan a run without starting it: what it needs, and what would prevent it from starting.
@@ -173,6 +180,7 @@ def plan(
         offline: list what is on an unreachable Hub as not checked. To keep libraries from connecting, set
             ``HF_HUB_OFFLINE=1`` before the first import.
         fresh: as for :func:`finray.train`; by default an existing run of this name would be continued.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
         changed: more overrides.
 
     Raises:
@@ -180,6 +188,7 @@ def plan(
     """
     from finray.runtime.cluster import plan as make_plan
 
+    _trust(config, trust_run)
     return make_plan(load_config(config, overrides, **changed), gpu=gpu, offline=offline, fresh=fresh)
 
 
@@ -191,6 +200,7 @@ def inspect(
     rows: int = 3,
     row: Sequence[str | int] = (),
     compare: int = 1000,
+    trust_run: bool = False,
     **changed: Any,
 ) -> Inspection:
     """Inspect the data as training will see it: rows as tokens, which of them are trained on, and problems.
@@ -202,6 +212,7 @@ def inspect(
         rows: number of examples to show, spread over the training rows.
         row: rows to show instead: ``FILE:NUMBER`` in the source, or an index into the training rows.
         compare: number of rows to compare with what a server renders; 0 means all.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
         changed: more overrides.
 
     Raises:
@@ -213,6 +224,7 @@ def inspect(
     from finray.planning.steps import pack_length_of
     from finray.reporting.page import write
 
+    _trust(config, trust_run)
     settings = load_config(config, overrides, **changed)
     shown = [str(one) for one in row]
     found = run(settings, examples=rows, chosen=shown, compared=compare or None, pack_length=pack_length_of)
@@ -241,6 +253,7 @@ def generate(
     compare: bool = False,
     raw: bool | None = None,
     base: str | None = None,
+    trust_run: bool = False,
 ) -> Answers | Labelled:
     """Generate answers with a trained model; a classifier gives labels.
 
@@ -264,6 +277,7 @@ def generate(
         compare: also generate the answers of the adapter's base model, as ``base`` of the result.
         raw: do not apply the chat template; None decides by how the model was trained.
         base: base model of the adapter, if it has moved.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
 
     Returns:
         A sequence of texts, one per prompt; of a classifier, of labels.
@@ -271,6 +285,7 @@ def generate(
     Raises:
         FinrayError: the model cannot be loaded, or there is no prompt.
     """
+    _trust(model, trust_run)
     from finray.data.formats.convert import tools_of
     from finray.evaluation.engines.sampling import Sampling
     from finray.evaluation.generate import generate_text
@@ -319,6 +334,7 @@ def evaluate(
     output: str | Path | None = None,
     base: str | None = None,
     quiet: bool = False,
+    trust_run: bool = False,
 ) -> Comparison:
     """Score a model on rows, and compare it with others. The same call continues an interrupted evaluation.
 
@@ -344,10 +360,12 @@ def evaluate(
         output: directory to write to; None means ``evaluation/`` next to the weights.
         base: base model of the adapter, if it has moved.
         quiet: show no progress.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
 
     Raises:
         FinrayError: there are no rows, settings contradict each other, or files cannot be loaded or written.
     """
+    _trust(model, trust_run)
     from finray.evaluation.subjects import EvaluationRequest
     from finray.runtime.spread import evaluate as compare
     from finray.tracking.console import steps
@@ -387,6 +405,7 @@ def export(
     gguf: str | None = None,
     converter: str | Path | None = None,
     onnx: bool = False,
+    trust_run: bool = False,
 ) -> Exported | GgufExported | OnnxExported:
     """Write a model that Transformers or PEFT loads, and check it by loading it.
 
@@ -400,10 +419,12 @@ def export(
         gguf: write one GGUF file instead, and a Modelfile for Ollama: ``f16`` or ``q8_0``.
         converter: path of llama.cpp's ``convert_hf_to_gguf.py``; None uses the installed one.
         onnx: write a classifier as an ONNX file instead, always in fp32.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
 
     Raises:
         FinrayError: the model cannot be loaded, the output exists, or the written model differs from the trained one.
     """
+    _trust(run, trust_run)
     if gguf is not None or onnx:
         kind = "GGUF" if gguf is not None else "ONNX"
         if gguf is not None and onnx:
@@ -459,6 +480,7 @@ def push(
     public: bool | None = None,
     dtype: str = "bf16",
     base: str | None = None,
+    trust_run: bool = False,
 ) -> Pushed:
     """Push a model to the Hugging Face Hub, with a model card. The same call finishes a push that was killed.
 
@@ -470,10 +492,12 @@ def push(
         public: make the model public; None uses ``export.public``.
         dtype: dtype of merged weights: fp32, bf16 or fp16.
         base: base model of the adapter: its name on the Hub, or its directory if it has moved.
+        trust_run: accept the code and the local files that the run's config, or the model, names.
 
     Raises:
         FinrayError: the Hub does not allow the push (checked first), or does not answer.
     """
+    _trust(run, trust_run)
     from finray.publishing.push import push as run_push
 
     return run_push(_directory(run), to=to, merged=merged, public=public, dtype=dtype, base=base)
@@ -496,6 +520,16 @@ def report(
 
     several = [runs] if isinstance(runs, str | Path | TrainResult) else list(runs)
     return write([_directory(one) for one in several], output)
+
+
+def _trust(place: ConfigLike | TrainResult, wanted: bool) -> None:
+    """Accept what a run or a model names, where the caller wants that; says on standard error what it is."""
+    if wanted:
+        from finray.checkpoint.rundir import trust_run
+        from finray.config.redact import redact_text
+
+        for line in trust_run(place) if isinstance(place, str | PurePath) else ():
+            print(redact_text(line), file=sys.stderr)
 
 
 def _directory(run: str | Path | TrainResult) -> str | Path:

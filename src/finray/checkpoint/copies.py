@@ -17,6 +17,7 @@ from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
 from finray.checkpoint.store import ATTEMPT_FILE, directory_name
 from finray.config.paths import copy_path, is_url, read_path
+from finray.config.trust import SIGNATURE
 from finray.errors import CheckpointError
 from finray.files import FileKind, lies_in, replace_bytes
 
@@ -39,7 +40,7 @@ FAILURES = "failures.jsonl"
 _COUNTERS = "training_state/state.json"
 _FILES = FileKind(CheckpointError)
 _RECORDS = FileKind(CheckpointError, limit=2**36)
-SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
+SMALL = (CONFIG_FILE, SIGNATURE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
 # With the first digits of its attempt, as it is called behind the URL, or without.
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})(-[0-9a-f]{8})?")
 

@@ -22,12 +22,15 @@ from finray.checkpoint.copies import CONFIG_FILE, FINAL, RESOLVED_FILE, SUMMARY_
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import FOLLOWING_FOLDERS, LOGS, PROFILE, RECORDS, TRAINING_LOG, RemoteStore
 from finray.checkpoint.store import CheckpointStore
+from finray.config import trust
+from finray.config.adapter_files import NOTES
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import read_path, run_path, run_url
 from finray.config.redact import redact_saved
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
+from finray.config.trust import SIGNATURE
 from finray.errors import CheckpointError, ClusterError, ConfigError, FinrayError
 from finray.files import FileKind, lines_of, opened, replace_text
 from finray.limits import cut
@@ -127,9 +130,15 @@ class RunDir:
         return self.path / SUMMARY_FILE
 
     def keep_config(self, config: Config) -> None:
-        """Write the config of this start, secrets masked."""
-        replace_text(self.config_file, yaml.safe_dump(redact_saved(config.plain()), sort_keys=False))
-        self.push(CONFIG_FILE)
+        """Write the config of this start, secrets masked, and the user's signature of it."""
+        text = yaml.safe_dump(redact_saved(config.plain()), sort_keys=False)
+        signature = trust.signature_of(text.encode())
+        # A run that cannot be signed is a run; its config is read as that of somebody else.
+        (self.path / SIGNATURE).unlink(missing_ok=True)
+        replace_text(self.config_file, text)
+        if signature is not None:
+            replace_text(self.path / SIGNATURE, signature)
+        self.push(CONFIG_FILE, SIGNATURE)
 
     def keep_resolved(self, resolved: Resolved) -> None:
         """Write the value of every ``auto`` in the config, for later starts of the run and commands that use it."""
@@ -270,7 +279,7 @@ class RunDir:
         there = [one.name for one in self.path.iterdir()] if self.path.is_dir() else []
         behind = [] if self.url is None else Objects(self.url).files()
         names = {*there, *(one.partition("/")[0] for one in behind)} - {LOGS}
-        doomed = {CONFIG_FILE, RAY_SNAPSHOT}
+        doomed = {CONFIG_FILE, SIGNATURE, RAY_SNAPSHOT}
         if whole:
             doomed = {one for one in names if one in _BEFORE_STEPS or one.startswith(("sent-", ".sent-", ".tmp-"))}
         if self.has_begun() or not (whole or names <= doomed):
@@ -349,7 +358,8 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
         (was, old), (now, new) = _lengths(before, config, run.resolved())
         is_extended = (was, old) != (now, new)
         steps = run.store().steps()
-        found = {path: _SUMMARY.text(path) for path in (run.config_file, run.summary_file) if path.exists()}
+        kept = (run.config_file, run.path / SIGNATURE, run.summary_file)
+        found = {path: _SUMMARY.text(path) for path in kept if path.exists()}
         try:
             if is_extended:
                 notify(
@@ -461,8 +471,32 @@ def check_output(config: Config) -> None:
 
 
 def saved_config(run: RunDir) -> Config:
-    """The config a run was started with."""
-    return build_config(read_yaml(run.config_file, run.path), source=str(run.config_file))
+    """The config a run was started with; marked (:func:`finray.config.trust.of_stranger`) unless this user did."""
+    config = build_config(read_yaml(run.config_file, run.path), source=str(run.config_file))
+    return config if trust.is_trusted(run.path) else trust.of_stranger(config, str(run.config_file))
+
+
+def trust_run(place: str | Path) -> list[str]:
+    """The user accepts what a run or a model names; says what that is, one line each.
+
+    Args:
+        place: a run, a directory or config in one, its URL, or a model directory or Hub id.
+
+    Raises:
+        FinrayError: there is no such run, or its config cannot be read.
+    """
+    path = Path(copies.local_copy(place, weights=False)).expanduser()
+    lines: list[str] = []
+    for file in [path] if path.is_file() else [path / CONFIG_FILE, path.parent / CONFIG_FILE]:
+        if file.is_file() and (path.is_dir() or trust.is_in_run(file)):
+            trust.accept(file)
+            found = trust.brought(saved_config(RunDir(file.parent)))
+            lines = [f"trusted, of {file}: {field}: {value}" for field, value in found]
+            break
+    for file in (path / NOTES, path / FINAL / NOTES):
+        if file.is_file():
+            trust.accept(file)
+    return lines
 
 
 def earlier_of(config: Config) -> Earlier | None:

@@ -34,8 +34,10 @@ def chat(
     seed: show.Seed = 0,
     engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers or vllm.")] = "transformers",
     base: show.BaseModel = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Talk with a trained model in the terminal; /help lists the words for it."""
+    show.trust(model, trust_run)
     from finray.config.schema import ModelConfig
     from finray.evaluation.artifacts import artifact_of
     from finray.evaluation.chat import Conversation, require_template

@@ -30,11 +30,12 @@ def prepare(
             help="Also write training.jsonl, validation.jsonl and test.jsonl with input and output to this directory."
         ),
     ] = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Tokenize the data of a config on the CPUs of the cluster, without training."""
     from finray.runtime.prepare import prepare_and_report
 
-    settings = show.load(config, overrides)
+    settings = show.load(config, overrides, trusted=trust_run)
     with show.run_view() as view:
         found = prepare_and_report(settings, export_jsonl=export_jsonl, handle=view.handle, hide_torch=True)
     show.result(found)

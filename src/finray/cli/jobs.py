@@ -15,6 +15,7 @@ from finray.cli import show
 from finray.config.environment import SECRETS
 from finray.config.own_code import lies_in, own_code, python_files
 from finray.config.paths import sent_by_name, with_contents
+from finray.config.trust import require_trusted
 from finray.runtime.jobs import Job, Server, require_no_secret, secrets_named
 
 app = typer.Typer(help="Jobs of finray on a Ray cluster.", no_args_is_help=True)
@@ -44,13 +45,16 @@ def submit(
         ),
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Train on a Ray cluster through its job server. The same command continues a run that was stopped.
 
     The config, its chat template and DeepSpeed's JSON, the variables given with --env and the Python files below --code
     are sent; data and models are not.
     """
-    settings = with_contents(show.load(config, overrides))
+    settings = show.load(config, overrides, trusted=trust_run)
+    require_trusted(settings)
+    settings = with_contents(settings)
     names = tuple(env or ())
     require_no_secret(settings)
     secrets_named(names, os.environ)

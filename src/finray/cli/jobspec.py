@@ -12,6 +12,7 @@ from finray.cli import show
 from finray.config.load import DEFAULT_FILE, load_config
 from finray.config.paths import with_contents
 from finray.config.schema import Config
+from finray.config.trust import require_trusted
 from finray.errors import ConfigError
 from finray.jobspec.hosts import SLURM_HOURS, compose, ray_cluster, slurm
 from finray.jobspec.kubernetes import rayjob
@@ -111,7 +112,9 @@ def _settings(config: str | None, overrides: list[str] | None, model: str | None
         raise ConfigError(
             "a config file and --model exclude each other", where="--model", repair="leave one of them out"
         )
-    found = with_contents(load_config(preset or config or DEFAULT_FILE, [*changes, *words]))
+    found = load_config(preset or config or DEFAULT_FILE, [*changes, *words])
+    require_trusted(found)
+    found = with_contents(found)
     require_no_secret(found, option="--secret")
     return found
 

@@ -20,6 +20,7 @@ def plan(
         bool, typer.Option("--offline", help="Do not use the network; list what could not be checked.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Plan what `finray train --fresh` would do.")] = False,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Show what a run needs and what would keep it from starting, without starting it.
 
@@ -29,7 +30,7 @@ def plan(
         # The libraries read these variables when they are imported, which happens later.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
-        settings = show.load(config, overrides)
+        settings = show.load(config, overrides, trusted=trust_run)
         from finray.runtime.cluster import plan as make_plan
 
         result = make_plan(settings, gpu=gpu, offline=offline, fresh=fresh)
@@ -59,6 +60,7 @@ def inspect(
     compare: Annotated[
         int, typer.Option(min=0, help="Number of rows to compare with what a server renders; 0 means all.")
     ] = 1000,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Show rows as tokens, which of them are learned, and problems of the data; no training, no GPU."""
     from finray.inspection.inspect import inspect as run_inspection
@@ -66,7 +68,7 @@ def inspect(
     from finray.planning.steps import pack_length_of
     from finray.reporting.page import write
 
-    settings = show.load(config, overrides)
+    settings = show.load(config, overrides, trusted=trust_run)
     found = run_inspection(
         settings, examples=rows, chosen=row or [], compared=compare or None, pack_length=pack_length_of
     )

@@ -159,9 +159,10 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run of this name aside and start over.")
     ] = False,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Fine-tune a model. Running the same command again continues a run that was stopped."""
-    settings = show.load(config, overrides)
+    settings = show.load(config, overrides, trusted=trust_run)
     from finray.runtime.driver import train as run_training
 
     with show.run_view() as view:
@@ -208,8 +209,10 @@ def generate(
     ] = False,
     raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
     base: show.BaseModel = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Answer prompts with a trained model, or label texts with a trained classifier."""
+    show.trust(model, trust_run)
     from finray.evaluation.engines.sampling import Sampling
     from finray.evaluation.generate import generate_text
     from finray.evaluation.labels import is_classifier, read_texts
@@ -303,8 +306,10 @@ def evaluate(
         Path | None, typer.Option("--output", "-o", help="Directory to write to (default: beside the weights).")
     ] = None,
     base: show.BaseModel = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
+    show.trust(model, trust_run)
     from finray.evaluation.subjects import EvaluationRequest
     from finray.runtime.spread import evaluate as run_evaluation
 
@@ -357,8 +362,10 @@ def export(
         Path | None, typer.Option(help="Path of llama.cpp's convert_hf_to_gguf.py (default: the installed one).")
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write a classifier as an ONNX file in fp32 instead.")] = False,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
+    show.trust(run, trust_run)
     from finray.api import export as run_export
 
     made = run_export(
@@ -380,8 +387,10 @@ def export(
 def sync(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     to: Annotated[str | None, typer.Option(help="mlflow or wandb (default: the trackers in the run's config).")] = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Send a run's records to W&B or MLflow: those that are missing there, or all."""
+    show.trust(run, trust_run)
     from finray.reporting.sync import sync_run
 
     found = sync_run(run, to)
@@ -417,8 +426,10 @@ def push(
         str | None,
         typer.Option(help="Base model of the adapter: its name on the Hub, or its directory if it has moved."),
     ] = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Push a finished model to the Hugging Face Hub, with a model card. The same command finishes a killed push."""
+    show.trust(run, trust_run)
     from finray.publishing.push import push as run_push
 
     show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, notify=show.remark))

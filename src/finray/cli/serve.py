@@ -87,12 +87,14 @@ def serve(
         float, typer.Option(min=0, max=3600, help="Seconds that running answers have to finish after Ctrl-C.")
     ] = 10.0,
     base: Annotated[str | None, typer.Option(help="Base model of the adapters, if it has moved.")] = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Serve a trained model and further adapters on its base, with an API that OpenAI's clients talk to.
 
     Only who starts the server says what it serves. With --adapters-from DIR, requests may add adapters from that
     directory and remove them again: those with the API key, or without a key those from this machine.
     """
+    show.trust(model, trust_run)
     from finray.config.paths import is_url
     from finray.runtime.serve import serve as run_server
     from finray.serving.access import LOOPBACK

@@ -62,6 +62,15 @@ RepetitionPenalty = Annotated[
 BaseModel = Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")]
 
 
+TrustRun = Annotated[
+    bool,
+    typer.Option(
+        "--trust-run",
+        help="Accept the code and the local files that the run's config, or the model, names: read it first.",
+    ),
+]
+
+
 @dataclass(slots=True)
 class Mode:
     """The options that every command has.
@@ -139,11 +148,22 @@ def _common(
     """Options of every command."""
 
 
-def load(config: str | None, overrides: list[str] | None) -> Config:
+def trust(place: str | Path, wanted: bool) -> None:
+    """Accept what a run or model names, where the user wants that, and say what it is."""
+    if wanted:
+        from finray.checkpoint.rundir import trust_run
+
+        for line in trust_run(place):
+            note(redact_text(line))
+
+
+def load(config: str | None, overrides: list[str] | None, *, trusted: bool = False) -> Config:
     """The config of a command: the file or preset that its first word names, else ``finray.yaml`` in this directory."""
     words = overrides or []
     if config is not None and "=" in config and not Path(config).exists():
         config, words = DEFAULT_FILE, [config, *words]
+    if config is not None:
+        trust(config, trusted)
     found = load_config(config or DEFAULT_FILE, words)
     for note in found.notes if not mode().quiet else ():
         console().print(note, highlight=False, soft_wrap=True)

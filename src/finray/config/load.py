@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finray.config import replicas
+from finray.config import replicas, trust
 from finray.config.names import NAMES, asks_nothing, called_here, system_of, value_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean, did_you_mean_path
@@ -235,7 +235,22 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
     if not isinstance(config, Config):
         raw, notes = replicas.from_replicas(raw, given=[text.partition("=")[0].strip() for text in texts])
     found = build_config(raw, overrides=texts, source=source, problems=problems)
-    return found.with_notes(config.notes if isinstance(config, Config) else notes)
+    found = found.with_notes(config.notes if isinstance(config, Config) else notes)
+    said = [*(text.partition("=")[0].strip() for text in texts), *_paths(values)]
+    if isinstance(config, Config) and config.foreign[0]:
+        where, before = config.foreign
+        return trust.of_stranger(found.with_foreign(where, before), where, said=said)
+    file = Path(source).expanduser()
+    if isinstance(config, str | PurePath) and trust.is_in_run(file) and not trust.is_trusted(file.parent):
+        return trust.of_stranger(found, str(file), said=said)
+    return found
+
+
+def _paths(values: Iterable[Mapping[str, Any]], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of the fields that mappings set."""
+    for one in values:
+        for name, value in one.items():
+            yield from _paths([value], f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}"]
 
 
 def is_preset(name: str) -> bool:

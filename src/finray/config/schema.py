@@ -471,11 +471,25 @@ class Config(Section):
     export: ExportConfig = ExportConfig()
     # What is to be said of where it came from; no part of it.
     _notes: tuple[str, ...] = PrivateAttr(())
+    # Of the config of a run that somebody else has started: its file, and the fields that are the user's own word.
+    _foreign: tuple[str, frozenset[str]] = PrivateAttr(("", frozenset()))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What is to be said of what was read: names from the environment, and files of other systems."""
         return self._notes
+
+    @property
+    def foreign(self) -> tuple[str, frozenset[str]]:
+        """The file of a config that somebody else has written, empty for one of the user's own, and the fields that
+        the user has set in it (:mod:`finray.config.trust`)."""
+        return self._foreign
+
+    def with_foreign(self, where: str, said: frozenset[str]) -> Config:
+        """A copy of the configuration with these."""
+        marked = self.model_copy()
+        marked._foreign = (where, said)
+        return marked
 
     def with_notes(self, notes: Iterable[str]) -> Config:
         """The same configuration, with these notes."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 from finray.config.evaluation import ScoringConfig
 from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM, SPECS, metric_name, task_class
+from finray.config.trust import require_trusted
 from finray.errors import ConfigError, DataError
 from finray.evaluation import harness
 from finray.evaluation.engines import Engine, Sampling, joins_gpus, make_engine, require_engine
@@ -38,6 +39,9 @@ def judge(case: Case) -> Judged:
     """
     request, settings, config = case.request, case.config.evaluation, case.config
     scoring = settings.scoring or ScoringConfig()
+    options = ["checker", "run_code"] if "pass_at_k" in settings.metrics else []
+    options += ["encoder"] if any(one.startswith("bertscore") for one in settings.metrics) else []
+    require_trusted(config, "evaluation.metrics", *(f"evaluation.scoring.{one}" for one in options))
     scores = {metric_name(name): score_named(name, scoring) for name in settings.metrics}
     needs = frozenset[str]().union(*(one.needs for one in scores.values()))
     attempts = scoring.attempts if "columns" in needs else 1
@@ -128,6 +132,7 @@ def _own_task(case: Case) -> type[CausalLM] | None:
     if case.run is not None:
         why = "is computed by finray's own engine only (--engine transformers, without --replicas)"
         if case.spread is None and (engine == "transformers" or (engine == "auto" and not joins_gpus(engine))):
+            require_trusted(case.config, "model.task")
             found, usual = task_class(name), ("__init__", "metric_count", "metrics")
             is_alike = isinstance(found, type) and issubclass(found, CausalLM)
             if is_alike and all(getattr(found, one) is getattr(CausalLM, one) for one in usual):

@@ -17,6 +17,7 @@ from finray.config.paths import PREPARED, is_url, prepared_dir, with_absolute_pa
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
+from finray.config.trust import of_stranger, require_trusted
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_you_mean_path
@@ -173,6 +174,7 @@ class Case:
         if not spec.reads_labels and (artifact.is_adapter or run is not None):
             began = artifact
             if not artifact.is_adapter:
+                require_trusted(config, "model.name", "model.trust_remote_code")
                 found = artifact_of(config.model.name, revision=config.model.revision)
                 section = config.model.model_copy(update={"task": found.model.task})
                 began = found if found.is_adapter else replace(found, began_as=section)
@@ -360,7 +362,12 @@ def _config_of(
             reads = min(reads, packing_of(artifact.model).positions or reads)
         own["max_length"] = max(config.data.max_length, reads)
         config = config.model_copy(update={"data": config.data.model_copy(update=own)})
-    config = with_absolute_paths(load_config(config, overrides))
+        if config.foreign[0]:
+            config = of_stranger(config, config.foreign[0], said=["data.source"])
+    config = load_config(config, overrides)
+    if config.adapter.start_from is not None:
+        require_trusted(config, "adapter.start_from", "model.task")
+    config = with_absolute_paths(config)
     given = {name: getattr(request, name) for name in ("metrics", "max_rows", "max_new_tokens", "batch_size")}
     # A program may give what no option of a command takes.
     return load_config(config, evaluation={name: one for name, one in given.items() if one is not None})

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config, ModelConfig
+from finray.config.trust import require_trusted
 from finray.data.dataset.manifest import PartEntry, SplitStats
 from finray.data.dataset.plan import Settings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
@@ -57,6 +58,7 @@ def inspect(
     Raises:
         FinrayError: the data, the tokenizer or the storage has a problem.
     """
+    require_trusted(config, "data", "model", "prepare")
     tokenizer = load_tokenizer(config.model)
     tokens = special_tokens(tokenizer, stops=generation_stops(config.model))
     encoder = Settings.of(config).encoder(tokenizer)

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from finray.config import trust
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, Notes, read_notes, read_settings
+from finray.config.load import read_yaml
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
@@ -80,6 +82,12 @@ def checked_notes(folder: Path, name: str) -> Notes:
         ModelError: they are damaged, or of a task that is not there.
     """
     notes = read_notes(folder)
+    if ":" in (task := task_of(notes)) and not _is_trusted(folder, task):
+        raise ModelError(
+            f"the model names code of its own, the task `{task}`, which would be imported here",
+            where=str(folder / NOTES),
+            repair="look at that code; --trust-run (in Python trust_run=True) accepts it",
+        )
     try:
         ModelConfig(name=name, task=task_of(notes), new_tokens=notes.get("new_tokens", []))
     except ValidationError as error:
@@ -89,6 +97,16 @@ def checked_notes(folder: Path, name: str) -> Notes:
             repair="take the file from where the adapter or model was made, or install the package of its task",
         ) from None
     return notes
+
+
+def _is_trusted(folder: Path, task: str) -> bool:
+    """Whether a run that this user has started has such models, or the user has accepted this one."""
+    if trust.is_accepted(folder / NOTES):
+        return True
+    run = folder.parent
+    if not trust.is_trusted(run):
+        return False
+    return (read_yaml(run / "config.yaml", run).get("model") or {}).get("task") == task
 
 
 def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:

@@ -18,6 +18,7 @@ from finray.config.paths import run_path, with_absolute_paths
 from finray.config.resolved import LabelSet, Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
+from finray.config.trust import require_trusted
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
 from finray.planning.blueprint import Blueprint
@@ -161,6 +162,7 @@ def make_plan(
         ConfigError: the GPU name is unknown, or the adapter to start from cannot be continued with this config.
     """
     named = None if gpu is None else gpu_named(gpu)
+    require_trusted(config)
     config, found = with_absolute_paths(config), Findings()
     # Nothing else that could be said of such a run would help.
     check_task(config)

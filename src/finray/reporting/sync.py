@@ -14,6 +14,7 @@ from finray.checkpoint.copies import RUN_ID, named_run
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.extensions import load_named
 from finray.config.redact import redact, redact_text
+from finray.config.trust import require_trusted
 from finray.errors import ConfigError, FinrayError, TrainingError, did_you_mean_path
 from finray.files import FileKind
 from finray.results import Result
@@ -63,6 +64,7 @@ def sync_run(run_dir: Path, to: str | None = None) -> list[Synced]:
     if not run.config_file.is_file() or not (run.path / RUN_ID).is_file():
         raise ConfigError("the directory holds no run that has started training", where=str(run_dir))
     config = saved_config(run)
+    require_trusted(config, "tracking" if to is None else "tracking.mlflow_uri")
     names = [to] if to is not None else config.tracking.trackers
     wanted = {name: load_named("finray.trackers", name, where="--to") for name in names}
     services = {name: one for name, one in wanted.items() if isinstance(one, type) and issubclass(one, Service)}

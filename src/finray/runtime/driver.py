@@ -29,6 +29,7 @@ from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Packing, Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
+from finray.config.trust import require_trusted
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.plan import remarks_on_files
 from finray.data.dataset.prepare import Preparation, start_preparation
@@ -131,6 +132,7 @@ def train(
     Raises:
         FinrayError: says what happened, where, and the repair.
     """
+    require_trusted(config)
     config = with_absolute_paths(config)
     require_startable(config)
     for message in require_access(config.tracking):

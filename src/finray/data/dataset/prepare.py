@@ -23,6 +23,7 @@ from typing import Any
 from finray.config.paths import is_url, prepared_dir
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
+from finray.config.trust import require_trusted
 from finray.data.dataset.manifest import MANIFEST, Manifest, PartResult, bad_rows, manifest_of, part_note
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import (
@@ -349,6 +350,7 @@ def start_preparation(config: Config, *, root: str | Path | None = None, hide_to
         hide_torch: load the tokenizer without importing torch. Only for processes that will load no model, because
             Transformers does not look for torch again.
     """
+    require_trusted(config, "data", "model", "prepare")
     return Preparation(config, root=None if root is None else str(root), hide_torch=hide_torch)
 
 

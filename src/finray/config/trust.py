@@ -1,0 +1,179 @@
+"""Whether the user of this machine has written the config of a run: only then what it names takes effect here.
+
+A run directory may come from somebody else: pulled, unpacked, behind a URL. Its config may name code
+(``package.module:Name``, ``run_code``, ``trust_remote_code``) and files of this machine. So a run that this user starts
+is signed with a key of theirs, and of a run that is not signed every such field is refused where it would take effect,
+unless the user sets it themselves or accepts the config (``--trust-run``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from finray.config.own_code import own_code
+from finray.config.paths import is_template, is_url
+from finray.config.schema import Config
+from finray.errors import ConfigError, FinrayError
+from finray.files import FileKind, replace_text
+
+# In a run directory: the signature of its config.
+SIGNATURE = "config.sig"
+_CONFIG = "config.yaml"
+# Any of these, or a checkpoint, beside a config makes it that of a run, and not a file that the user has written.
+_MARKS = ("attempt", "run_id", "metrics.jsonl", "resolved.json", "summary.json", SIGNATURE)
+_KEYS = FileKind(ConfigError, limit=1024, links=True)
+_FILES = FileKind(ConfigError, limit=4_000_000)
+# SHA-256 of the texts that the user has accepted in this process: a run directory may not be writable.
+_ACCEPTED: set[str] = set()
+
+
+def key_file() -> Path:
+    """The user's key. A copy of it on another machine makes the runs of both trusted on both."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "finray" / "key"
+
+
+def _key(*, make: bool) -> bytes | None:
+    file = key_file()
+    with suppress(OSError, FinrayError):
+        if make and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Another process may make it now: the first one counts.
+            with suppress(FileExistsError):
+                handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                os.write(handle, secrets.token_hex(32).encode())
+                os.close(handle)
+        key = _KEYS.read(file).strip()
+        return key if len(key) >= 32 else None
+    return None
+
+
+def signature_of(text: bytes) -> str | None:
+    """The signature of a config's text, for :data:`SIGNATURE`; None if there is no key, and none can be made."""
+    key = _key(make=True)
+    return None if key is None else hmac.new(key, text, "sha256").hexdigest()
+
+
+def is_trusted(folder: Path) -> bool:
+    """Whether this user has started the run of a directory with just this config, or has accepted it."""
+    with suppress(FinrayError):
+        text = _FILES.read(folder / _CONFIG)
+        if hashlib.sha256(text).hexdigest() in _ACCEPTED:
+            return True
+        key = _key(make=False)
+        stored = _FILES.read(folder / SIGNATURE).strip()
+        return key is not None and hmac.compare_digest(hmac.new(key, text, "sha256").hexdigest().encode(), stored)
+    return False
+
+
+def accept(file: Path) -> None:
+    """The user accepts what a file of a run or a model names: for good where a signature can be written beside it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    text = _FILES.read(file)
+    _ACCEPTED.add(hashlib.sha256(text).hexdigest())
+    if file.name == _CONFIG and (signature := signature_of(text)) is not None:
+        with suppress(OSError):
+            replace_text(file.with_name(SIGNATURE), signature)
+
+
+def is_accepted(file: Path) -> bool:
+    """Whether the user has accepted this file in this process."""
+    with suppress(FinrayError):
+        return hashlib.sha256(_FILES.read(file)).hexdigest() in _ACCEPTED
+    return False
+
+
+def is_in_run(file: Path) -> bool:
+    """Whether a config is the copy that a run directory keeps."""
+    folder = file.parent
+    return file.name == _CONFIG and (
+        any((folder / name).exists() for name in _MARKS) or any(folder.glob("checkpoint-*"))
+    )
+
+
+def brought(config: Config) -> list[tuple[str, str]]:
+    """The code that a config names or allows, and the files of this machine: field and value of each."""
+    model, data, scoring, cluster = config.model, config.data, config.evaluation.scoring, config.cluster
+    found = own_code(config)
+    if model.trust_remote_code:
+        found.append(("model.trust_remote_code", f"true, for {model.name}"))
+    if scoring is not None and scoring.run_code:
+        found.append(("evaluation.scoring.run_code", "true"))
+    # Variables of Python and of the linker load code; the processes of a foreign cluster are its owner's.
+    found += [(f"cluster.env.{name}", value) for name, value in cluster.env.items()]
+    found += [("cluster.address", cluster.address)] if cluster.address else []
+    found += [("tracking.mlflow_uri", config.tracking.mlflow_uri)] if config.tracking.mlflow_uri else []
+    given = config.parallel.deepspeed_config
+    places = [
+        ("data.source", data.source),
+        ("data.eval_source", data.eval_source),
+        *((f"data.mix.{number}.source", one.source) for number, one in enumerate(data.mix)),
+        ("model.name", model.name),
+        ("adapter.start_from", config.adapter.start_from),
+        ("evaluation.scoring.encoder", None if scoring is None else scoring.encoder),
+    ]
+    found += [(field, name) for field, name in places if name is not None and _is_place(name)]
+    files = [
+        ("model.chat_template", None if is_template(model.chat_template or "") else model.chat_template),
+        ("parallel.deepspeed_config", given if isinstance(given, str) else None),
+        ("prepare.dir", config.prepare.dir),
+        ("prepare.local_dir", config.prepare.local_dir),
+        ("run.local_dir", config.run.local_dir),
+    ]
+    return found + [(field, name) for field, name in files if name is not None]
+
+
+def _is_place(name: str) -> bool:
+    """Whether a name is that of a file or directory here, and not of something on the Hub or behind a URL."""
+    return not is_url(name) and (name.startswith(("/", ".", "~", "file://")) or Path(name).exists())
+
+
+def of_stranger(config: Config, where: str, *, said: Iterable[str] = ()) -> Config:
+    """The same config, marked: what it names is somebody else's word, but for the fields that the user has said.
+
+    Args:
+        config: of a run that is not trusted.
+        where: its file.
+        said: dotted paths of fields, or of sections, beside those that were said before.
+    """
+    return config.with_foreign(where, config.foreign[1].union(said))
+
+
+def require_trusted(config: Config, *fields: str) -> None:
+    """Refuse code and files that the config of a stranger's run names, where they would take effect.
+
+    Args:
+        config: the config.
+        fields: those that take effect now, or sections of them, such as ``data``; none means all.
+
+    Raises:
+        ConfigError: names each field, and how the user takes it over.
+    """
+    where, said = config.foreign
+    if not where:
+        return
+    odd = [
+        (field, value)
+        for field, value in brought(config)
+        if not _covers(said, field) and (not fields or _covers(fields, field))
+    ]
+    if odd:
+        raise ConfigError(
+            "the config of this run was not written by you on this machine, and what it names would take effect here",
+            where=where,
+            repair="read it; --trust-run (in Python trust_run=True) accepts all of it, and a field that you set "
+            "yourself is your own word",
+            problems=tuple(f"{field}: {value}" for field, value in odd),
+        )
+
+
+def _covers(paths: Iterable[str], field: str) -> bool:
+    return any(field == one or field.startswith(f"{one}.") for one in paths)
