@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from finray.checkpoint.rundir import RunDir
 from finray.tracking.follow import Followed
 from finray.tracking.jsonl import read_records
 from finray.tracking.mlflow import MlflowService
@@ -184,7 +185,8 @@ def test_labels_that_no_name_may_have_and_more_numbers_than_a_request_takes(
 
 def with_config(plain: dict[str, Any], run_dir: Path) -> Path:
     """What the driver writes, which tests that train alone have not."""
-    return Path(runs.write_config(plain, run_dir / "config.yaml").parent)
+    RunDir(run_dir).keep_config(runs.config_of(plain))
+    return run_dir
 
 
 def test_a_finished_run_is_handed_to_a_server_that_its_config_does_not_name(

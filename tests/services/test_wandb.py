@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from finray.checkpoint.rundir import RunDir
 from finray.tracking.jsonl import read_records
 from tests.services.handing_over import RUN_ID, sending, train_and_be_killed, write
 from tests.services.standin import Standin
@@ -164,7 +165,7 @@ def test_a_finished_run_is_handed_over_by_a_command(
     plain = tiny_run({"train.max_steps": 3, "tracking.wandb_project": "p"}, rows=12)
     run_dir = tmp_path / "run"
     runs.run_alone(plain, run_dir)
-    runs.write_config(plain, run_dir / "config.yaml")
+    RunDir(run_dir).keep_config(runs.config_of(plain))
     code, out, err = runs.finray("sync", run_dir, "--to", "wandb")
     assert code == 0, err
     assert "sent 3 records to wandb" in out

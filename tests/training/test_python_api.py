@@ -25,7 +25,7 @@ def result(tiny_run: Callable[..., dict[str, Any]]) -> TrainResult:
     plain = tiny_run({"data.eval_ratio": 0.2, "train.max_steps": 3, "evaluation.max_new_tokens": 4})
     folder = Path(plain["run"]["output_dir"]) / plain["run"]["name"]
     runs.run_alone(plain, folder)
-    runs.write_config(runs.config_of(plain).plain(), folder / "config.yaml")
+    RunDir(folder).keep_config(runs.config_of(plain))
     step = RunDir(folder).make_final(best=None, warn=print)
     phases = dict.fromkeys(("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint"), 1.5)
     phases |= {"total": 10.5, "data_wait": 0.25}

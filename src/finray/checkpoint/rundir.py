@@ -152,7 +152,11 @@ class RunDir:
             ConfigError: the file cannot be read.
         """
         path = self.path / RESOLVED_FILE
-        return _RESOLVED.json(path, Resolved) if path.exists() else None
+        found = _RESOLVED.json(path, Resolved) if path.exists() else None
+        if found is not None and ":" in found.strategy != saved_config(self).parallel.strategy:
+            # It is imported, and `auto` never comes to code of anybody's own.
+            raise _RESOLVED.refused(f"names the strategy `{found.strategy}`, which its config does not", path)
+        return found
 
     def finished(self) -> Finished | None:
         """The summary and chosen step of a finished run; None before.

@@ -102,7 +102,7 @@ def test_a_run_that_never_began_is_in_nobodys_way(tmp_path: Path, stage: str) ->
     with open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=said.append) as run:
         assert said == ["an earlier start with other settings ended before its first step: the run starts with these"]
         assert run.resolved() is None
-        assert {path.name for path in run.path.iterdir()} <= {"config.yaml", "logs"}
+        assert {path.name for path in run.path.iterdir()} <= {"config.yaml", "config.sig", "logs"}
     assert earlier_of(config(tmp_path)) is None
 
 

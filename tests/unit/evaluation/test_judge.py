@@ -113,7 +113,9 @@ class Run:
         evaluation = SimpleNamespace(metrics=list(metrics), scoring=scoring, max_new_tokens=11, batch_size=6)
         return SimpleNamespace(
             request=EvaluationRequest(metrics=asked, **request),
-            config=SimpleNamespace(evaluation=evaluation, data="the run's", cluster="a cluster"),
+            config=SimpleNamespace(
+                foreign=("", frozenset()), evaluation=evaluation, data="the run's", cluster="a cluster"
+            ),
             **{"rows": rows, "subjects": subjects, "tuned": subjects[-1], "dtype": "bf16", "spread": spread},
             notes=["a note"],
             run=None,
