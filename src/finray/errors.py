@@ -184,6 +184,11 @@ def explained(error: BaseException) -> FinrayError | None:
     if isinstance(error, RuntimeError) and detail.startswith("Could not determine home directory"):
         # Of `Path.expanduser`, for `~name/x`.
         return FinrayError("a path begins with `~` and a name that is no user's here", repair="write the whole path")
+    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
+        # What a command was given, in a section that it made.
+        first = error.errors()[0]
+        place, reason = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
+        return FinrayError(reason[0].lower() + reason[1:], where=place or None, repair="correct this value")
     for kind in type(error).__mro__:
         if (known := _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
             what, repair = known

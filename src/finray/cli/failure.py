@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +35,10 @@ def report(error: Exception, errors: Console) -> int:
             repair=f"please report it with {_kept(reference, text)}; FINRAY_VERBOSE=1 prints its content here",
         )
         known.exit_code = 1
-    errors.print(f"error: {known}", highlight=False, soft_wrap=True)
+    # Where nothing can be printed, the exit code still says what happened.
+    with suppress(OSError, ValueError):
+        errors.print(f"error: {known}", highlight=False, soft_wrap=True)
+        errors.file.flush()
     return known.exit_code
 
 

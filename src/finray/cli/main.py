@@ -7,6 +7,7 @@ interrupted, 143 ended by SIGTERM, 129 by SIGHUP.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -475,11 +476,29 @@ def version() -> None:
     show.lines({"version": __version__}, __version__)
 
 
+def _require_directory() -> None:
+    # Libraries that torch loads end the process without it.
+    try:
+        Path.cwd()
+    except OSError:
+        raise ConfigError(
+            "the working directory does not exist any more", where=os.environ.get("PWD"), repair="change to another one"
+        ) from None
+
+
 def main() -> None:
     """Entry point: run the application and turn any exception into one message."""
+    for name, kind in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        # Closed by who started the command, as with `>&-`.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, kind, encoding="utf-8"))  # noqa: PTH123, SIM115
+    if not re.fullmatch(r"[1-9]\d{0,3}", os.environ.get("COLUMNS", "80")):
+        # No width: the terminal has one.
+        del os.environ["COLUMNS"]
     errors = PlainConsole(stderr=True)
     arm()
     try:
+        _require_directory()
         with signals.owned():
             app()
     except SystemExit as stop:

@@ -108,6 +108,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             os.environ["FINRAY_VERBOSE"] = "1"
         try:
             _require_sizes(arguments)
+            _require_text(arguments)
             function(**arguments)
         except Exception as error:
             if as_json and not mode().written and (known := explained(error)) is not None:
@@ -135,6 +136,18 @@ def _require_sizes(arguments: Mapping[str, Any]) -> None:
                 where=f"--{name.replace('_', '-')}",
                 repair="give an ordinary number",
             )
+
+
+def _require_text(arguments: dict[str, Any]) -> None:
+    """See that no argument holds what no path and no file can.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for name, value in arguments.items():
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if "\0" in str(one):
+                raise ConfigError("holds U+0000, which is not a valid character", where=name)
 
 
 def _common(

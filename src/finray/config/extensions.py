@@ -88,9 +88,13 @@ def load_named(group: str, name: str, *, where: str) -> Any:
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    return imported(
+    found = imported(
         path, where=where, repair="write package.module:Name, and run finray where that module can be imported"
     )
+    if group != "finray.adapter_methods" and not callable(found):
+        kind = type(found).__name__
+        raise ConfigError(f"`{path}` is a {kind}, not a class or a function", where=where, repair="name one of these")
+    return found
 
 
 def imported(path: str, *, where: str, repair: str) -> Any:

@@ -178,5 +178,11 @@ def task_spec(name: str) -> TaskSpec:
     """
     if name in SPECS:
         return SPECS[name]
-    spec: TaskSpec = task_class(name).spec
+    spec = getattr(task_class(name), "spec", None)
+    if not isinstance(spec, TaskSpec):
+        raise ConfigError(
+            f"`{name}` is no task: it has no `spec`",
+            where="model.task",
+            repair="docs/guide/extending.md shows how a task is written",
+        )
     return spec
