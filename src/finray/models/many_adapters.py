@@ -79,10 +79,6 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             folder, f"it cannot be read, or does not fit the model {base.name}: {first_line(error)}"
         ) from None
     for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise _refused(
-                folder, f"{name} is {str(tensor.dtype).removeprefix('torch.')}, not floating point", **_AGAIN
-            )
         if not bool(tensor.float().isfinite().all()):
             raise _refused(folder, f"{name} is not finite (NaN or infinite)", **_AGAIN)
     body, parts, lacking = skeleton.base_model_prefix + ".", dict[str, LoraPart](), list[str]()
