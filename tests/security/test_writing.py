@@ -1,5 +1,5 @@
-"""A file that is there is replaced as a whole, or appended to, by ``finray.files``: after a full disk or a kill, what was
-there before is still there. Whoever writes in another way is named here."""
+"""A file that is there is replaced as a whole, or appended to, by ``finray.files``: after a full disk or a kill, what
+was there before is still there. Whoever writes in another way is named here."""
 
 from __future__ import annotations
 
