@@ -18,6 +18,14 @@ from finray.limits import bounded_product, cut, shown
 if TYPE_CHECKING:
     import torch
 
+# --- typer 0.29.2 ----------------------------------------------------------------------------------------------------
+
+
+def hide_range(option: Any) -> None:
+    """Leave the range of a number out of the help of an option."""
+    option._get_number_range_help_str = lambda: None
+
+
 # --- huggingface_hub 2.4.0 -------------------------------------------------------------------------------------------
 
 

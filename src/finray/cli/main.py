@@ -20,6 +20,7 @@ from finray.cli import chat, cluster, convert, data, failure, jobs, jobspec, loo
 from finray.cli import config as config_commands
 from finray.cli import doctor as doctor_command
 from finray.cli import serve as serving
+from finray.cli.helping import explain
 from finray.config.load import suggest_owner
 from finray.config.names import HERE_IS, not_yet
 from finray.config.redact import redact_text
@@ -76,6 +77,7 @@ class _Commands(TyperGroup):
         found: Any = super().get_command(ctx, cmd_name)
         if found is not None:
             found.rich_help_panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
+            explain(found, cmd_name)
         return found
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]

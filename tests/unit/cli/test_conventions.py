@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import typer.main
 import yaml
 
 import finray
+from finray.cli.helping import EXAMPLES
 from finray.cli.main import PANELS, app
 from finray.config.load import preset_names, read_preset
 from tests.support import runs
@@ -69,6 +72,17 @@ def test_a_number_that_is_none_is_refused_by_its_option(words: tuple[str, ...], 
     assert words[-1].partition("=")[0] in err
     assert "bug" not in err
     assert len(err) < 2500
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_has_an_example_that_parses_and_no_raw_range(path: tuple[str, ...]) -> None:
+    code, out, _ = runs.finray(*path, "--help")
+    example = EXAMPLES[" ".join(path)]
+    shown = " ".join(out.replace("│", " ").split())
+    assert (code, f"Example: {example}" in shown) == (0, True)
+    assert not re.search(r"range>|<=x|x>=", out)
+    assert tuple(shlex.split(example)[1 : 1 + len(path)]) == path
+    COMMANDS[path].make_context(path[-1], shlex.split(example)[1 + len(path) :])
 
 
 def test_version_help_and_completion_are_found() -> None:
