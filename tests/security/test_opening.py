@@ -48,6 +48,8 @@ ALLOWED = {
     "checkpoint/rundir.py:make_final": "files of a checkpoint that was verified just before",
     "checkpoint/store.py:fsync": "a file that this process has written",
     "compat.py:": "a GGUF file, which was looked at before",
+    "config/redact.py:_forms": "a file of finray",
+    "config/trust.py:_key": "a new file of the user's own",
     "config/load.py:preset_text": "a file of finray",
     "data/dataset/export.py:": "a directory that this process is filling",
     "data/dataset/parts.py:": "a new file of this process",
@@ -59,6 +61,7 @@ ALLOWED = {
     "data/sources/resolve.py:is_datasets_directory": "a regular file in a directory that the user names",
     "data/storage.py:": "objects behind a URL, and a new file of this process",
     "evaluation/generate.py:write": "a file that the user names",
+    "evaluation/labels.py:write": "a file that the user names",
     "evaluation/harness.py:": "a file that the user names",
     "evaluation/scores/checking.py:": "/proc",
     "evaluation/scores/code.py:": "/proc",
@@ -81,6 +84,7 @@ ALLOWED = {
     "runtime/jobs.py:": "a directory that this process has made",
     "runtime/probe.py:": "objects behind a URL",
     "runtime/nodes.py:": "the state of the user's own Ray",
+    "runtime/signals.py:_leave_terminal": "/dev/null",
     "tracking/follow.py:": "no file: a service",
     "training/checkpointing.py:": "a directory that this process is filling",
     "training/loop.py:": "/proc",
@@ -244,7 +248,7 @@ def test_a_file_that_is_longer_than_it_says_has_an_end(tmp_path: Path) -> None:
 
 
 def test_a_line_without_an_end_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finray.files._LINE", 4)
+    monkeypatch.setattr("finray.files.LINE_BYTES", 4)
     (tmp_path / "file").write_bytes(b"a\nlong line\nb\n")
     with opened(tmp_path / "file") as stream:
         assert list(lines_of(stream)) == [b"a\n", b"long", b" lin", b"e\n", b"b\n"]

@@ -26,6 +26,7 @@ CHECKED = {
     "config/extensions.py:imported": "by its callers",
     "config/tasks.py:task_class": "by its callers",
     "config/tasks.py:task_spec": "checked_notes, of a model; driver, plan and evaluation, of a config",
+    "config/tasks.py:chosen": "driver.train and make_plan",
     "data/formats/convert.py:shaped_by": "start_preparation",
     "data/formats/convert.py:converter_of": "start_preparation",
     "data/formats/convert.py:load_function": "start_preparation",

@@ -35,7 +35,7 @@ from finray.models.saved_layout import without_adapter
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
 
-_CONFIGS = FileKind(ModelError, repair="download the model again")
+_CONFIGS = FileKind(ModelError, repair="download the model again", links=True)
 # Classes that are shown of each text, the most likely first.
 _SHOWN = 5
 
