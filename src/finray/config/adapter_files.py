@@ -30,7 +30,7 @@ CONTINUED = frozenset(
         *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
         *("modules_to_save", "trainable_token_indices", "bias", "fan_in_fan_out", "init_lora_weights"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size"),
+        *("megatron_core", "runtime_config", "qalora_group_size"),
     }
 )
 _FILES = FileKind(ModelError, repair="take the file from where the adapter or model was made", links=True)
@@ -100,7 +100,11 @@ def lora_variant(folder: Path) -> str | None:
         ModelError: the file cannot be read.
     """
     plain = _FILES.json(folder / SETTINGS, dict[str, Any])
-    return next((name for name in sorted(plain) if plain[name] and name not in CONTINUED), None)
+    odd = [name for name in sorted(plain) if plain[name] and name not in CONTINUED]
+    # finray trains the rows of tokens that it has added, and knows them by their names.
+    if plain.get("trainable_token_indices") and not read_notes(folder).get("new_tokens"):
+        odd.append("trainable_token_indices")
+    return odd[0] if odd else None
 
 
 def with_base(folder: Path, base: str) -> dict[str, str]:

@@ -161,6 +161,12 @@ def test_every_setting_of_peft_is_continued_or_refused_by_its_name(folder: Path)
         (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, name: True}), encoding="utf-8")
         with pytest.raises(ConfigError, match=f"adapter with `{name}`"):
             with_start(config(folder))
+    # Rows of tokens that finray has not added.
+    (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, "trainable_token_indices": [5, 9]}))
+    assert with_start(config(folder)).model.new_tokens == ["<x>"]
+    (folder / "finray.json").write_text("{}")
+    with pytest.raises(ConfigError, match="adapter with `trainable_token_indices`"):
+        with_start(config(folder))
     # What PEFT writes of a plain adapter.
     plain = LoraConfig(r=4, target_modules=["q_proj"]).to_dict()
     text = json.dumps({**plain, **SETTINGS}, default=lambda one: getattr(one, "value", None) or sorted(one))
