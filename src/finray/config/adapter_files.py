@@ -69,6 +69,7 @@ class Notes(TypedDict, total=False):
     labels: list[str]
     system: str | None
     tool_format: str
+    input_template: str | None
     chat_template_arguments: dict[str, Any] | None
     quantization: str
 

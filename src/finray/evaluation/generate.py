@@ -12,6 +12,7 @@ from typing import Any, ClassVar, overload
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
+from finray.data.formats.convert import one_column
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
@@ -95,6 +96,7 @@ class Asking:
         system: system message for conversations that have none.
         arguments: variables for the chat template.
         tool_format: format of tools if the template does not support them.
+        form: of the prompts of training rows, for text that is passed without the chat template; None as it is.
     """
 
     tokenizer: Any
@@ -102,6 +104,7 @@ class Asking:
     system: str | None
     arguments: Mapping[str, Any] | None
     tool_format: str
+    form: str | None = None
 
     @classmethod
     def of(cls, artifact: Artifact, tokenizer: Any, *, raw: bool | None = None) -> Asking:
@@ -117,10 +120,12 @@ class Asking:
                 where=str(artifact.folder),
                 repair='`finray generate RUN "text"` labels a text, and `finray evaluate` scores it',
             )
+        # Who asks for raw text gets it raw.
+        form = notes.get("input_template") if raw is None else None
         if raw is None:
             raw = notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
         kept = notes.get("chat_template_arguments"), notes.get("tool_format", "plain")
-        return cls(tokenizer, raw, notes.get("system"), *kept)
+        return cls(tokenizer, raw, notes.get("system"), *kept, form if raw else None)
 
     @property
     def why_no_chat(self) -> str | None:
@@ -129,6 +134,19 @@ class Asking:
             return None
         return "was trained without it" if self.tokenizer.chat_template else "has none"
 
+    @property
+    def remark(self) -> str | None:
+        """Of a model that was trained on prompts of a certain form, what becomes of a text."""
+        if self.form is None:
+            return None
+        shown = json.dumps(self.form, ensure_ascii=False)
+        if one_column(self.form) is None:
+            return (
+                f"the model was trained on prompts of several columns, {shown}: a text is passed as it is, so write it "
+                "in that form"
+            )
+        return f"texts are put into the form of the rows that the model was trained on, {shown}"
+
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, up to the start of the answer.
 
@@ -136,6 +154,7 @@ class Asking:
             FinrayError: a conversation needs a chat template and there is none, or the template refuses it.
         """
         kept: dict[str, Any] = {"system": self.system, "arguments": self.arguments, "tool_format": self.tool_format}
+        kept["form"] = self.form
         return prompt_ids(self.tokenizer, prompt, raw=self.raw, **kept)
 
 
@@ -232,6 +251,8 @@ def generate_text(
         ]
     if asking.raw and any(prompt.messages or prompt.tools for prompt in prompts):
         raise _no_conversation(asking, is_asked_for=bool(raw))
+    if asking.remark is not None:
+        notify(f"{asking.remark} (--raw passes it as it is)")
     ids = [asking.ids(prompt) for prompt in prompts]
     stream = None if write is None or len(prompts) != 1 else TextStream(asking.tokenizer, sampling.stop, write)
     texts, plain = [""] * len(prompts), [""] * len(prompts) * compare

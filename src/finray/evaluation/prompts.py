@@ -8,14 +8,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finray import compat
 from finray.config.schema import NO_TEXT
-from finray.data.formats.convert import converter_of, messages_of, tools_of
-from finray.data.formats.examples import Chat, Completion, detect
+from finray.data.formats.convert import converter_of, in_form, messages_of, template_arguments, tools_of
+from finray.data.formats.examples import OF_CHATS, Chat, Completion, detect
 from finray.data.sources.pieces import read_file
 from finray.data.sources.resolve import TABLES, Row
 from finray.data.storage import file_suffix
@@ -36,11 +36,13 @@ _TOOLS = FileKind(
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to answer: a conversation, or plain text; ``tools`` are JSON schemas of functions that may be called."""
+    """What to answer: a conversation, or plain text; ``tools`` are JSON schemas of functions that may be called, and
+    ``arguments`` its own variables for the chat template."""
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     # For a model without a chat template, where training writes the row in another way.
     plain: str = ""
 
@@ -163,10 +165,12 @@ def _prompt(row: Row, system: str | None, left_out: Counter[str], *, repair: str
     # A null is what a row does not have.
     value = {name: one for name, one in row.value.items() if one is not None}
     try:
-        tools = tools_of(value.get("tools"))
+        tools = tools_of(_first(value, "tools"))
+        arguments = template_arguments(_first(value, "chat_template_kwargs"))
         for name in ("messages", "conversations", "conversation", "prompt"):
             if (turns := _turns(value.get(name))) is not None:
-                return _conversation(row, name, turns, tools, system, left_out)
+                prompt = _conversation(row, name, turns, tools, system, left_out)
+                return replace(prompt, arguments=arguments)
         for answer in ({}, *({name: ""} for name in ("completion", "response", "output"))):
             with suppress(DataError):
                 found = detect({**value, **answer}, {})
@@ -184,11 +188,17 @@ def _prompt(row: Row, system: str | None, left_out: Counter[str], *, repair: str
     except DataError as error:
         raise DataError(error.message, where=row.where, repair=error.repair or repair) from None
     assert isinstance(chat, Chat)
-    messages = tuple(message.plain() for message in chat.messages[:-1])
+    messages = tuple(message.whole() for message in chat.messages[:-1])
     text = str(messages[-1]["content"])
     prompt = Prompt.of(text, system) if len(messages) == 1 else Prompt(messages=_begun(messages, system))
     plain = alone.prompt if isinstance(alone, Completion) and system is None else ""
-    return replace(prompt, tools=chat.tools or tools, plain="" if plain == prompt.text else plain)
+    plain = "" if plain == prompt.text else plain
+    return replace(prompt, tools=chat.tools or tools, arguments=arguments, plain=plain)
+
+
+def _first(value: Mapping[str, Any], field: str) -> Any:
+    """What a row has in one of the columns of an optional field."""
+    return next((value[name] for name in OF_CHATS[field] if value.get(name)), None)
 
 
 def _turns(value: Any) -> list[Any] | None:
@@ -219,9 +229,10 @@ def _conversation(
         raise DataError(f"`{name}` holds answers only", repair="begin with the user's turn")
     answers = [one for one in _ANSWERS.values() if row.value.get(one)]
     left_out.update([""] if answers or len(asked) < len(turns) else [])
-    left_out.update(set(row.value) - {name, "tools", "system", *_ANSWERS.values()})
-    own = row.value.get("system")
-    messages = tuple(message.plain() for message in messages_of(asked, name))
+    read = {one for names in OF_CHATS.values() for one in names}
+    left_out.update(set(row.value) - {name, *read, *_ANSWERS.values()})
+    own = _first(row.value, "system")
+    messages = tuple(message.whole() for message in messages_of(asked, name))
     messages = _begun(messages, own if isinstance(own, str) and own else system)
     return Prompt(messages=messages, tools=tools)
 
@@ -250,6 +261,7 @@ def prompt_ids(
     system: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     tool_format: str = "plain",
+    form: str | None = None,
 ) -> list[int]:
     """Token ids of a prompt, up to the start of the answer.
 
@@ -260,13 +272,14 @@ def prompt_ids(
         system: system message for conversations that have none.
         arguments: variables for the chat template.
         tool_format: format of tools and their calls if the template does not support them.
+        form: of the prompts of training rows, for text that is passed without the chat template.
 
     Raises:
         ModelError: there is no chat template, and the prompt needs one.
         DataError: the template refuses the prompt, or the result is empty.
     """
     if raw and not prompt.messages and not prompt.tools:
-        ids = list(tokenizer(prompt.text)["input_ids"])
+        ids = list(tokenizer(prompt.text if form is None else in_form(form, prompt.text))["input_ids"])
         if not ids:
             raise DataError("the prompt is empty", repair="write at least one word")
         return ids
@@ -277,6 +290,7 @@ def prompt_ids(
         messages.insert(0, {"role": "system", "content": system})
     if messages[0] == {"role": "system", "content": ""}:
         messages.pop(0)
+    arguments = {**(arguments or {}), **prompt.arguments}
     if prompt.tools or any("tool_calls" in message or message.get("role") == "tool" for message in messages):
         # As in training, where the template may not support tools.
         renderer = ChatRenderer(tokenizer, special_tokens=(), arguments=arguments, tool_format=tool_format)
@@ -286,5 +300,5 @@ def prompt_ids(
         if isinstance(tokenizer.chat_template, str):
             # Transformers will find this in its cache: compiled in a sandbox with limits.
             compat.compile_chat_template(tokenizer.chat_template)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(arguments or {}))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -45,6 +45,22 @@ _COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
     ("system_ignored", "warning", "System message ignored", "have a system message that the chat template leaves out"),
     ("answers_rewritten", "warning", "Answers rewritten", "have an answer that the chat template changes"),
     ("joined_words", "warning", "Prompt and completion", "have no white space between the two, which are joined as is"),
+    ("calls_left_out", "warning", "Tool calls left out", "have calls of which the template leaves out a part"),
+    (
+        "special_in_prompts",
+        "warning",
+        "Special tokens in prompts",
+        "have text in their prompt that the tokenizer reads as special tokens, which can end or begin a turn; a server "
+        "reads it in the same way",
+    ),
+    ("doubled_eos", "problem", "End token twice", "have an end token twice in a row: the text has one already"),
+    ("unwanted_answers", "warning", "Unwanted answers", "say that their answer is not wanted, and it is learned"),
+    (
+        "numbers_as_text",
+        "note",
+        "Numbers",
+        "have numbers, true or false where text belongs, learned as JSON writes them",
+    ),
     ("tools_as_text", "note", "Tools as text", "have tools or calls that the chat template cannot render itself"),
     ("split_conversations", "note", "Conversations split", "became several: the chat template rewrites earlier turns"),
 )
@@ -267,7 +283,7 @@ def findings(inspection: Inspection) -> tuple[Check, ...]:
             f"{count:,} of {of:,} rows {text}",
             count,
             of,
-            split.cut_at if key == "truncated" else (),
+            split.cut_at if key == "truncated" else split.places.get(key, ()),
         )
         for split in inspection.splits
         for of in [split.counts.get("source_rows", split.rows)]

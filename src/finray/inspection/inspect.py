@@ -17,7 +17,7 @@ from finray.data.dataset.manifest import PartEntry, SplitStats
 from finray.data.dataset.plan import Settings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.dataset.report import without_rows
+from finray.data.dataset.report import unread_fields, without_rows
 from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Chat, Completion, Example, Label
 from finray.data.tokenize.encode import Tokenizer
@@ -101,7 +101,8 @@ def inspect(
         labels = {name: split.labels for name, split in splits.items()}
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
-    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity, cut_at, labels)
+    places = {name: stats.places for name, stats in counted.items()}
+    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity, cut_at, labels, places)
     return Inspection(
         config=config,
         format=form,
@@ -121,6 +122,8 @@ def _file_checks(config: Config, counted: Mapping[str, SplitStats]) -> list[Chec
         Check("Files", "warning" if line.startswith("warning: ") else "note", line.removeprefix("warning: "))
         for line in remarks_on_files(config)
     ]
+    unread = ((name, text) for name, stats in counted.items() for text in unread_fields(stats))
+    found += [Check(f"Not read ({name})", "warning", text) for name, text in unread]
     empty = {name: stats for name, stats in counted.items() if stats.empty_files}
     return [*found, *(Check(f"Files ({name})", "warning", without_rows(stats)) for name, stats in empty.items())]
 
@@ -187,8 +190,10 @@ def _served_rows(
             served = [_served_prompts(example, encoder, tokenizer) for example in examples]
             prompts = [prompt for own, _ in served for prompt in own]
             refusal = next((refusal for _, refusal in served if refusal), "")
+            chats = (one for one in examples if isinstance(one, Chat))
+            in_parts = any(message.hidden for chat in chats for message in chat.messages)
             for row in kept:
-                yield ServedRow(rows.where(row), *rows.row(row), prompts, refusal)
+                yield ServedRow(rows.where(row), *rows.row(row), prompts, refusal, in_parts)
 
 
 def _spread(values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -207,7 +212,8 @@ def _served_prompts(example: Example, encoder: Tokenizer, tokenizer: Any) -> tup
     for turn, message in enumerate(example.messages):
         if message.role == "assistant" and turn:
             try:
-                text = encoder.renderer.render(example.messages[:turn], example.tools, add_generation_prompt=True)
+                before, own = example.messages[:turn], example.arguments
+                text = encoder.renderer.render(before, example.tools, arguments=own, add_generation_prompt=True)
             except DataError as error:
                 if error.overdue:
                     raise
@@ -227,6 +233,7 @@ def _refused_rows(source: SourceRows, encoder: Tokenizer, tokenizer: Any) -> Ite
             if not isinstance(example, Chat):
                 continue
             for turn, prompt in _served_prompts(example, encoder, tokenizer)[0]:
-                text = encoder.renderer.render(example.messages[: turn + 1], example.tools)
+                upto = example.messages[: turn + 1]
+                text = encoder.renderer.render(upto, example.tools, arguments=example.arguments)
                 ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
                 yield ServedRow(where, ids, np.ones(len(ids), dtype=np.uint8), [(turn, prompt)])

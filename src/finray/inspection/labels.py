@@ -64,6 +64,9 @@ def label_checks(
         if is_rare:
             finding += ", and will hardly be learned; classification.class_weights: balanced gives it more weight"
         checks.append(Check("Class balance", "warning" if is_rare else "ok", finding, fewest, total))
+        if (everywhere := [name for name, rows in balance[0].rows if rows == total]) and total > 1:
+            finding = f"all {total:,} rows to train on have {cut(', '.join(everywhere), 60)}: there is nothing to learn"
+            checks.append(Check("A class that all rows have", "problem", finding, total, total))
     return tuple(checks)
 
 

@@ -113,6 +113,7 @@ class SplitView:
         packing: None without packing, and for splits that are not trained on.
         longest, shortest: a few rows.
         cut_at: some rows that were cut off, as ``file:row``.
+        places: of other counters, some of the rows.
     """
 
     name: str
@@ -126,6 +127,7 @@ class SplitView:
     longest: tuple[RowSummary, ...]
     shortest: tuple[RowSummary, ...]
     cut_at: tuple[str, ...] = ()
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def dropped(self) -> int:
@@ -212,6 +214,7 @@ class Inspector:
         capacity: tokens that a pack holds.
         cut_at: split name to some rows that were cut off.
         labels: split name to the labels of labelled text; nothing for other rows.
+        places: split name to some rows of each counter.
     """
 
     data: DataConfig
@@ -222,6 +225,7 @@ class Inspector:
     capacity: int
     cut_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels: Mapping[str, Sequence[Label]] = field(default_factory=dict)
+    places: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def _read(self, name: str, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Tokens of a row, and which are learned; labelled text has token types there, and no token to learn."""
@@ -277,6 +281,7 @@ class Inspector:
                 longest=tuple(self._summary(name, int(number)) for number in longest),
                 shortest=tuple(self._summary(name, int(number)) for number in shortest),
                 cut_at=self.cut_at.get(name, ()),
+                places=self.places.get(name, {}),
             )
             views.append(view)
         return tuple(views)

@@ -26,13 +26,15 @@ ServedPrompt = tuple[int, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class ServedRow:
-    """A prepared row and the served prompts of its answers; ``refusal`` is why the template refuses one of them."""
+    """A prepared row and the served prompts of its answers; ``refusal`` is why the template refuses one of them, and
+    ``in_parts`` whether only parts of an answer are learned."""
 
     where: str
     ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.uint8]
     prompts: Sequence[ServedPrompt]
     refusal: str = ""
+    in_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def compare_prompts(
             refused, refusal = refused + 1, refusal or row.refusal
         for before, turn, prompt in _pairs(row, whole=whole):
             turns += 1
-            if before == prompt:
+            if before == prompt or (row.in_parts and before[: len(prompt)] == prompt):
                 matching += 1
                 continue
             start = _common(before, prompt)

@@ -33,7 +33,17 @@ from finray.results import Result
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 # Metadata next to the weights that stays valid after merging.
-_KEPT = ("rows", "task", "auto_class", "problem", "labels", "system", "tool_format", "chat_template_arguments")
+_KEPT = (
+    "rows",
+    "task",
+    "auto_class",
+    "problem",
+    "labels",
+    "system",
+    "tool_format",
+    "input_template",
+    "chat_template_arguments",
+)
 _SCRATCH = ".tmp-export-"
 _FILES = FileKind(ModelError, repair="take the file from where the adapter was made", links=True)
 _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finray.data.formats.convert import messages_of, tools_of
+from finray.data.formats.convert import in_form, messages_of, template_arguments, tools_of
 from finray.errors import FinrayError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.prompts import Prompt
@@ -95,15 +95,18 @@ class Exchange:
                     )
                     raise ApiError(400, message, param="messages")
                 protocol.require_text(request.messages, "messages")
-                messages = tuple(one.plain() for one in messages_of(request.messages, "messages"))
+                messages = tuple(one.whole() for one in messages_of(request.messages, "messages"))
                 tools = () if request.tool_choice == "none" else tools_of(request.tools)
-                found = [asking.ids(Prompt(messages=messages, tools=tools))]
+                own = template_arguments(request.chat_template_kwargs)
+                found = [asking.ids(Prompt(messages=messages, tools=tools, arguments=own))]
                 param = "messages"
             else:
                 param, found = "prompt", []
                 for one in request.prompts():
                     protocol.require_text(one, param)
-                    found.append(list(asking.tokenizer(one)["input_ids"] if isinstance(one, str) else one))
+                    form = asking.form if asking.raw else None
+                    text = in_form(form, one) if form is not None and isinstance(one, str) else one
+                    found.append(list(asking.tokenizer(text)["input_ids"] if isinstance(text, str) else text))
         except FinrayError as error:
             raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
         words = min(len(asking.tokenizer), self._models.vocabulary)

@@ -322,6 +322,9 @@ class Models:
         self._at_start = frozenset(self._served)
         if without := [f"`{one.name}` {why}" for one in self.all() if (why := one.asking.why_no_chat) is not None]:
             notify(f"conversations need a chat template, so they are refused: {', '.join(without)}")
+        for served in self.all():
+            if served.asking.remark is not None:
+                notify(f"`{served.name}`: {served.asking.remark}")
 
     def _open(self, lora: PlainLora | None, tokenizer: Any, notify: Callable[[str], None]) -> None:
         """Load the model into finray's own engine."""

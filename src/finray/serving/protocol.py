@@ -96,6 +96,8 @@ class ChatRequest(Answering):
     top_logprobs: int | None = Field(None, ge=0, le=20, description="a whole number from 0 to 20")
     tools: list[dict[str, Any]] | None = Field(None, description="a list of objects with `type` and `function`")
     tool_choice: Literal["auto", "none"] | None = Field(None, description="auto or none, as calls cannot be forced")
+    # As in vLLM: variables of the chat template, as rows of training data have them.
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="an object")
     parallel_tool_calls: bool | None = Field(None, description=_SWITCH)
     response_format: _Format | None = Field(None, description='{"type": "text"}, as other formats are not supported')
 

@@ -20,6 +20,7 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.data.dataset.prepared import PreparedDataset
+from finray.data.formats.convert import prompt_form
 from finray.errors import TrainingError
 from finray.files import FileKind, replace_text
 from finray.parallel.base import Strategy
@@ -82,6 +83,7 @@ class _Notifier:
 
 def save_extras(config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any) -> Callable[[Path], None]:
     """A function that writes the tokenizer, and what later commands need to know, into a checkpoint."""
+    formats = [stream.format for stream in dataset.manifest.splits["train"].streams]
     notes = {
         "base_model": config.model.name,
         "revision": config.model.revision,
@@ -94,6 +96,8 @@ def save_extras(config: Config, dataset: PreparedDataset, resolved: Resolved, to
         "chat_template_arguments": config.model.chat_template_arguments,
         "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
     }
+    if dataset.kind() == "completion" and (form := prompt_form(config.data, formats)) is not None:
+        notes["input_template"] = form
     if resolved.problem is not None:
         notes |= {"problem": resolved.problem, "labels": list(resolved.labels)}
         if tokenizer.pad_token is None:

@@ -421,3 +421,101 @@ def test_a_result_by_another_role_of_a_template_that_refuses_unknown_roles() -> 
         for role in ("function", "tool")
     ]
     assert rows[0].rows == rows[1].rows
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+HEAD = "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{% if CONDITION -%}"
+TAIL = (
+    "{%- else -%}{{ m.content }}{%- endif -%}<|im_end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLS = "{%- for c in m.tool_calls -%}CALL {{ c.function.name + ' ' + ARGUMENTS }}{%- endfor -%}"
+AS_JSON, AS_TEXT = "(c.function.arguments | tojson)", "c.function.arguments"
+
+
+def written(condition: str, arguments: str = AS_JSON, calls: str = CALLS) -> str:
+    return HEAD.replace("CONDITION", condition) + calls.replace("ARGUMENTS", arguments) + TAIL
+
+
+def conversation(content: Any, arguments: Any, **more: Any) -> Chat:
+    call = {"id": "call00000", "type": "function", "function": {"name": "depth", "arguments": arguments}}
+    turns = [
+        {"role": "user", "content": "depth?"},
+        {"role": "assistant", "content": content, "tool_calls": [call], **more},
+        {"role": "tool", "content": "9", "tool_call_id": "call00000"},
+        {"role": "assistant", "content": "nine"},
+    ]
+    return Chat(messages_of(turns, "messages"))
+
+
+@pytest.mark.parametrize("arguments", [{"river": "Ob"}, '{"river":"Ob"}'])
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("condition", ["m.content is none", "m.tool_calls and not m.content", "m.tool_calls"])
+def test_calls_are_rendered_in_the_form_that_a_template_wants(
+    monkeypatch: pytest.MonkeyPatch, condition: str, as_text: bool, content: Any, arguments: Any
+) -> None:
+    with_template(monkeypatch, "chatml", written(condition, AS_TEXT if as_text else AS_JSON))
+    chat = conversation(content, arguments)
+    encoded = encode("chatml", *chat.messages)
+    # Text stays as it was given.
+    shown = arguments if as_text and isinstance(arguments, str) else '{"river": "Ob"}'
+    assert learned_texts("chatml", encoded) == [f"CALL depth {shown}<|im_end|>", "nine<|im_end|>"]
+    assert not encoded.notes
+
+
+def test_a_template_that_writes_null_as_a_word_gets_an_empty_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_template(monkeypatch, "chatml", written("m.tool_calls", calls=f"{{{{ m.content }}}}{CALLS}"))
+    encoded = encode("chatml", *conversation(None, {"river": "Ob"}).messages)
+    assert learned_texts("chatml", encoded)[0] == 'CALL depth {"river": "Ob"}<|im_end|>'
+
+
+def test_calls_that_a_template_leaves_out_are_refused_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_template(monkeypatch, "chatml", written("m.content is none and m.tool_calls and false"))
+    with pytest.raises(DataError, match=r"leaves out the tool calls of messages\[1\]"):
+        encode("chatml", *conversation(None, {"river": "Ob"}).messages)
+    assert encode("chatml", *conversation("depth Ob", {"river": "Ob"}).messages).notes == {"calls_left_out"}
+    with_template(monkeypatch, "chatml", written("m.tool_calls", "'(no arguments)'"))
+    assert encode("chatml", *conversation(None, {"river": "Ob"}).messages).notes == {"calls_left_out"}
+    assert not encode("chatml", *conversation(None, {}).messages).notes
+
+
+# --- parts of an answer, and variables of a row ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama-3", "gemma-3", "phi-3", "zephyr"])
+def test_only_the_parts_of_an_answer_are_learned_that_the_row_says(name: str) -> None:
+    said = "a bad dog. a good dog. the end."
+    first = Message("assistant", said, hidden=((0, 11),))
+    ends = [text.split("the end.")[1] for text in learned_texts(name, encode(name, user("a"), assistant(said)))]
+    assert learned_texts(name, encode(name, user("a"), first)) == [f" a good dog. the end.{ends[0]}"]
+    both = replace(first, hidden=((0, 11), (23, 31)))
+    assert learned_texts(name, encode(name, user("a"), both, user("b"), assistant("no")))[0].strip() == "a good dog."
+    middle = replace(first, hidden=((11, 23),))
+    assert learned_texts(name, encode(name, user("a"), middle)) == ["a bad dog.", f" the end.{ends[0]}"]
+
+
+def test_parts_are_left_out_of_a_conversation_that_is_learned_as_a_whole() -> None:
+    hidden = Message("assistant", "a bad dog. a cat", hidden=((0, 11),))
+    texts = learned_texts("chatml", encode("chatml", user("a"), hidden, train_on="all"))
+    assert texts == ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", " a cat<|im_end|>\n"]
+
+
+def test_parts_that_cannot_be_located_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = Message("assistant", "a dog and a cat", hidden=((0, 5),))
+    for expression in ("m.content | upper", "m.content ~ ' ' ~ m.content"):
+        with_template(monkeypatch, "chatml", written("false").replace("{{ m.content }}", f"{{{{ {expression} }}}}"))
+        with pytest.raises(DataError, match="cannot be located"):
+            encode("chatml", user("a"), hidden)
+
+
+def test_a_row_has_its_own_variables_of_the_template() -> None:
+    """As the same variables for all rows; and a row without any is rendered as before, also after one with some."""
+    tokenizer = Tokenizer(families.tokenizer("qwen-3"), train_on="assistant", max_length=4096, on_too_long="error")
+    rows = [Chat(TURN, arguments=own) for own in ({"enable_thinking": False}, {}, {"enable_thinking": False}, {})]
+    found = [encoded.rows[0].ids for encoded in tokenizer.encode(rows * 3)]
+    off, on = (encode("qwen-3", *TURN, **more).rows[0].ids for more in ({"enable_thinking": False}, {}))
+    assert found == [off, on] * 6
+    masks = [mask_of(encoded.rows[0]) for encoded in tokenizer.encode(rows[:2])]
+    assert masks[0] != masks[1]

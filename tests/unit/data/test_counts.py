@@ -12,7 +12,9 @@ import pytest
 from finray.data.dataset.manifest import RowCounts
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.data.dataset.report import report_lines
 from finray.data.formats.examples import Completion
+from finray.data.sources import pieces
 from finray.data.tokenize.encode import Tokenizer
 from tests.support import tiny
 from tests.support.preparing import Preparing, Write, bad_rows_of, lines
@@ -207,3 +209,72 @@ def test_rows_that_a_system_message_cannot_be_added_to_are_counted(
     stats = preparing.dataset(file, system="Be brief.", **options).manifest.splits["train"]
     assert stats.system_unused == unused
     assert preparing.dataset(file, **options).manifest.splits["train"].system_unused == 0
+
+
+def noted(preparing: Preparing, put: Write, rows: list[Any], **data: Any) -> Any:
+    """The counters of these rows, their report, and how the stream was read."""
+    manifest = preparing.dataset(put("rows.jsonl", lines(rows)), **data).manifest
+    stats = manifest.splits["train"]
+    return stats, "\n".join(report_lines(manifest)), stats.streams[0]
+
+
+def test_a_column_counts_from_the_row_on_that_has_it(preparing: Preparing, put: Write) -> None:
+    """Later than the rows that decide the format, and in several parts."""
+    rows = [{"instruction": f"a {number}", "output": "b"} for number in range(300)]
+    for row in rows[150:]:
+        row |= {"context": "the river", "rejected": "no", "id": "x"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "PIECE_BYTES", 4000)
+        stats, report, stream = noted(preparing, put, rows)
+    assert len(stats.streams[0].parts) > 2
+    assert stream.format == "alpaca (instruction, output, input from context); not read: rejected, id"
+    assert stream.unread == {"rejected": 150, "id": 150}
+    assert "150 of 300 rows have `rejected`, a column that is not read: preferences are not learned" in report
+    assert "`id`" not in report
+    texts = preparing.texts(put("rows.jsonl", lines(rows)))
+    assert [("the river" in text) for text in texts] == [number >= 150 for number in range(300)]
+
+
+def test_of_two_columns_that_mean_the_same_the_one_with_something_is_read(preparing: Preparing, put: Write) -> None:
+    rows = [{"instruction": "a", "input": "", "context": "the river", "output": "b"}] * 2
+    assert "the river" in preparing.texts(put("rows.jsonl", lines(rows)))[0]
+    _, report, stream = noted(preparing, put, [{**rows[0], "input": "the house"}])
+    assert stream.unread == {"context": 1}
+    assert "1 of 1 rows have `context`" in report
+
+
+def test_keys_of_messages_that_nothing_reads_are_counted_and_named(preparing: Preparing, put: Write) -> None:
+    rows = [talk("a", "b"), talk("c", "d")]
+    rows[1]["messages"][1] |= {"think": "it barks", "id": "7", "refusal": None, "name": "dog"}
+    rows[0]["messages"][0]["train"] = True
+    _, report, stream = noted(preparing, put, rows)
+    unread = {"train": 1, "think": 1, "id": 1, "name": 1}
+    assert stream.unread == {f"messages[].{key}": count for key, count in unread.items()}
+    assert "1 of 2 rows have `think` in a message, a key that is not read: this reasoning is not learned" in report
+    assert "`train` in a message, a key that is not read: only answers are learned" in report
+    assert "keys of messages that nothing reads: `id` (1 rows), `name` (1 rows)" in report
+    assert "not read" not in noted(preparing, put, [talk("a", "b")])[1]
+    reading = tiny.CHATML.replace("{{ message['content']", "{{ message.think }}{{ message['content']")
+    assert reading != tiny.CHATML
+    _, _, stream = noted(preparing, put, rows[1:], model={"chat_template": reading})
+    assert "messages[].think" not in stream.unread
+
+
+def test_end_tokens_that_occur_twice_and_special_tokens_in_prompts_are_named(preparing: Preparing, put: Write) -> None:
+    rows = [talk("a", "b"), talk("a <|im_end|>\n<|im_start|>assistant\nyes", "b"), talk("<|im_end a|>", "b<|im_end|>")]
+    stats, report, _ = noted(preparing, put, rows)
+    assert (stats.special_in_prompts, stats.doubled_eos, stats.doubled_bos) == (1, 1, 0)
+    assert stats.places == {"special_in_prompts": ("rows.jsonl:2",), "doubled_eos": ("rows.jsonl:3",)}
+    assert "1 of 3 rows have text in their prompt that the tokenizer reads as special tokens" in report
+    end = preparing.tokenizer.eos_token
+    pairs = [{"prompt": "a", "completion": f" b{end}"}, {"prompt": "a", "completion": " b"}]
+    assert noted(preparing, put, pairs, format="prompt_completion")[0].doubled_eos == 1
+
+
+def test_weights_and_media_of_rows_are_said_and_empty_columns_are_not(preparing: Preparing, put: Write) -> None:
+    pair = {"prompt": "a", "completion": "b", "weight": 2, "images": [], "label": True}
+    _, report, stream = noted(preparing, put, [pair, {**pair, "images": ["x"], "label": False}])
+    assert stream.unread == {"weight": 2, "images": 1, "label": 2}
+    assert "2 of 2 rows have `weight`" in report
+    assert "1 of 2 rows have `images`" in report
+    assert "1 of 2 rows say that their answer is not wanted" in report

@@ -266,7 +266,7 @@ def test_ms_swifts_loss_says_what_is_learned() -> None:
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": False}]
     assert not example({"messages": turns}).messages[1].train
     assert example({"messages": [turns[0], {**turns[1], "train": True}]}).messages[1].train
-    assert example({"messages": [turns[0], {**turns[1], "loss": 0.25}]}).messages[1].train
+    assert "messages[1].loss is 0.25; it must be 1" in refused({"messages": [turns[0], {**turns[1], "loss": 0.25}]})
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -847,3 +847,126 @@ def test_arrow_files_and_streams(tmp_path: Path, kind: Any) -> None:
         writer.write_table(table, max_chunksize=7)
     rows = list(read(resolve(str(path), split="train")))
     assert [(row.number, row.value["text"]) for row in rows] == [(at + 1, f"row {at}") for at in range(30)]
+
+
+# --- what other systems write into rows -----------------------------------------------------------------------------
+
+CHATTED = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    "name", ["train", "training", "trainable", "loss", "loss_mask", "loss_scale", "loss_weight", "weight"]
+)
+def test_flags_of_turns_under_the_names_of_other_systems(name: str) -> None:
+    for value, learned in (
+        (False, 0),
+        (0, 0),
+        (0.0, 0),
+        ("false", 0),
+        ("0", 0),
+        (True, 1),
+        (1.0, 1),
+        ("1", 1),
+        (None, 1),
+    ):
+        chat = example({"messages": [CHATTED[0], {**CHATTED[1], name: value}]})
+        assert chat.messages[1].train is bool(learned), value
+        assert not chat.messages[1].others
+    for value in (0.5, 2, "half", [1]):
+        assert f"messages[1].{name}" in refused({"messages": [CHATTED[0], {**CHATTED[1], name: value}]})
+
+
+def test_flags_that_differ_or_may_mean_either_are_refused() -> None:
+    assert "flags that differ: loss True, weight 0" in refused(
+        {"messages": [CHATTED[0], {**CHATTED[1], "loss": True, "weight": 0}]}
+    )
+    for name in ("mask", "masked"):
+        for value in (True, False, 0):
+            assert f"messages[1].{name}" in refused({"messages": [CHATTED[0], {**CHATTED[1], name: value}]})
+
+
+def parts(*flags: Any) -> list[dict[str, Any]]:
+    texts = ("one ", "two ", "three")
+    given = zip(texts, flags, strict=True)
+    return [{"type": "text", "text": text, **({} if flag is None else flag)} for text, flag in given]
+
+
+@pytest.mark.parametrize(
+    ("flags", "train", "hidden"),
+    [
+        ((None, None, None), True, ()),
+        (({"train": False}, None, {"train": True}), True, ((0, 4),)),
+        (({"weight": 0}, {"loss": 0.0}, None), True, ((0, 8),)),
+        ((None, {"loss_scale": 0}, None), True, ((4, 8),)),
+        (({"train": False}, {"train": False}, {"train": False}), False, ()),
+    ],
+)
+def test_flags_of_parts_of_a_content(flags: tuple[Any, ...], train: bool, hidden: tuple[Any, ...]) -> None:
+    answer = example({"messages": [CHATTED[0], {"role": "assistant", "content": parts(*flags)}]}).messages[1]
+    assert (answer.content, answer.train, answer.hidden) == ("one two three", train, hidden)
+
+
+def test_axolotls_ranges_of_a_content_are_inclusive_and_what_none_covers_is_not_learned() -> None:
+    def answer(*ranges: tuple[Any, Any, Any], **more: Any) -> dict[str, Any]:
+        named = [{"begin_offset": low, "end_offset": high, "train": flag} for low, high, flag in ranges]
+        return {"messages": [CHATTED[0], {"role": "assistant", "content": "0123456789", "train_detail": named, **more}]}
+
+    assert example(answer((0, 3, False), (4, 9, True))).messages[1].hidden == ((0, 4),)
+    assert example(answer((2, 3, True), (6, 6, True))).messages[1].hidden == ((0, 2), (4, 6), (7, 10))
+    assert not example(answer((0, 9, False))).messages[1].train
+    assert not example(answer((0, 9, True), train=False)).messages[1].train
+    assert example(answer((0, 9, True))).messages[1].hidden == ()
+    for ranges in [
+        ((0, 10, True),),
+        ((3, 2, True),),
+        ((-1, 2, True),),
+        ((0, 5, True), (5, 9, False)),
+        ((0, "5", True),),
+    ]:
+        assert "train_detail" in refused(answer(*ranges))
+    assert "none of its parts is" in refused(answer((0, 9, False), train=True))
+
+
+def test_calls_of_one_turn_with_different_flags_say_what_to_do() -> None:
+    turns = [SHAREGPT[0], {**SHAREGPT[2], "loss": False}, SHAREGPT[2], SHAREGPT[3]]
+    assert "give both the same flag" in refused({"conversations": turns})
+
+
+def test_system_and_tools_are_read_beside_every_kind_of_conversation() -> None:
+    for columns in (
+        {"messages": CHATTED},
+        {"conversations": SHAREGPT[:2]},
+        {"prompt": "a", "completion": "b"},
+        {"prompt": CHATTED[:1], "completion": CHATTED[1:]},
+        {"instruction": "a", "output": "b"},
+    ):
+        for system in ("system", "system_prompt", "system_message"):
+            chat = example({**columns, system: "be brief", "functions": [TOOL]})
+            assert said(chat)[0] == ("system", "be brief")
+            assert chat.tools == ({"type": "function", "function": TOOL},)
+            assert not chat.notes
+        assert example({**columns, "chat_template_kwargs": '{"thinks": false}'}).arguments == {"thinks": False}
+    # Of a prompt without a template nothing else is read, which is counted.
+    plain = example({"prompt": "a", "completion": "b", "system": "s", "tools": [TOOL]}, chat=False)
+    assert plain.notes == {"unread:system", "unread:tools"}
+    own = example({"messages": [{"role": "system", "content": "inside"}, *CHATTED], "system": "outside"})
+    assert (said(own)[0][1], own.notes) == ("inside", {"unread:system"})
+    for value in ("[1]", {"messages": []}, 5):
+        assert "chat_template_kwargs" in refused({"messages": CHATTED, "chat_template_kwargs": value})
+
+
+def test_numbers_are_text_and_lists_are_not() -> None:
+    for value, text in ((5, "5"), (0.5, "0.5"), (True, "true"), (0, "0")):
+        found = example({"prompt": "a", "completion": value})
+        assert (found.messages[1].content, found.notes) == (text, {"numbers_as_text"})
+    for value in (["x"], {"text": "x"}, math.inf):
+        message = refused({"prompt": "a", "completion": value})
+        assert "not text" in message
+        assert "repair: " in message
+    assert "repair: " in refused({"text": 5})
+
+
+def test_an_answer_that_is_not_wanted_is_counted() -> None:
+    assert example({"prompt": "a", "completion": "b", "label": False}).notes == {"unwanted_answers"}
+    for label in (True, None, "no", 0):
+        assert not example({"prompt": "a", "completion": "b", "label": label}).notes

@@ -131,6 +131,7 @@ def test_a_label_is_a_name_names_or_a_number(value: Any, rules: LabelRules, expe
         (1.0, LabelRules("single_label"), "set classification.problem to regression"),
         ([1.0, 0.0], LabelRules(), "a list with 1.0; it must be a name or a whole number"),
         ([0, 1, 0], LabelRules(), "lists a class twice"),
+        ([True, False], LabelRules(), "the label is a vector"),
         (["a"], LabelRules("single_label"), "set classification.problem to multi_label"),
         ("['a', 'b']", LabelRules(), "looks like a list, but is not JSON"),
         ("[b]", LabelRules("multi_label"), "looks like a list, but is not JSON"),
@@ -361,6 +362,24 @@ def test_rows_that_all_have_one_label_are_refused(
     (problem,) = look(classifying, put, labels).problems
     with pytest.raises(DataError, match=said):
         raise problem
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([[1, 0], [0, 1]] * 3, "each of the classes: labels such as [0, 1] are read as ids, not as a vector"),
+        (["[1, 0]", "[0, 1]", "[0, 1]"], "are read as ids, not as a vector"),
+        ([["a", "b"], ["a", "c"], ["a"], ["c", "a"]], "all 4 rows to train on have the class `a`: nothing to learn"),
+        ([[2, 5], [2, 3], [5], [3]], None),
+        ([["a"], ["b"], ["a", "b"]], None),
+    ],
+)
+def test_vectors_of_two_classes_and_a_class_that_all_rows_have_are_refused(
+    classifying: Preparing, put: Write, labels: list[Any], said: str | None
+) -> None:
+    problems = [str(one) for one in look(classifying, put, labels).problems]
+    assert len(problems) == (said is not None)
+    assert said is None or said in problems[0]
 
 
 def test_balanced_weights_are_those_of_scikit_learn(classifying: Preparing, put: Write) -> None:

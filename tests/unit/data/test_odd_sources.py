@@ -198,6 +198,18 @@ def test_a_csv_file_is_separated_by_what_its_header_has(
     assert preparing.texts(put("rows.csv", text), format="prompt_completion") == ["one, two three;\tfour", 'a "b" c']
 
 
+@pytest.mark.parametrize("header", ["prompt, completion", "prompt,completion", '"prompt", "completion"'])
+def test_quotes_after_a_space_are_quotes(preparing: Preparing, put: Write, header: str) -> None:
+    file = put("rows.csv", f'{header}\n"one, two", "three, four"\n"a", "b"\n')
+    assert preparing.texts(file, format="prompt_completion") == ["one, twothree, four", "ab"]
+
+
+def test_a_space_in_a_value_stays(preparing: Preparing, put: Write) -> None:
+    """Also in front of a quote that belongs to the text."""
+    file = put("rows.csv", 'prompt,completion\na, b\na," ""b"""\n')
+    assert preparing.texts(file, format="prompt_completion") == ["a b", 'a "b"']
+
+
 def test_a_comma_in_the_header_is_the_separator(preparing: Preparing, put: Write) -> None:
     file = put("rows.csv", "prompt,completion,a;b\none, two;,x;y\n")
     assert preparing.texts(file, format="prompt_completion") == ["one two;"]

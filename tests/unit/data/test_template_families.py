@@ -406,7 +406,7 @@ def also_where_rewritten(self: ChatRenderer, chat: Chat, index: int, text: str) 
 
 
 def without_generation_prompt(self: ChatRenderer, chat: Chat, index: int) -> str:
-    return self._apply(chat.messages[:index], chat.tools)
+    return self._apply(chat, index)
 
 
 def answers_of(chat: Chat) -> list[int]:

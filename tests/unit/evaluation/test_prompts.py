@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finray.data.formats.convert import tools_of
-from finray.data.formats.examples import Chat
+from finray.config.schema import DataConfig
+from finray.data.formats.convert import FormatChoice, converter_of, prompt_form, tools_of
+from finray.data.formats.examples import Chat, Completion
 from finray.data.tokenize.encode import Tokenizer as Tokens
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.engines.sampling import Sampling
@@ -414,6 +415,39 @@ def test_what_a_template_refuses_is_an_error_of_the_prompt() -> None:
     with pytest.raises(DataError, match="roles must alternate") as caught:
         prompt_ids(tokenizer, Prompt("how deep"), raw=False)
     assert "order and names of the roles" in str(caught.value.repair)
+
+
+def test_variables_of_a_row_come_before_those_of_the_run(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(families.tokenizer("chatml"))
+    tokenizer.chat_template = "{{ mood | default('none') }} " + tokenizer.chat_template
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "chat_template_kwargs": {"mood": "calm"}}\n{"prompt": "a"}\n')
+    found = [
+        tokenizer.decode(prompt_ids(tokenizer, prompt, raw=False, arguments={"mood": "wild"}))
+        for prompt in read_prompts([], rows, system=None)
+    ]
+    assert [text.split()[0] for text in found] == ["calm", "wild"]
+
+
+def test_a_text_is_put_into_the_form_of_the_rows_in_training() -> None:
+    tokenizer = families.tokenizer("chatml")
+
+    def text(prompt: str, form: str | None) -> str:
+        return str(tokenizer.decode(prompt_ids(tokenizer, Prompt(prompt), raw=True, form=form)))
+
+    row = {"instruction": "how deep", "output": "nine"}
+    (trained,) = converter_of(FormatChoice("auto", {}).decide(row), has_chat_template=False)(row)
+    assert isinstance(trained, Completion)
+    form = prompt_form(DataConfig(source="x"), ["alpaca (instruction, output)"])
+    assert form is not None
+    assert text("how deep", form) == trained.prompt
+    # A prompt that has the form already stays, and so does every prompt where there are several columns.
+    assert text(trained.prompt, form) == trained.prompt
+    assert text("how deep", "Q: {question}\\nC: {context}\\nA:") == "how deep"
+    assert text("how deep", "Q: {question}\\nA:") == "Q: how deep\nA:"
+    assert text("how {deep}", "{question}") == "how {deep}"
+    system = prompt_form(DataConfig(source="x", system="be {brief}"), ["alpaca (instruction, output)"])
+    assert text("how deep", system) == f"be {{brief}}\n\n{trained.prompt}"
 
 
 @pytest.mark.parametrize("tools", [(), tools_of([DEPTH])])

@@ -11,7 +11,7 @@ from finray.config.classification import ClassificationConfig
 from finray.config.schema import Config
 from finray.config.tasks import CLASSIFIER_METRICS, SEQUENCE_CLASSIFICATION, task_spec
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
-from finray.data.formats.labels import Label, LabelSet
+from finray.data.formats.labels import NO_VECTOR, Label, LabelSet
 from finray.errors import ConfigError, DataError, FinrayError, did_you_mean
 from finray.limits import cut
 
@@ -19,6 +19,8 @@ from finray.limits import cut
 _SOME_ROWS = 20
 # A class that has so many times as many rows as another is much more common.
 UNBALANCED = 10
+# Up to so many rows may have a class in common by chance.
+_FEW_ROWS = 3
 # Up to so many different numbers are more often classes.
 _FEW_NUMBERS = 10
 
@@ -60,6 +62,20 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
                 f"all {len(own):,} rows to train on have the label {_shown(own[0])}: there is nothing to learn",
                 where="data.source",
                 repair="set the label column in data.field_mapping, or add rows with other labels",
+            )
+        )
+    elif labels.problem == "multi_label" and (everywhere := _everywhere(counts, len(own))):
+        # Two ids in any order are probably one-hot vectors of two classes.
+        is_vector = len(counts) == len(everywhere) == 2
+        all_of = "each of the classes" if len(everywhere) == len(counts) else f"the class {_shown(everywhere[0])}"
+        found.problems.append(
+            DataError(
+                f"all {len(own):,} rows to train on have {all_of}"
+                + (": labels such as [0, 1] are read as ids, not as a vector" if is_vector else ": nothing to learn"),
+                where="data.source",
+                repair=f"{NO_VECTOR}; of rows with one class each, write that class alone"
+                if is_vector
+                else "remove the class from the labels, or add rows without it",
             )
         )
     elif labels.problem == "single_label" and len(counts) == len(own) >= _SOME_ROWS:
@@ -148,6 +164,12 @@ def class_weights(
                 repair=f"the classes are {cut(', '.join(labels.names))}",
             )
     return tuple(float(section.class_weights.get(name, 1.0)) for name in labels.names)
+
+
+def _everywhere(counts: Counter[str], rows: int) -> list[str]:
+    """The classes that every row has, if none lacks any or there are more than a few rows."""
+    found = [name for name in counts if counts[name] == rows]
+    return found if len(found) == len(counts) or rows > _FEW_ROWS else []
 
 
 def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayError]:

@@ -9,12 +9,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from finray.config.resolved import Problem
 from finray.data.dataset.plan import FORMAT_VERSION, Stream, fingerprint
+from finray.data.formats.examples import described
 from finray.data.formats.labels import in_order, mixed_labels
 from finray.data.sources.readers import ByteRange
 from finray.data.storage import Folder
@@ -28,7 +29,8 @@ NAMED_ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What became of source rows; docs/formats.md has the meaning of each. The last six are counted by the encoder."""
+    """What became of source rows; docs/formats.md has the meaning of each. Those from ``system_ignored`` on are notes
+    of converters, of the encoder and of the writer."""
 
     source_rows: int = 0
     rows: int = 0
@@ -51,6 +53,13 @@ class RowCounts:
     empty_answers: int = 0
     joined_words: int = 0
     split_conversations: int = 0
+    calls_left_out: int = 0
+    open_answers: int = 0
+    numbers_as_text: int = 0
+    unwanted_answers: int = 0
+    special_in_prompts: int = 0
+    doubled_bos: int = 0
+    doubled_eos: int = 0
 
     def counts(self) -> dict[str, int]:
         """By name."""
@@ -82,7 +91,9 @@ class PartResult(RowCounts):
     Attributes:
         stream: name of its stream.
         number: of the part in the stream.
-        format: how rows were read, for people.
+        format: of its rows, for people.
+        read: fields that were read, and from which columns.
+        unread: columns and keys of messages that were not read, with the number of rows that have something there.
         longest: tokens of the longest row.
         kind: of its first row; None without rows.
         labels: classes in it.
@@ -95,11 +106,14 @@ class PartResult(RowCounts):
         bad: rows that were left out.
         lost: the first rows that lost their whole answer: number of the range, and number in it.
         cut: likewise the first that were cut off.
+        places: likewise the first that a counter counts.
     """
 
     stream: str
     number: int
     format: str
+    read: tuple[str, ...]
+    unread: Mapping[str, int]
     longest: int
     kind: str | None
     labels: tuple[str, ...]
@@ -112,6 +126,7 @@ class PartResult(RowCounts):
     problem: Problem | None = None
     label_rows: tuple[int, ...] = ()
     cut: tuple[tuple[int, int], ...] = ()
+    places: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PartResult:
@@ -149,13 +164,15 @@ class PartEntry:
 
 @dataclass(frozen=True, slots=True)
 class StreamEntry:
-    """The rows of one source for one split; ``name`` is its folder, ``format`` says how rows were read."""
+    """The rows of one source for one split; ``name`` is its folder, ``format`` says how rows were read, and ``unread``
+    in how many rows a column, or a key of messages, has something that was not read."""
 
     name: str
     format: str
     rows: int
     source_rows: int
     parts: tuple[PartEntry, ...]
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     def files(self) -> list[tuple[str, DataFile]]:
         """Every data file with its path in the dataset, in the order of the rows."""
@@ -176,6 +193,7 @@ class SplitStats(RowCounts):
         answers_lost_at: the first rows that lost their whole answer, as ``file:row``.
         truncated_at: likewise the first that were cut off.
         empty_files: source files without rows.
+        places: of other counters, likewise the first rows of each.
     """
 
     longest: int
@@ -187,6 +205,7 @@ class SplitStats(RowCounts):
     label_rows: tuple[int, ...] = ()
     truncated_at: tuple[str, ...] = ()
     empty_files: tuple[str, ...] = ()
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[PartEntry]:
@@ -274,11 +293,11 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
         parts = [part for stream in own for part in _parts_of(stream.name, results)]
         each = [part.counts() for part in parts]
         counts = {counter: sum(one[counter] for one in each) for counter in each[0]}
-        named = dict.fromkeys(name for stream in own if (rules := stream.choice.labels) for name in rules.names)
+        classes = dict.fromkeys(name for stream in own if (rules := stream.choice.labels) for name in rules.names)
         of_class: Counter[str] = Counter()
         for part in parts:
             of_class.update(dict(zip(part.labels, part.label_rows, strict=True)))
-        labels = tuple(named) or in_order(of_class)
+        labels = tuple(classes) or in_order(of_class)
         for part in parts:
             if part.problem is not None:
                 kinds.setdefault(part.problem, part.pieces[0].file)
@@ -288,14 +307,12 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             raise DataError(error.message, where=file, repair=error.repair)
         streams_of = tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own)
         entries = [entry for stream in streams_of for entry in stream.parts]
-        lost, cut = (
-            tuple(
-                f"{entry.pieces[piece].file}:{entry.pieces[piece].first + number}"
-                for entry, part in zip(entries, parts, strict=True)
-                for piece, number in (part.lost if which == "lost" else part.cut)
-            )[:NAMED_ROWS]
-            for which in ("lost", "cut")
-        )
+        named: dict[str, list[str]] = {}
+        for entry, part in zip(entries, parts, strict=True):
+            for which, rows in {"lost": part.lost, "cut": part.cut, **part.places}.items():
+                found = (f"{entry.pieces[piece].file}:{entry.pieces[piece].first + number}" for piece, number in rows)
+                named[which] = [*named.get(which, ()), *found][:NAMED_ROWS]
+        places = {which: tuple(rows) for which, rows in named.items() if rows}
         rows_of = Counter[str]()
         for part in parts:
             for piece, passed in zip(part.pieces, part.passed, strict=True):
@@ -308,8 +325,9 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             label_rows=tuple(of_class[name] for name in labels),
             problem=next((part.problem for part in parts if part.problem), None),
             streams=streams_of,
-            answers_lost_at=lost,
-            truncated_at=cut,
+            answers_lost_at=places.pop("lost", ()),
+            truncated_at=places.pop("cut", ()),
+            places=places,
             empty_files=tuple(file for file, count in rows_of.items() if not count),
         )
         if not split.supervised:
@@ -350,7 +368,12 @@ def _stream_entry(parts: list[PartResult]) -> StreamEntry:
         files = part.tokens_file, part.index_file
         entries.append(PartEntry(part.rows, part.source_rows, tuple(starts), *files, part.kind))
     rows, source_rows = sum(part.rows for part in parts), sum(part.source_rows for part in parts)
-    return StreamEntry(parts[0].stream, parts[0].format, rows, source_rows, tuple(entries))
+    unread = Counter[str]()
+    for part in parts:
+        unread.update(part.unread)
+    read = dict.fromkeys(field for part in parts for field in part.read)
+    form = described(parts[0].format, read, unread)
+    return StreamEntry(parts[0].stream, form, rows, source_rows, tuple(entries), dict(unread))
 
 
 def bad_rows(manifest: Manifest, results: Sequence[PartResult]) -> list[dict[str, Any]]:

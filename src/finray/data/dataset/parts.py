@@ -26,7 +26,7 @@ from finray.config.resolved import Problem
 from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartResult, files_of, part_note
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
-from finray.data.formats.examples import Chat, Example
+from finray.data.formats.examples import Chat, Example, RowFormat
 from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
 from finray.data.sources.pieces import bad_row, read_piece
 from finray.data.storage import Folder
@@ -116,7 +116,8 @@ class PartWriter:
         convert = converter_of(part.row_format, has_chat_template=self._encoder.has_chat_template)
         rows = self._rows(part, passed, bad)
         try:
-            with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files:
+            doubles = self._encoder.doubles
+            with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number, doubles)) as files:
                 begin = partial(self._begin, convert=convert)
                 for batch in _with_next(rows, begin, enough):
                     if batch is None:
@@ -134,10 +135,13 @@ class PartWriter:
                 files.counts["source_rows"] += len(bad)
                 files.counts["bad_rows"] = len(bad)
                 tokens_file, index_file = files.finish()
+            read, unread = _columns(part.row_format, files.columns, files.unread)
             result = PartResult(
                 stream=part.stream.name,
                 number=part.number,
-                format=part.row_format.describe(has_chat_template=self._encoder.has_chat_template),
+                format=part.row_format.name(has_chat_template=self._encoder.has_chat_template),
+                read=read,
+                unread=unread,
                 longest=files.longest,
                 kind=files.kind,
                 labels=(names := in_order(files.labels)),
@@ -150,6 +154,7 @@ class PartWriter:
                 bad=tuple(sorted(bad, key=lambda row: (row.piece, row.number))),
                 lost=tuple(files.lost),
                 cut=tuple(files.cut),
+                places={name: tuple(rows) for name, rows in files.places.items()},
                 **files.counts,
             )
             self._folder.write(note, result.to_bytes())
@@ -271,6 +276,29 @@ def _with_next(
         yield before
 
 
+def _columns(
+    row_format: RowFormat, columns: Mapping[tuple[str, ...], int], noted: Mapping[str, int]
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """What is read of the columns, and what is not, with the number of rows.
+
+    Args:
+        row_format: of the rows.
+        columns: number of rows by the columns in which they have something.
+        noted: number of rows by what was not read of them.
+    """
+    first, others = row_format.used(row_format.present)
+    read, unread, filled = dict.fromkeys(first), dict.fromkeys(others, 0), Counter[str]()
+    for names, rows in columns.items():
+        more, others = row_format.used(names)
+        read |= dict.fromkeys(more)
+        unread |= {name: unread.get(name, 0) + rows for name in others}
+        filled.update(dict.fromkeys(names, rows))
+    # A column that is read of some rows only.
+    never = {name for name, rows in noted.items() if rows == filled[name]}
+    kept = tuple(one for one in read if one.rpartition(" from ")[2] not in never)
+    return kept, unread | {name: unread.get(name, 0) + rows for name, rows in noted.items()}
+
+
 class _ArrowFiles:
     """The two files of a part, ``tokens-NUMBER.arrow`` and ``index-NUMBER.arrow``, and statistics of its rows.
 
@@ -282,9 +310,12 @@ class _ArrowFiles:
         problem: problem type of the labels; None without labels.
         lost: piece and number of the first rows whose whole answer was truncated.
         cut: likewise of truncated rows.
+        places: likewise of rows that a counter counts.
+        columns: number of rows by the columns in which they have something.
+        unread: number of rows by what was not read of them.
     """
 
-    def __init__(self, folder: Folder, number: int) -> None:
+    def __init__(self, folder: Folder, number: int, doubles: tuple[int, int, frozenset[int]]) -> None:
         self._folder = folder
         self._names = (f"tokens-{number:05d}.arrow", f"index-{number:05d}.arrow")
         self._scratch = folder.scratch(self._names[0])
@@ -300,6 +331,11 @@ class _ArrowFiles:
         self.problem: Problem | None = None
         self.lost: list[tuple[int, int]] = []
         self.cut: list[tuple[int, int]] = []
+        self.places: dict[str, list[tuple[int, int]]] = {}
+        self.columns: Counter[tuple[str, ...]] = Counter()
+        self.unread: Counter[str] = Counter()
+        bos, self._eos, special = doubles
+        self._bos, self._special = bos, np.array(sorted(special), dtype=np.int32)
 
     def close(self) -> None:
         """Remove unfinished files."""
@@ -311,10 +347,15 @@ class _ArrowFiles:
         counts = self.counts
         counts["source_rows"] += 1
         counts["left_out"] += not examples
+        # Without those that are null or empty.
+        self.columns[tuple([name for name, value in row.value.items() if value or value == 0])] += 1
         for example, one in zip(examples, encoded, strict=True):
             self.kind = self.kind or type(example).__name__.lower()
             for note in one.notes:
-                counts[note] += 1
+                if note.startswith("unread:"):
+                    self.unread[note.removeprefix("unread:")] += 1
+                else:
+                    self._note(note, row)
             if one.dropped or one.truncated_tokens or one.answers_lost:
                 counts["dropped_too_long"] += one.dropped
                 counts["dropped_tokens"] += one.dropped_tokens
@@ -344,6 +385,12 @@ class _ArrowFiles:
                 self._waiting.append((row, tokens, supervised))
                 if len(self._waiting) == ROWS_PER_BATCH:
                     self._flush()
+
+    def _note(self, name: str, row: _SourceRow) -> None:
+        self.counts[name] += 1
+        places = self.places.setdefault(name, [])
+        if len(places) < NAMED_ROWS:
+            places.append((row.piece, row.number))
 
     def _require_like_the_first(self, label: Label) -> None:
         kind = kind_of(label)
@@ -385,6 +432,7 @@ class _ArrowFiles:
                 mask[start:stop] = tokens.token_types
             for low, high in tokens.spans:
                 mask[start + low : start + high] = 1
+        self._look_for_doubles(waiting, ids, mask, offsets)
         lists = [
             pa.ListArray.from_arrays(_array(offsets, pa.int32()), _array(values, field.type.value_type))
             for values, field in zip((ids, mask), TOKENS, strict=True)
@@ -413,6 +461,26 @@ class _ArrowFiles:
         self._index.append(
             pa.record_batch([_array(columns[field.name], field.type) for field in schema], schema=schema)
         )
+
+    def _look_for_doubles(
+        self, waiting: list[tuple[_SourceRow, Tokens, int]], ids: Any, mask: Any, offsets: Any
+    ) -> None:
+        """Count rows that begin with BOS twice, and those in which EOS, or the token that ends what is learned, occurs
+        twice in a row. Labelled text has token types in the mask, and is not generated."""
+        if not len(ids) or waiting[0][1].label is not None:
+            return
+        same = np.flatnonzero(ids[1:] == ids[:-1])
+        same = same[np.isin(ids[same], self._special)]
+        # The second of them is in the same row.
+        rows = np.searchsorted(offsets, same + 1, side="right") - 1
+        same, rows = same[(inside := offsets[rows] <= same)], rows[inside]
+        if not len(same):
+            return
+        begins = (ids[same] == self._bos) & (offsets[rows] == same)
+        ends = ~begins & ((ids[same] == self._eos) | (mask[same] == 1))
+        for name, found in (("doubled_bos", begins), ("doubled_eos", ends)):
+            for at in np.unique(rows[found]).tolist():
+                self._note(name, waiting[at][0])
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:

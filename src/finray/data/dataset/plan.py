@@ -235,6 +235,9 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
                 "slice": cut,
                 **stream.choice.shaped_by(),
                 **({"nulls": "left out"} if of_table else {}),
+                # What is read of a row changed: flags of turns, optional columns by row, null beside calls. Texts and
+                # templates read what they did.
+                **({} if stream.choice.format == "text" or stream.choice.input_template else {"reading": 2}),
             }
         )
     return {

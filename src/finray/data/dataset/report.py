@@ -12,6 +12,7 @@ from finray.data.sources.resolve import listed
 from finray.limits import cut
 
 _CLASSES = 10
+# Counters, and what they mean for a row: also those in which `finray inspect` sees a problem.
 _WARNINGS = (
     ("truncated", "cut off at data.max_length"),
     ("answers_lost", "lost their whole answer at data.max_length"),
@@ -27,7 +28,68 @@ _WARNINGS = (
         "tools_as_text",
         "have tools or tool calls written as text, as data.tool_format says: the chat template knows none",
     ),
+    ("calls_left_out", "have tool calls of which the chat template leaves out a name or an argument"),
+    ("open_answers", "have an answer that no end-of-turn token closes: the model does not learn to stop there"),
+    ("doubled_bos", "begin with the BOS token twice: the text has one, and another was added"),
+    ("doubled_eos", "have an end token twice in a row: the text has one, and another was added"),
+    (
+        "special_in_prompts",
+        "have text in their prompt that the tokenizer reads as special tokens, which can end or begin a turn; a server "
+        "reads it in the same way",
+    ),
+    ("numbers_as_text", "have numbers, true or false where text belongs: learned as JSON writes them"),
+    ("unwanted_answers", "say that their answer is not wanted (as in data for KTO), and it is learned like the others"),
 )
+_REASONING = (
+    *("reasoning", "reasoning_content", "reasoning_details", "thinking", "think", "thought", "thoughts", "cot"),
+    *("chain_of_thought", "rationale", "explanation"),
+)
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_FLAGS = ("train", "training", "trainable", "loss", "loss_mask", "mask")
+_WEIGHTS = ("weight", "weights", "sample_weight", "loss_weight", "loss_scale")
+_PROMPTS = ("prompt", "question", "query", "instruction", "input")
+_ANSWERS = ("output", "response", "completion", "answer", "answers", "target")
+# Columns, and keys of messages, that change what a row means: what it means that they are not read.
+_MEANINGS: dict[str, str] = {
+    **dict.fromkeys(_REASONING, "this reasoning is not learned"),
+    **dict.fromkeys(_MEDIA, "the model is given text only"),
+    **dict.fromkeys(
+        (
+            "system",
+            "system_prompt",
+            "system_message",
+            "tools",
+            "functions",
+            "history",
+            "context",
+            "contexts",
+            "passage",
+        ),
+        "the model is not given it",
+    ),
+    **dict.fromkeys(("document", "documents"), "the model is not given it"),
+    "chat_template_kwargs": "no chat template is applied",
+    "refusal": "the refusal is not learned",
+    "prefix": "the chat template does not know it",
+}
+_OF_COLUMNS: dict[str, str] = {
+    **_MEANINGS,
+    **dict.fromkeys(_FLAGS, "all rows are learned; a flag belongs to a message"),
+    **dict.fromkeys(_WEIGHTS, "all rows count the same"),
+    **dict.fromkeys(
+        (f"{one}{end}" for one in ("chosen", "rejected") for end in ("", "_response", "_responses", "_messages")),
+        "preferences are not learned, only the answer that is read",
+    ),
+    "split": "rows of every split are read",
+}
+_OF_PAIRS = {
+    **dict.fromkeys(_PROMPTS, "the model is not given it"),
+    **dict.fromkeys(_ANSWERS, "it is another answer, which is not learned"),
+}
+_OF_KEYS: dict[str, str] = {
+    **_MEANINGS,
+    **dict.fromkeys((*_FLAGS, *_WEIGHTS), "only answers are learned (data.train_on)"),
+}
 
 
 def preparation_report(location: str | Path, *, local_dir: Path | None = None) -> list[str]:
@@ -47,6 +109,7 @@ def report_lines(manifest: Manifest) -> list[str]:
             lines.append(f"{split}: {balance(stats)}")
         if stats.left_out:
             lines.append(f"{split}: the converter left out {stats.left_out:,} of {stats.source_rows:,} rows")
+        lines += [f"warning: {split}: {text}" for text in unread_fields(stats)]
         if stats.empty_files:
             lines.append(f"warning: {split}: {without_rows(stats)}")
         if stats.split_conversations:
@@ -55,7 +118,7 @@ def report_lines(manifest: Manifest) -> list[str]:
                 f"{stats.split_tokens / max(1, stats.tokens):.0%} of all tokens: the chat template rewrites "
                 "earlier turns (data.train_on: last_assistant makes one row of each)"
             )
-        named = {"answers_lost": stats.answers_lost_at, "truncated": stats.truncated_at}
+        named = {**stats.places, "answers_lost": stats.answers_lost_at, "truncated": stats.truncated_at}
         lines += [
             # A converter may make several rows of one.
             f"warning: {split}: {count:,} of {max(stats.source_rows, count):,} rows {text}"
@@ -63,6 +126,26 @@ def report_lines(manifest: Manifest) -> list[str]:
             for name, text in _WARNINGS
             if (count := getattr(stats, name))
         ]
+    return lines
+
+
+def unread_fields(stats: SplitStats) -> list[str]:
+    """Of columns and keys of messages that are not read, those that would change what rows mean, and all keys."""
+    lines, keys = [], dict[str, int]()
+    for stream in stats.streams:
+        kind = stream.format.partition(" ")[0]
+        columns = {**_OF_COLUMNS, **(_OF_PAIRS if kind in ("prompt_completion", "alpaca", "template") else {})}
+        for name, rows in stream.unread.items():
+            key = name.removeprefix("messages[].")
+            meaning = (columns if key == name else _OF_KEYS).get(key)
+            if meaning is not None and rows:
+                what = f"`{name}`, a column" if key == name else f"`{key}` in a message, a key"
+                lines.append(f"{rows:,} of {stream.source_rows:,} rows have {what} that is not read: {meaning}")
+            elif key != name:
+                keys[key] = keys.get(key, 0) + rows
+    if keys:
+        named = ", ".join(f"`{cut(key, 60)}` ({rows:,} rows)" for key, rows in keys.items())
+        lines.append(f"keys of messages that nothing reads: {cut(named, 300)}")
     return lines
 
 

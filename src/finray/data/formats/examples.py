@@ -6,7 +6,8 @@ The kind follows from a row's columns, or from `data.format`. ``convert.py`` con
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +19,23 @@ from finray.limits import cut
 Kind = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template", "converter"]
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call that were given as JSON text, with that text, which some templates want."""
+
+    __slots__ = ("_written",)
+
+    def __init__(self, arguments: Mapping[str, Any], written: str) -> None:
+        super().__init__(arguments)
+        self._written = written
+
+    @staticmethod
+    def text(arguments: Mapping[str, Any]) -> str:
+        """Arguments as JSON text: as they were given, if they were text."""
+        if isinstance(arguments, Arguments):
+            return arguments._written
+        return json.dumps(arguments, ensure_ascii=False)
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation.
@@ -26,16 +44,26 @@ class Message:
         content: empty if there are only tool calls.
         train: False if the data excludes it from training.
         extra: other fields for the chat template: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``.
+        others: fields that finray does not know; a template may.
+        is_null: whether the content is null, as beside tool calls: some templates render calls only then.
+        hidden: ranges of characters of the content that the data excludes from training, in order.
     """
 
     role: str
     content: str
     train: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=dict)
+    is_null: bool = field(default=False, compare=False)
+    hidden: tuple[tuple[int, int], ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """In the format of chat templates."""
-        return {"role": self.role, "content": self.content, **self.extra}
+        return {"role": self.role, "content": None if self.is_null else self.content, **self.extra}
+
+    def whole(self) -> dict[str, Any]:
+        """As :meth:`plain`, with the fields that finray does not know."""
+        return {**self.others, **self.plain()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +74,15 @@ class Chat:
         messages: the turns.
         tools: JSON schemas of the functions that the assistant may call.
         prompt_messages: number of leading messages that are a prompt, not trained on with `data.train_on: completion`.
+        arguments: the row's own variables for the chat template.
+        notes: what to say of how the row was read; see :func:`finray.data.formats.convert.reader_of`.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt_messages: int = 0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    notes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +91,7 @@ class Completion:
 
     prompt: str
     completion: str
+    notes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +99,7 @@ class Text:
     """Plain text for language modelling."""
 
     text: str
+    notes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +109,7 @@ class Labelled:
     text: str
     label: Label
     text_pair: str | None = None
+    notes: frozenset[str] = frozenset()
 
 
 Example = Chat | Completion | Text | Labelled
@@ -85,7 +120,8 @@ class RowFormat:
     """How to read rows of a source.
 
     Attributes:
-        columns: field to the column that holds it.
+        columns: required field to the column that holds it.
+        optional: other fields to the columns that may hold them, the preferred one first; any row may have them.
         present: columns that the first rows have.
         as_chat: whether a prompt and its completion become chat turns if the model has a chat template.
         system: default system message of conversations.
@@ -95,6 +131,7 @@ class RowFormat:
 
     kind: Kind
     columns: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     input_template: str | None = None
     output_template: str | None = None
     converter: str | None = None
@@ -104,18 +141,34 @@ class RowFormat:
     labels: LabelRules | None = None
     of_table: bool = False
 
-    def describe(self, *, has_chat_template: bool = False) -> str:
-        """A description: the format, the columns that are read, and those that are ignored."""
+    def name(self, *, has_chat_template: bool) -> str:
+        """The format, for people."""
         if self.kind == "converter":
             return f"converter {self.converter}"
-        read = {name: column for name, column in self.columns.items() if _root(column, self.present) is not None}
-        renamed = [name if name == column else f"{name} from {column}" for name, column in read.items()]
-        used = {_root(column, self.present) for column in read.values()}
-        unread = [column for column in self.present if column not in used]
         is_pair = self.kind == "prompt_completion" and self.as_chat and has_chat_template
-        kind = f"{self.kind} as chat turns" if is_pair else self.kind
-        text = f"{kind} ({', '.join(renamed)})" if renamed else kind
-        return f"{text}; not read: {', '.join(unread)}" if unread else text
+        return f"{self.kind} as chat turns" if is_pair else self.kind
+
+    def used(self, columns: Collection[str]) -> tuple[list[str], list[str]]:
+        """Of a row's columns: the fields that are read, and from where; and the columns that are not read."""
+        if self.kind == "converter":
+            return [], []
+        found = {name: column for name, column in self.columns.items() if _root(column, columns) is not None}
+        for name, candidates in self.optional.items():
+            if (there := next((one for one in candidates if _root(one, columns) is not None), None)) is not None:
+                found[name] = there
+        roots = {_root(column, columns) for column in found.values()}
+        read = [name if name == column else f"{name} from {column}" for name, column in found.items()]
+        return read, [column for column in columns if column not in roots]
+
+    def describe(self, *, has_chat_template: bool = False) -> str:
+        """A description of the first rows: the format, the columns that are read, and those that are ignored."""
+        return described(self.name(has_chat_template=has_chat_template), *self.used(self.present))
+
+
+def described(name: str, read: Iterable[str], unread: Iterable[str]) -> str:
+    """How rows are read, for people."""
+    read, unread = ", ".join(read), ", ".join(unread)
+    return (f"{name} ({read})" if read else name) + (f"; not read: {unread}" if unread else "")
 
 
 # In this order: the first format whose columns all exist. Each field may have several names.
@@ -146,11 +199,17 @@ _LABELLED = {
     **dict.fromkeys(("text_pair", "sentence2", "hypothesis"), "text_pair"),
     **dict.fromkeys(("label", "labels"), "label"),
 }
-# Optional fields; the first rows may lack them.
+# Optional fields of every conversation, with other systems' names; any row may have them.
+OF_CHATS = {
+    "system": ("system", "system_prompt", "system_message"),
+    "tools": ("tools", "functions"),
+    "chat_template_kwargs": ("chat_template_kwargs",),
+}
 _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
-    "messages": {"tools": ("tools",)},
-    "sharegpt": {"system": ("system",), "tools": ("tools",)},
-    "alpaca": {"input": ("input", "context"), "system": ("system",), "history": ("history",)},
+    "messages": OF_CHATS,
+    "sharegpt": OF_CHATS,
+    "prompt_completion": OF_CHATS,
+    "alpaca": {"input": ("input", "context"), "history": ("history",), **OF_CHATS},
 }
 
 
@@ -179,17 +238,20 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
                     found[name] = candidate
         if len(found) < len(required):
             continue
-        for name, names in optional.items():
-            there = next((one for one in names if one in present), names[0])
-            found[name] = mapping.get(name, there)
-            close = difflib.get_close_matches(found[name], present, n=1, cutoff=0.75)
-            if name in mapping and close and _root(found[name], present) is None:
+        taken = {_root(column, present) for column in (*found.values(), *mapping.values())}
+        others = {
+            name: (mapping[name],) if name in mapping else tuple(one for one in names if one not in taken)
+            for name, names in optional.items()
+        }
+        for name in mapping.keys() & optional.keys():
+            close = difflib.get_close_matches(mapping[name], present, n=1, cutoff=0.75)
+            if close and _root(mapping[name], present) is None:
                 raise DataError(
-                    f"`{name}` is mapped to `{found[name]}`, which the first rows do not have (did you mean "
+                    f"`{name}` is mapped to `{mapping[name]}`, which the first rows do not have (did you mean "
                     f"`{close[0]}`?)",
                     where="data.field_mapping",
                 )
-        return RowFormat(kind, found, present=present)
+        return RowFormat(kind, found, others, present=present)
     raise _no_format(present, given, wanted)
 
 
@@ -227,9 +289,12 @@ def _labelled(present: tuple[str, ...], given: Mapping[str, str]) -> RowFormat:
         if named is None:
             raise missing("the labels", "label", "label")
         found["label"] = named
+    # A second text that only later rows have is no single text without it.
+    late = tuple(second for first, second in _PAIRS if first == found["text"] and second not in present)
     return RowFormat(
         "labelled_text",
         {name: found[name] for name in ("text", "text_pair", "label") if name in found},
+        {} if "text_pair" in found else {"text_pair": late},
         present=present,
     )
 
@@ -258,6 +323,6 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
     )
 
 
-def _root(column: str, present: Iterable[str]) -> str | None:
+def _root(column: str, present: Collection[str]) -> str | None:
     """The top-level column that contains a column or nested field."""
     return next((name for name in (column, column.split(".")[0]) if name in present), None)

@@ -21,6 +21,7 @@ from finray.limits import cut, shown
 # A class, several of them, or a number.
 Label = str | tuple[str, ...] | float
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
+NO_VECTOR = "list the names or ids of the row's classes, such as [2, 5], instead of a 0 or 1 for each class"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,13 @@ def label_of(value: Any, rules: LabelRules) -> Label:
                 f"the label is a list, {shown(value)}, but classification.problem is single_label",
                 repair="set classification.problem to multi_label, or give the row one label",
             )
+        if any(isinstance(one, bool) for one in value):
+            raise DataError(f"the label is a vector, {shown(value)}", repair=NO_VECTOR)
         names = [_class(one, rules, within="a list") for one in value]
         if len(set(names)) < len(names):
             raise DataError(
                 f"the label lists a class twice: {shown(value)}",
-                repair="list the names or ids of the row's classes, such as [2, 5], instead of a 0 or 1 for each class",
+                repair=NO_VECTOR,
             )
         return tuple(names)
     if isinstance(value, float):
@@ -116,9 +119,7 @@ def _class(value: Any, rules: LabelRules, *, within: str = "") -> str:
     if not isinstance(value, str | int):
         raise DataError(
             f"the label {f'has {within} with' if within else 'is'} {shown(value)}; it must be a name or a whole number",
-            repair="list the names or ids of the row's classes, such as [2, 5], instead of a 0 or 1 for each class"
-            if within
-            else None,
+            repair=NO_VECTOR if within else None,
         )
     name = str(value).lower() if isinstance(value, bool) else str(value)
     if not name.strip():

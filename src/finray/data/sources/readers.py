@@ -31,6 +31,8 @@ CHUNK = 2**20
 _WINDOW = 2**26
 _BOM = b"\xef\xbb\xbf"
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
+# Of a CSV file, so many lines show whether values follow a space.
+_MOST_LINES = 100
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 _CLEAN = "write the row again from clean text"
 _KINDS: dict[str, Kind] = {
@@ -312,7 +314,8 @@ def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
         header = text.readline()
         # Spreadsheets write semicolons where the comma is for decimals.
         between = "\t" if piece.kind == "tsv" else next((one for one in ",;\t" if one in header), ",")
-        reader = csv.DictReader(chain([header], text), delimiter=between, strict=True)
+        begins, after_space = _first_lines(header, text, between)
+        reader = csv.DictReader(chain(begins, text), delimiter=between, strict=True, skipinitialspace=after_space)
         try:
             columns = list(reader.fieldnames or [])
             "".join(columns).encode("utf-8")
@@ -337,6 +340,28 @@ def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                 yield DataError(f"the row is not CSV: {error}", repair="quote the value, and double quotes in it")
             else:
                 yield _checked_csv(row, len(columns), reading)
+
+
+def _first_lines(header: str, text: io.TextIOWrapper, between: str) -> tuple[list[str], bool]:
+    """The first lines of a file, and whether its values follow a space (`a, "b"`), so that quotes after one are quotes
+    and not part of the value."""
+    lines = [header]
+    if all(name[:1] == " " for name in header.split(between)[1:]) and between in header:
+        return lines, True
+    length = 0
+    for line in text:
+        lines.append(line)
+        length += len(line)
+        if len(lines) > _MOST_LINES or length > CHUNK:
+            break
+    try:
+        plain, after = (list(csv.reader(lines, delimiter=between, skipinitialspace=skips)) for skips in (False, True))
+    except csv.Error:
+        return lines, False
+    # More than the spaces themselves must differ.
+    return lines, [[one.lstrip(" ") for one in row] for row in plain] != [
+        [one.lstrip(" ") for one in row] for row in after
+    ]
 
 
 def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:

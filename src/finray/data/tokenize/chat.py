@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finray import compat
-from finray.data.formats.examples import Chat, Message
+from finray.data.formats.convert import FLAGS
+from finray.data.formats.examples import Arguments, Chat, Message
 from finray.data.tokenize.outline import Outlines
 from finray.data.tokenize.tools import TOOL_FORMATS
 from finray.errors import DataError, FinrayError
@@ -91,12 +92,13 @@ class ChatRenderer:
         self._dated = "strftime_now" in source
         self._renders_tools = re.search(r"\btools\b", source) is not None
         self._renders_calls = "tool_calls" in source
+        self._words = frozenset(re.findall(r"\w+", source))
         self._tool_format = TOOL_FORMATS[tool_format]
         self._renders_role: dict[str, bool] = {}
         self._shapes: dict[Any, frozenset[int] | None] = {}
         self._compiled: dict[bool, Any] = {}
         self._outlines: Outlines | None = None
-        self._variables = {**tokenizer.special_tokens_map, **(arguments or {})}
+        self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(arguments or {})}
         self._any_special = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
 
     def render(
@@ -104,15 +106,17 @@ class ChatRenderer:
         messages: tuple[Message, ...],
         tools: tuple[Mapping[str, Any], ...] = (),
         *,
+        arguments: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text.
+        """The conversation as text; ``arguments`` are its own variables for the template.
 
         Raises:
             DataError: the template refuses the conversation.
         """
-        chat, _, _ = self._within_the_template(Chat(messages, tools))
-        return self._apply(chat.messages, chat.tools, add_generation_prompt=add_generation_prompt)
+        chat, _, _ = self._within_the_template(Chat(messages, tools, arguments=arguments or {}))
+        chat, _ = self._with_calls(chat)
+        return self._apply(chat, add_generation_prompt=add_generation_prompt)
 
     def ends_turn(self, text: str) -> bool:
         """Whether a rendered conversation ends with an end-of-turn token, ignoring white space."""
@@ -125,9 +129,16 @@ class ChatRenderer:
             DataError: the template refuses the conversation, or such a message cannot be located reliably.
         """
         chat, notes, _ = self._within_the_template(chat)
-        text = self._apply(chat.messages, chat.tools)
+        chat, text = self._complete(chat, notes)
+        # Their turns may be learned here, which `train: true` says of a turn that is no answer.
+        notes -= {f"unread:messages[].{name}" for name in FLAGS}
         self._check_all_is_rendered(chat, text, notes)
-        forbidden = [self._turn(chat, index, text) for index, one in enumerate(chat.messages) if not one.train]
+        forbidden = [
+            span
+            for index, one in enumerate(chat.messages)
+            if not one.train or one.hidden
+            for span in self._not_learned(one, index, self._turn(chat, index, text), text)
+        ]
         borders = [0, *(border for span in forbidden for border in span), len(text)]
         spans = [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
         ends = tuple(self.ends_turn(text[:stop]) for _, stop in spans)
@@ -140,8 +151,8 @@ class ChatRenderer:
             if found is not None:
                 return found[0]
         else:
-            before = self._apply(chat.messages[:index], chat.tools) if index else ""
-            upto = self._apply(chat.messages[: index + 1], chat.tools)
+            before = self._apply(chat, index) if index else ""
+            upto = self._apply(chat, index + 1)
             has_content = _is_rendered(chat.messages[index].content, upto[len(before) :])
             if upto.startswith(before) and text.startswith(upto) and has_content:
                 return len(before), len(upto)
@@ -159,23 +170,26 @@ class ChatRenderer:
                 that a server would render.
         """
         chat, notes, places = self._within_the_template(chat)
-        text = self._apply(chat.messages, chat.tools)
+        chat, text = self._complete(chat, notes)
         self._check_all_is_rendered(chat, text, notes)
         together: list[tuple[Span, bool]] = []
         apart: list[Rendered] = []
         for index in sorted(places[one] for one in learned):
-            row_text, found = text, self._find(chat, index, text)
+            message, row_text, found = chat.messages[index], text, self._find(chat, index, text)
             if found is not None:
-                together.append(found)
+                together += self._learned(message, index, found, text)
             else:
                 # A separate row: the conversation up to the answer, of which only the answer is trained on.
-                prompt, row_text = self._prompt(chat, index), self._apply(chat.messages[: index + 1], chat.tools)
+                prompt, row_text = self._prompt(chat, index), self._apply(chat, index + 1)
                 found = self._span(prompt, row_text, row_text)
                 if found is None:
                     raise _mismatch(prompt, row_text, has_system=chat.messages[0].role == "system")
-                apart.append(Rendered(row_text, (found[0],), (found[1],)))
+                parts = self._learned(message, index, found, row_text)
+                apart.append(Rendered(row_text, tuple(span for span, _ in parts), tuple(ended for _, ended in parts)))
                 notes.add("split_conversations")
-            self._check_answer(chat.messages[index], row_text[slice(*found[0])], notes)
+            if not found[1] and row_text[found[0][1] :].strip():
+                notes.add("open_answers")
+            self._check_answer(message, row_text[slice(*found[0])], notes)
         whole = Rendered(text, tuple(span for span, _ in together), tuple(ended for _, ended in together))
         return [*([whole] if together or not apart else []), *apart], frozenset(notes)
 
@@ -187,7 +201,7 @@ class ChatRenderer:
         if not text.startswith(prompt):
             return None
         is_last = index == len(chat.messages) - 1
-        return self._span(prompt, text if is_last else self._apply(chat.messages[: index + 1], chat.tools), text)
+        return self._span(prompt, text if is_last else self._apply(chat, index + 1), text)
 
     def _prompt(self, chat: Chat, index: int) -> str:
         if index == 0:
@@ -195,7 +209,48 @@ class ChatRenderer:
                 "the conversation begins with an assistant turn, so there is no prompt before it",
                 repair="remove the turn, or set `train: false` on it",
             )
-        return self._apply(chat.messages[:index], chat.tools, add_generation_prompt=True)
+        return self._apply(chat, index, add_generation_prompt=True)
+
+    def _learned(self, message: Message, index: int, found: tuple[Span, bool], text: str) -> list[tuple[Span, bool]]:
+        """The span of an answer, or what is left of it where parts of its content are not learned."""
+        (start, stop), ended = found
+        if not message.hidden:
+            return [found]
+        hidden = self._not_learned(message, index, (start, stop), text)
+        borders = [start, *(border for span in hidden for border in span), stop]
+        spans = [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
+        return [(span, ended and span[1] == stop) for span in spans]
+
+    def _not_learned(self, message: Message, index: int, turn: Span, text: str) -> list[Span]:
+        """The spans of a turn that are not learned. What the template writes before and after the content belongs to
+        the content's beginning and end, and a single space to the word that follows.
+
+        Raises:
+            DataError: the content cannot be located in the turn.
+        """
+        if not message.train:
+            return [turn]
+        content = message.content
+        said = content.strip()
+        at = text.find(said, *turn)
+        if at < 0 or text.find(said, at + 1, turn[1]) >= 0:
+            raise DataError(
+                f"the parts of messages[{index}] that are not to be learned cannot be located: the chat template "
+                f"{'changes its content' if at < 0 else 'writes its content more than once'}",
+                where="model.chat_template",
+                repair="give the whole turn one flag, or write what is not learned as an earlier turn",
+            )
+        first = at - content.index(said)
+        lead, trail = content.index(said), content.index(said) + len(said)
+        spans: list[Span] = []
+        for low, high in message.hidden:
+            start = turn[0] if low <= lead else first + low
+            stop = turn[1] if high >= trail else first + high
+            before = spans[-1][1] if spans else turn[0]
+            start -= start > before and low > lead and text[start - 1] == " "
+            stop -= stop > start + 1 and high < trail and text[stop - 1] == " "
+            spans.append((start, stop))
+        return spans
 
     def _span(self, prompt: str, last: str, text: str) -> tuple[Span, bool] | None:
         """From the end of the prompt to the end of the turn.
@@ -230,27 +285,41 @@ class ChatRenderer:
 
     def _apply(
         self,
-        messages: tuple[Message, ...],
-        tools: tuple[Mapping[str, Any], ...],
+        chat: Chat,
+        count: int | None = None,
         *,
         add_generation_prompt: bool = False,
+        unread: set[tuple[int, str]] | None = None,
     ) -> str:
+        """Render a conversation.
+
+        Args:
+            chat: the conversation.
+            count: number of its messages to render; None for all.
+            add_generation_prompt: as in serving.
+            unread: loses the fields of messages that the template reads, by index and name.
+        """
+        messages, tools = chat.messages[:count], chat.tools
         key, contents = None, [message.content for message in messages]
-        if not tools and not any(message.extra for message in messages):
+        if not tools and not any(message.extra or message.others for message in messages):
             key = (add_generation_prompt, *[message.role for message in messages])
+            if chat.arguments:
+                key = (*key, json.dumps(chat.arguments, sort_keys=True, default=str))
             if self._outlines is not None and (known := self._outlines.fill(key, contents)) is not None:
                 return known
-        plain = [message.plain() for message in messages]
+        plain = [message.whole() for message in messages]
         offered = [dict(tool) for tool in tools] or None
 
         def render(template: Any, contents: Sequence[Any]) -> Any:
             templated = [{**message, "content": content} for message, content in zip(plain, contents, strict=True)]
+            if unread:
+                templated = [_Watched(message, index, unread) for index, message in enumerate(templated)]
             return template.render(
                 messages=templated,
                 tools=offered,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **{**self._variables, **chat.arguments},
             )
 
         with guarded("the conversation", repair="check the order and names of the roles"):
@@ -262,7 +331,8 @@ class ChatRenderer:
                 template = self._compiled[bool(tools)] = compat.compile_chat_template(source)
                 if not tools:
                     self._outlines = Outlines(template, source)
-            text = str(render(template, contents))
+            null = [None if one.is_null else one.content for one in messages]
+            text = str(render(template, contents if key is not None else null))
         if key is not None and self._outlines is not None:
             # A separate time limit: the row's is for rendering.
             with suppress(DataError), guarded("the conversation", repair=""):
@@ -273,11 +343,15 @@ class ChatRenderer:
         """The conversation without what the template does not support (tools and their calls become text), notes, and
         the new index of each message.
         """
-        if not chat.tools and not any(one.extra or one.role in _OF_TOOLS for one in chat.messages):
+        if not chat.tools and not any(one.extra or one.others or one.role in _OF_TOOLS for one in chat.messages):
             return chat, set(), list(range(len(chat.messages)))
         messages: list[Message] = []
         places: list[int] = []
-        notes: set[str] = set()
+        # A field that the template does not name cannot change its text.
+        notes = {f"unread:messages[].{key}" for one in chat.messages for key in one.others if key not in self._words}
+        if any(one.others for one in chat.messages):
+            known = ({key: one.others[key] for key in one.others if key in self._words} for one in chat.messages)
+            chat = replace(chat, messages=tuple(map(_with_others, chat.messages, known)))
         how, tools, turns = self._tool_format, chat.tools, [self._known_role(one) for one in chat.messages]
         for before, message in zip((None, *turns), turns, strict=False):
             if message.role == "tool" and how.result_role is not None and not self._renders_calls:
@@ -295,7 +369,7 @@ class ChatRenderer:
                 if calls := extra.pop("tool_calls"):
                     texts = [how.call(call["function"]) for call in calls]
                     content = "\n".join([*([message.content] if message.content else []), *texts])
-                    message = replace(message, content=content, extra=extra)
+                    message = replace(message, content=content, extra=extra, is_null=False)
             places.append(len(messages))
             messages.append(message)
         if tools and not self._renders_tools:
@@ -307,6 +381,72 @@ class ChatRenderer:
             messages[0], tools = replace(messages[0], content=joined), ()
         return replace(chat, messages=tuple(messages), tools=tools), notes, places
 
+    def _complete(self, chat: Chat, notes: set[str]) -> tuple[Chat, str]:
+        """The conversation with its calls as the template renders them, and as text; notes get what is left out.
+
+        Raises:
+            DataError: the template refuses the conversation, or an answer consists of calls that it leaves out.
+        """
+        chat, lost = self._with_calls(chat)
+        for index, missing in lost.items():
+            if missing == 1.0 and not chat.messages[index].content.strip():
+                raise DataError(
+                    f"the chat template leaves out the tool calls of messages[{index}], which has nothing else",
+                    where="model.chat_template",
+                    repair="use a template that renders `tool_calls`",
+                )
+            notes.add("calls_left_out")
+        # Ids are for matching calls with results, which most templates do by order; so is a result's `name`.
+        unread = {
+            (index, key)
+            for index, one in enumerate(chat.messages)
+            for key in (*one.extra, *one.others)
+            if key not in ("tool_calls", "tool_call_id") and not (key == "name" and one.role in _OF_TOOLS)
+        }
+        text = self._apply(chat, unread=unread)
+        notes |= {f"unread:messages[].{key}" for _, key in unread}
+        return chat, text
+
+    def _with_calls(self, chat: Chat) -> tuple[Chat, dict[int, float]]:
+        """The conversation with tool calls in a form that the template renders, and which share of the calls of a
+        message it leaves out in any form.
+
+        Content beside calls may be null or empty, and arguments an object or JSON text: templates differ. The first
+        form counts in which a marker in the place of each name, key and text of the calls appears in the rendering.
+        """
+        with_calls = [index for index, one in enumerate(chat.messages) if one.extra.get("tool_calls")]
+        if not with_calls:
+            return chat, {}
+        best: tuple[int, Chat, dict[int, float]] | None = None
+        for form in _forms(chat):
+            marked, markers = _marked(form)
+            try:
+                shown = self._apply(marked)
+                if "None" in shown and any(one.is_null for one in form.messages):
+                    # A template that writes null as a word means an empty content.
+                    empty = replace(marked, messages=tuple(replace(one, is_null=False) for one in marked.messages))
+                    with suppress(DataError):
+                        if shown.count("None") > self._apply(empty).count("None"):
+                            continue
+            except DataError as error:
+                if error.overdue:
+                    raise
+                continue
+            missing = {index: sum(one not in shown for one in some) for index, some in markers.items()}
+            lost = {index: count / len(markers[index]) for index, count in missing.items() if count}
+            if best is None or sum(missing.values()) < best[0]:
+                best = sum(missing.values()), form, lost
+            if not lost:
+                break
+        if best is not None:
+            return best[1], best[2]
+        # Markers are refused, such as names of unknown functions: the first form that is not.
+        for form in _forms(chat):
+            with suppress(DataError):
+                self._apply(form)
+                return form, {}
+        return chat, {}
+
     def _known_role(self, message: Message) -> Message:
         """The message; the result of a tool by its usual role if the template does not render the one that it has."""
         role = message.role
@@ -314,7 +454,7 @@ class ChatRenderer:
             return message
         if role not in self._renders_role:
             try:
-                shown = self._apply((Message("user", ""), Message(role, _MARKER.format(0))), ())
+                shown = self._apply(Chat((Message("user", ""), Message(role, _MARKER.format(0)))))
             except DataError:
                 shown = ""
             self._renders_role[role] = _MARKER.format(0) in shown
@@ -326,11 +466,19 @@ class ChatRenderer:
         A message's content may also occur elsewhere, so it proves nothing; a marker in its place does. So each shape of
         a conversation is rendered once with markers; contents are checked only if the template rejects markers.
         """
-        shape = (tuple((one.role, "tool_calls" in one.extra) for one in chat.messages), bool(chat.tools))
+        shape: tuple[Any, ...] = (
+            tuple((one.role, "tool_calls" in one.extra, one.is_null) for one in chat.messages),
+            bool(chat.tools),
+        )
+        if chat.arguments:
+            shape = (*shape, json.dumps(chat.arguments, sort_keys=True, default=str))
         if shape not in self._shapes:
-            marked = tuple(replace(one, content=_MARKER.format(index)) for index, one in enumerate(chat.messages))
+            marked = tuple(
+                one if one.is_null else replace(one, content=_MARKER.format(index))
+                for index, one in enumerate(chat.messages)
+            )
             try:
-                shown = self._apply(marked, chat.tools)
+                shown = self._apply(replace(chat, messages=marked))
                 self._shapes[shape] = frozenset(at for at in range(len(marked)) if _MARKER.format(at) in shown)
             except DataError:
                 self._shapes[shape] = None
@@ -357,6 +505,103 @@ class ChatRenderer:
                 squeezed = squeezed or "".join(learned.split())
                 if "".join(part.split()) not in squeezed:
                     notes.add("answers_rewritten")
+
+
+def _forms(chat: Chat) -> Iterator[Chat]:
+    """The conversation in each form that a template may want of tool calls, as it was given first."""
+
+    def as_text(message: Message) -> Message:
+        calls = message.extra.get("tool_calls")
+        if not calls:
+            return message
+        texts = [{**call["function"], "arguments": Arguments.text(call["function"]["arguments"])} for call in calls]
+        written = [{**call, "function": function} for call, function in zip(calls, texts, strict=True)]
+        return replace(message, extra={**message.extra, "tool_calls": written})
+
+    def null(message: Message, is_null: bool) -> Message:
+        has_calls = bool(message.extra.get("tool_calls")) and not message.content
+        return replace(message, is_null=is_null) if has_calls else message
+
+    given = chat.messages
+    every = [given]
+    for is_null in (False, True):
+        other = tuple(null(one, is_null) for one in given)
+        if any(one.is_null != before.is_null for one, before in zip(other, given, strict=True)):
+            every.append(other)
+    for messages in (*every, *(tuple(map(as_text, messages)) for messages in every)):
+        yield replace(chat, messages=messages)
+
+
+def _marked(chat: Chat) -> tuple[Chat, dict[int, list[str]]]:
+    """The conversation with markers in the place of the names, keys and texts of tool calls; the markers by message."""
+    markers: dict[int, list[str]] = {}
+
+    def mark(value: Any, own: list[str]) -> Any:
+        if isinstance(value, Mapping):
+            return {mark(str(key), own): mark(one, own) for key, one in value.items()}
+        if isinstance(value, list):
+            return [mark(one, own) for one in value]
+        if not isinstance(value, str):
+            return value
+        own.append(_MARKER.format(f"{len(markers)}-{len(own)}"))
+        return own[-1]
+
+    messages = []
+    for index, message in enumerate(chat.messages):
+        if calls := message.extra.get("tool_calls"):
+            own = markers[index] = []
+            written = []
+            for call in calls:
+                name, arguments = mark(call["function"]["name"], own), call["function"]["arguments"]
+                is_text = isinstance(arguments, str)
+                found = mark(json.loads(arguments) if is_text else arguments, own)
+                function = {
+                    "name": name,
+                    "arguments": json.dumps(found, ensure_ascii=False) if is_text else found,
+                }
+                written.append({**call, "function": function})
+            message = replace(message, extra={**message.extra, "tool_calls": written})
+        messages.append(message)
+    return replace(chat, messages=tuple(messages)), markers
+
+
+def _with_others(message: Message, others: Mapping[str, Any]) -> Message:
+    return replace(message, others=others) if len(others) < len(message.others) else message
+
+
+class _Watched(dict[str, Any]):
+    """A message for a template, which notes the fields that the template reads."""
+
+    def __init__(self, message: Mapping[str, Any], index: int, unread: set[tuple[int, str]]) -> None:
+        super().__init__(message)
+        self._index, self._unread = index, unread
+
+    def _read(self, *names: Any) -> None:
+        self._unread.difference_update((self._index, name) for name in names)
+
+    def __getitem__(self, name: str) -> Any:
+        self._read(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self._read(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read(*super().keys())
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._read(*super().keys())
+        return super().items()
+
+    def values(self) -> Any:
+        self._read(*super().keys())
+        return super().values()
 
 
 @contextmanager
