@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from finray.config.paths import local_dir_of
-from finray.config.schema import Config, ModelConfig
+from finray.config.schema import Config
 from finray.config.trust import require_trusted
 from finray.data.dataset.manifest import PartEntry, SplitStats
 from finray.data.dataset.plan import Settings, remarks_on_files
@@ -27,7 +26,7 @@ from finray.inspection.labels import ClassBalance, class_balance, label_checks
 from finray.inspection.measure import Inspection, Inspector
 from finray.inspection.prompt_parity import ServedPrompt, ServedRow, compare_prompts
 from finray.inspection.tokens import SpecialTokens, special_tokens
-from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.tokenizers import generation_stops, load_tokenizer
 
 # Rows that are compared with serving are read again from their source, from at most this many parts unless all are.
 _PARTS_READ = 16
@@ -145,21 +144,6 @@ def _refused(config: Config, encoder: Tokenizer, tokenizer: Any, tokens: Special
     form = source.parts("train")[0].row_format.describe(has_chat_template=encoder.has_chat_template)
     check = Check("Preparation", "problem", error.message, 0, 0, () if error.where is None else (error.where,))
     return Inspection(config, form, "none: the data was refused", (), (), (check,), parity, (), refusal=error)
-
-
-def generation_stops(model: ModelConfig) -> tuple[int, ...]:
-    """Token ids at which a server ends an answer, from the model's generation settings; none without such a file."""
-    from transformers import GenerationConfig
-
-    path = Path(model.name).expanduser()
-    try:
-        settings = GenerationConfig.from_pretrained(str(path) if path.exists() else model.name, revision=model.revision)
-    except (OSError, ValueError):
-        return ()
-    stops = settings.eos_token_id
-    if stops is None:
-        return ()
-    return tuple(stops) if isinstance(stops, list) else (int(stops),)
 
 
 def _served_rows(

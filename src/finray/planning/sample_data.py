@@ -18,13 +18,13 @@ from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import plan, remarks_on_files
 from finray.data.dataset.prepare import plan_preparation
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import report_lines, shared_rows
+from finray.data.dataset.report import report_lines, shared_rows, unserved_ends
 from finray.data.formats.labels import LabelSet
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
 from finray.errors import FinrayError
 from finray.planning.steps import longest_of, pack_length_of, require_prompts
-from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.tokenizers import generation_stops, load_tokenizer
 
 # Seconds after which no further rows of a large source are read.
 _BUDGET_S = 10.0
@@ -91,7 +91,8 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     lengths = np.sort(splits.train.lengths)
     make_plan = plan_packs if config.data.packing else one_row_each
     pack_length = pack_length_of(config, lengths) if complete else None
-    lines = [*report_lines(dataset.manifest), *remarks_on_files(config), *shared_rows(splits)]
+    ends = unserved_ends(dataset.manifest, generation_stops(config.model))
+    lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *shared_rows(splits)]
     problems: list[FinrayError] = []
     try:
         dataset.require_kind(task_spec(config.model.task))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -349,3 +349,17 @@ def tokenizer_files(model: ModelConfig) -> list[Path] | None:
         return None
     found = {file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}
     return [*sorted(found), *template]
+
+
+def generation_stops(model: ModelConfig) -> tuple[int, ...]:
+    """Token ids at which a server ends an answer, from the model's generation settings; none without such a file."""
+    path = Path(model.name).expanduser()
+    stops: Any = None
+    with suppress(OSError, ValueError, FinrayError):
+        if path.exists():
+            stops = _CONFIGS.json(path / "generation_config.json", dict[str, Any]).get("eos_token_id")
+        else:
+            from transformers import GenerationConfig
+
+            stops = GenerationConfig.from_pretrained(model.name, revision=model.revision).eos_token_id
+    return tuple(one for one in (stops if isinstance(stops, list) else [stops]) if isinstance(one, int))

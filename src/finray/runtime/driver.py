@@ -34,7 +34,7 @@ from finray.data.dataset.labels import find_labels
 from finray.data.dataset.plan import remarks_on_files
 from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import preparation_report, shared_rows
+from finray.data.dataset.report import report_lines, shared_rows, unserved_ends
 from finray.data.sampling.order import total_steps
 from finray.errors import FinrayError, from_dict
 from finray.files import digest_of
@@ -54,6 +54,7 @@ from finray.planning.steps import (
     require_room,
     step_warnings,
 )
+from finray.pretrained.tokenizers import generation_stops
 from finray.publishing.hub import Target
 from finray.records import Note, Record, RunHeader, RunSummary
 from finray.reporting.run import TrainResult
@@ -542,9 +543,10 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
             is_warning = line.startswith("warning: ")
             handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
 
-    say((*preparation_report(location, local_dir=local_dir_of(config)), *remarks_on_files(config)))
     train = config.train
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
+    ends = unserved_ends(dataset.manifest, generation_stops(config.model))
+    say((*report_lines(dataset.manifest), *ends, *remarks_on_files(config)))
     require_prompts(config, dataset.kind())
     splits = dataset.splits(config.data, seed=config.run.seed)
     say(shared_rows(splits))

@@ -29,11 +29,11 @@ from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import Part, Settings, remarks_on_files
 from finray.data.dataset.prepare import Handle, Preparation, ignore, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import report_lines, shared_rows
+from finray.data.dataset.report import report_lines, shared_rows, unserved_ends
 from finray.data.storage import Folder
 from finray.errors import ClusterError, DataError, FinrayError, from_dict
 from finray.planning.placement import worker_environment
-from finray.pretrained.tokenizers import load_tokenizer, without_torch
+from finray.pretrained.tokenizers import generation_stops, load_tokenizer, without_torch
 from finray.records import Note
 from finray.reporting.run import PreparedData
 from finray.runtime import cluster as clusters
@@ -107,6 +107,7 @@ def prepare_and_report(
         {name: stats.counts() for name, stats in manifest.splits.items()},
         (
             *report_lines(manifest),
+            *unserved_ends(manifest, generation_stops(config.model)),
             *remarks_on_files(with_absolute_paths(config)),
             *shared_rows(splits),
             *(f"warning: {text} ({where})" for text, where in labels.warnings),

@@ -12,7 +12,7 @@ import pytest
 from finray.data.dataset.manifest import RowCounts
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.dataset.report import report_lines
+from finray.data.dataset.report import report_lines, unserved_ends
 from finray.data.formats.examples import Completion
 from finray.data.sources import pieces
 from finray.data.tokenize.encode import Tokenizer
@@ -269,6 +269,18 @@ def test_end_tokens_that_occur_twice_and_special_tokens_in_prompts_are_named(pre
     end = preparing.tokenizer.eos_token
     pairs = [{"prompt": "a", "completion": f" b{end}"}, {"prompt": "a", "completion": " b"}]
     assert noted(preparing, put, pairs, format="prompt_completion")[0].doubled_eos == 1
+
+
+def test_ends_at_which_a_server_does_not_stop_are_said(preparing: Preparing, put: Write) -> None:
+    template = tiny.CHATML.replace("<|im_end|>", "<|im_start|>")
+    source, model = put("rows.jsonl", lines([talk("a", "b"), talk("c", "d")])), {"chat_template": template}
+    manifest = preparing.dataset(source, model=model).manifest
+    (end,) = manifest.splits["train"].ends
+    assert end.endswith(" <|im_start|>")
+    (warning,) = unserved_ends(manifest, ())
+    assert "2 answers end with <|im_start|>, at which a server" in warning
+    assert not unserved_ends(manifest, (int(end.split()[0]),))
+    assert not unserved_ends(preparing.dataset(source).manifest, ())
 
 
 def test_weights_and_media_of_rows_are_said_and_empty_columns_are_not(preparing: Preparing, put: Write) -> None:

@@ -107,6 +107,7 @@ class PartResult(RowCounts):
         lost: the first rows that lost their whole answer: number of the range, and number in it.
         cut: likewise the first that were cut off.
         places: likewise the first that a counter counts.
+        ends: special tokens other than EOS that end what is learned, as `ID TEXT`, and how often.
     """
 
     stream: str
@@ -127,6 +128,7 @@ class PartResult(RowCounts):
     label_rows: tuple[int, ...] = ()
     cut: tuple[tuple[int, int], ...] = ()
     places: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    ends: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PartResult:
@@ -194,6 +196,7 @@ class SplitStats(RowCounts):
         truncated_at: likewise the first that were cut off.
         empty_files: source files without rows.
         places: of other counters, likewise the first rows of each.
+        ends: special tokens other than EOS that end what is learned, as `ID TEXT`, and how often.
     """
 
     longest: int
@@ -206,6 +209,7 @@ class SplitStats(RowCounts):
     truncated_at: tuple[str, ...] = ()
     empty_files: tuple[str, ...] = ()
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ends: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[PartEntry]:
@@ -328,6 +332,7 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             answers_lost_at=places.pop("lost", ()),
             truncated_at=places.pop("cut", ()),
             places=places,
+            ends=dict(sum((Counter(part.ends) for part in parts), Counter[str]())),
             empty_files=tuple(file for file, count in rows_of.items() if not count),
         )
         if not split.supervised:

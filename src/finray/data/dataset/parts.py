@@ -155,6 +155,7 @@ class PartWriter:
                 lost=tuple(files.lost),
                 cut=tuple(files.cut),
                 places={name: tuple(rows) for name, rows in files.places.items()},
+                ends=dict(files.ends),
                 **files.counts,
             )
             self._folder.write(note, result.to_bytes())
@@ -313,9 +314,10 @@ class _ArrowFiles:
         places: likewise of rows that a counter counts.
         columns: number of rows by the columns in which they have something.
         unread: number of rows by what was not read of them.
+        ends: special tokens other than EOS that end what is learned.
     """
 
-    def __init__(self, folder: Folder, number: int, doubles: tuple[int, int, frozenset[int]]) -> None:
+    def __init__(self, folder: Folder, number: int, doubles: tuple[int, int, Mapping[int, str]]) -> None:
         self._folder = folder
         self._names = (f"tokens-{number:05d}.arrow", f"index-{number:05d}.arrow")
         self._scratch = folder.scratch(self._names[0])
@@ -334,8 +336,9 @@ class _ArrowFiles:
         self.places: dict[str, list[tuple[int, int]]] = {}
         self.columns: Counter[tuple[str, ...]] = Counter()
         self.unread: Counter[str] = Counter()
-        bos, self._eos, special = doubles
-        self._bos, self._special = bos, np.array(sorted(special), dtype=np.int32)
+        self.ends: Counter[str] = Counter()
+        self._bos, self._eos, self._specials = doubles
+        self._special = np.array(sorted(self._specials), dtype=np.int32)
 
     def close(self) -> None:
         """Remove unfinished files."""
@@ -351,7 +354,8 @@ class _ArrowFiles:
         self.columns[tuple([name for name, value in row.value.items() if value or value == 0])] += 1
         for example, one in zip(examples, encoded, strict=True):
             self.kind = self.kind or type(example).__name__.lower()
-            for note in one.notes:
+            # Sets have another order in each process.
+            for note in sorted(one.notes):
                 if note.startswith("unread:"):
                     self.unread[note.removeprefix("unread:")] += 1
                 else:
@@ -466,9 +470,15 @@ class _ArrowFiles:
         self, waiting: list[tuple[_SourceRow, Tokens, int]], ids: Any, mask: Any, offsets: Any
     ) -> None:
         """Count rows that begin with BOS twice, and those in which EOS, or the token that ends what is learned, occurs
-        twice in a row. Labelled text has token types in the mask, and is not generated."""
+        twice in a row; and these tokens. Labelled text has token types in the mask, and is not generated."""
         if not len(ids) or waiting[0][1].label is not None:
             return
+        next_mask = np.append(mask[1:], 0)
+        next_mask[offsets[1:] - 1] = 0
+        last = ids[np.flatnonzero(mask > next_mask)]
+        last = last[np.isin(last, self._special) & (last != self._eos)]
+        for token, count in zip(*(found.tolist() for found in np.unique(last, return_counts=True)), strict=True):
+            self.ends[f"{token} {self._specials[token]}"] += count
         same = np.flatnonzero(ids[1:] == ids[:-1])
         same = same[np.isin(ids[same], self._special)]
         # The second of them is in the same row.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection
 
 import numpy as np
 
 from finray.data.dataset.manifest import Manifest, SplitStats
-from finray.data.dataset.prepared import BAD_ROWS, PreparedDataset, Splits
+from finray.data.dataset.prepared import BAD_ROWS, Splits
 from finray.data.sources.resolve import listed
 from finray.limits import cut
 
@@ -92,13 +92,8 @@ _OF_KEYS: dict[str, str] = {
 }
 
 
-def preparation_report(location: str | Path, *, local_dir: Path | None = None) -> list[str]:
-    """A summary, one line per split, and warnings about truncated and dropped rows."""
-    return report_lines(PreparedDataset(location, local_dir=local_dir).manifest)
-
-
 def report_lines(manifest: Manifest) -> list[str]:
-    """As :func:`preparation_report`, from a manifest."""
+    """A summary, one line per split, and warnings about truncated and dropped rows."""
     lines = []
     for split, stats in manifest.splits.items():
         for stream in stats.streams:
@@ -127,6 +122,22 @@ def report_lines(manifest: Manifest) -> list[str]:
             if (count := getattr(stats, name))
         ]
     return lines
+
+
+def unserved_ends(manifest: Manifest, stops: Collection[int]) -> list[str]:
+    """Warnings about answers that end with a token at which a server does not stop.
+
+    Args:
+        manifest: of the dataset.
+        stops: of the model's generation settings; EOS is another.
+    """
+    return [
+        f"warning: {split}: {count:,} answers end with {end.partition(' ')[2]}, at which a server that goes by the "
+        "model's generation settings does not stop; add its id to eos_token_id in generation_config.json"
+        for split, stats in manifest.splits.items()
+        for end, count in stats.ends.items()
+        if int(end.partition(" ")[0]) not in stops
+    ]
 
 
 def unread_fields(stats: SplitStats) -> list[str]:

@@ -177,7 +177,7 @@ def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[
             wanted = tuple(name for name in _WANTED if is_answered and name in row and name not in taken)
             found = known[columns] = {name: every for name, every in some if every}, wanted
         there, wanted = found
-        notes = {"unwanted_answers" for name in wanted if row[name] is False}
+        notes = {"unwanted_answers"} if wanted and any(row[name] is False for name in wanted) else set()
         return [_example(row, row_format, there, notes, has_chat_template=has_chat_template)]
 
     return convert
@@ -334,28 +334,24 @@ def _completed(
 ) -> Chat:
     """The conversation with what its row has beside the messages: system message, tools, variables of the template."""
     system = row_format.system
-    if there:
-        own = _optional_text(row, there.get("system", ()), notes)
+    if "system" in there:
+        own = _optional_text(row, there["system"], notes)
         if own and chat.messages[0].role in ("system", "developer") and chat.messages[0].content != own:
             # The conversation's own one counts.
             notes.add(f"unread:{there['system'][0]}")
         system = own or system
-        tools = there.get("tools", ())
-        chat = replace(
-            chat,
-            tools=tools_of(_optional(row, tools), *tools[:1]),
-            arguments=_arguments(row, there.get("chat_template_kwargs", ()), of_table=row_format.of_table),
-        )
+    if "tools" in there:
+        chat = replace(chat, tools=tools_of(_optional(row, there["tools"]), there["tools"][0]))
+    if "chat_template_kwargs" in there:
+        found = template_arguments(_optional(row, there["chat_template_kwargs"]))
+        if row_format.of_table:
+            # There all rows have the same variables.
+            found = {name: value for name, value in found.items() if value is not None}
+        chat = replace(chat, arguments=found)
     if system and chat.messages[0].role not in ("system", "developer"):
         prompt = chat.prompt_messages + 1 if chat.prompt_messages else 0
         chat = replace(chat, messages=(Message("system", system), *chat.messages), prompt_messages=prompt)
     return replace(chat, notes=frozenset(notes)) if notes else chat
-
-
-def _arguments(row: Columns, columns: Sequence[str], *, of_table: bool) -> Mapping[str, Any]:
-    found = template_arguments(_optional(row, columns))
-    # In a table all rows have the same fields.
-    return {name: value for name, value in found.items() if value is not None} if of_table else found
 
 
 def template_arguments(value: Any) -> Mapping[str, Any]:

@@ -156,6 +156,7 @@ class Tokenizer:
         self._bos = (int(bos),) if starts_with_bos else ()
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._names = {number: str(added[number].content) for number in self._special_ids}
         self._special_texts = sorted(str(added[number].content) for number in self._special_ids)
         # The first characters tell most texts apart in a fraction of the time of the expression.
         self._begins = tuple({text[0] for text in self._special_texts if text})
@@ -166,10 +167,10 @@ class Tokenizer:
         self._has_types = "token_type_ids" in tokenizer.model_input_names
 
     @property
-    def doubles(self) -> tuple[int, int, frozenset[int]]:
-        """Ids of BOS and EOS, -1 if there is none, and of all special tokens: for finding those that occur twice."""
+    def doubles(self) -> tuple[int, int, Mapping[int, str]]:
+        """Ids of BOS and EOS, -1 if there is none, and all special tokens by id: for finding those that occur twice."""
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        return -1 if bos is None else int(bos), -1 if eos is None else int(eos), self._special_ids
+        return -1 if bos is None else int(bos), -1 if eos is None else int(eos), self._names
 
     @property
     def bos_text(self) -> str:
@@ -271,7 +272,8 @@ class Tokenizer:
 
     def _jobs(self, example: Example) -> tuple[list[_Job], frozenset[str]]:
         jobs, notes = self._jobs_of(example)
-        notes |= example.notes
+        if example.notes:
+            notes |= example.notes
         return jobs, notes | {"special_in_prompts"} if self._has_special(example) else notes
 
     def _has_special(self, example: Example) -> bool:
