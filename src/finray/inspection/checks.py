@@ -94,14 +94,17 @@ class Tally:
 class TokenScan:
     """Counts special tokens in every row: ends of learned spans, BOS, unknown tokens, special tokens inside answers.
 
-    Where all tokens are learned (``whole``), only the last token of a row ends a span.
+    Where all tokens are learned (``whole``), only the last token of a row ends a span. Where only parts of some answers
+    are (``in_parts``), a span need not end with an end token.
     """
 
-    def __init__(self, tokens: SpecialTokens, tokenizer: Any, *, max_length: int, whole: bool) -> None:
+    def __init__(
+        self, tokens: SpecialTokens, tokenizer: Any, *, max_length: int, whole: bool, in_parts: bool = False
+    ) -> None:
         self._tokens = tokens
         self._decode = tokenizer.backend_tokenizer.decode
         self._max_length = max_length
-        self._whole = whole
+        self._whole, self._in_parts = whole, in_parts
         self.rows = self.spans = 0
         # Ids of the tokens that end learned spans, and of special tokens inside them, to how often.
         self.ends: Counter[int] = Counter()
@@ -184,16 +187,19 @@ class TokenScan:
         bos = "BOS" if tokens.bos is None else tokens.name(tokens.bos)
         with_bos = f"every row begins with {bos} once" if tokens.puts_bos else f"no row begins with {bos} twice"
         unk = "" if self.unk is None else tokens.name(self.unk)
-        none = Tally()
+        none, open_ends = Tally(), ": the model does not learn to stop there"
         return (
             _check(
                 "Learned text ends with an end token",
                 spans,
                 f"every learned span that was not cut off ends with one: {_listed(self.ends, tokens) or 'none'}",
-                problem=(
-                    self.open,
-                    "learned spans end without an end-of-turn or EOS token: the model does not learn to stop there",
-                ),
+                **{
+                    "note" if self._in_parts else "problem": (
+                        self.open,
+                        "learned spans end without an end-of-turn or EOS token"
+                        + ("; rows have parts that are not learned" if self._in_parts else open_ends),
+                    )
+                },
             ),
             _check(
                 "Serving stops at these tokens",

@@ -235,7 +235,9 @@ class Inspector:
     def checks(self, *, kind: str) -> tuple[Check, ...]:
         """Checks of the tokens of every row of this kind (``chat``, ``completion`` or ``text``)."""
         whole = self.data.train_on == "all"
-        scan = TokenScan(self.tokens, self.tokenizer, max_length=self.data.max_length, whole=whole)
+        in_parts = any(counts.get("partly_learned") for counts in self.counters.values())
+        length = self.data.max_length
+        scan = TokenScan(self.tokens, self.tokenizer, max_length=length, whole=whole, in_parts=in_parts)
         for rows in self.splits.values():
             scan.add(rows, labelled=bool(self.labels))
         # For labelled text those that are not about what is generated.

@@ -492,6 +492,7 @@ def test_only_the_parts_of_an_answer_are_learned_that_the_row_says(name: str) ->
     assert learned_texts(name, encode(name, user("a"), first)) == [f" a good dog. the end.{ends[0]}"]
     both = replace(first, hidden=((0, 11), (23, 31)))
     assert learned_texts(name, encode(name, user("a"), both, user("b"), assistant("no")))[0].strip() == "a good dog."
+    assert encode(name, user("a"), first).notes == {"partly_learned"}
     middle = replace(first, hidden=((11, 23),))
     assert learned_texts(name, encode(name, user("a"), middle)) == ["a bad dog.", f" the end.{ends[0]}"]
 

@@ -646,3 +646,12 @@ def test_metadata_that_name_no_classes_change_nothing(classifying: Preparing, tm
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
     dataset = classifying.dataset(tmp_path / "rows.parquet", model=CLASSIFIES)
     assert dataset.label_set == LabelSet("single_label", ("0", "1"))
+
+
+def test_a_second_text_that_only_later_rows_have_is_no_single_text(classifying: Preparing, put: Write) -> None:
+    rows = [{"premise": f"cat {at}", "label": at % 2} for at in range(150)]
+    source = put("rows.jsonl", lines([*rows, {**rows[0], "hypothesis": None}, {**rows[1], "hypothesis": "a dog"}]))
+    mapped = {"model": CLASSIFIES, "field_mapping": {"text": "premise"}}
+    error = classifying.refused(source, **mapped)
+    assert "a second text, `hypothesis`, which the first rows of the source do not have" in str(error)
+    assert str(error.where).endswith("rows.jsonl:152")

@@ -99,10 +99,11 @@ def _input_output(example: Example, encoder: Tokenizer) -> dict[str, Any]:
     if not isinstance(example, Chat):
         return {"input": "", "output": example.text}
     last = max((index for index, one in enumerate(example.messages) if one.role == "assistant"), default=None)
+    render, own = encoder.renderer.render, example.arguments
     if not last:
-        return {"input": encoder.renderer.render(example.messages, example.tools), "output": ""}
-    prompt = encoder.renderer.render(example.messages[:last], example.tools, add_generation_prompt=True)
-    whole = encoder.renderer.render(example.messages[: last + 1], example.tools)
+        return {"input": render(example.messages, example.tools, arguments=own), "output": ""}
+    prompt = render(example.messages[:last], example.tools, arguments=own, add_generation_prompt=True)
+    whole = render(example.messages[: last + 1], example.tools, arguments=own)
     answer = example.messages[last].content or whole.removeprefix(prompt)
     # Training on these rows adds the beginning-of-sequence token again.
     return {"input": prompt.removeprefix(encoder.bos_text), "output": answer}

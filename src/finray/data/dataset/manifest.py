@@ -60,6 +60,7 @@ class RowCounts:
     special_in_prompts: int = 0
     doubled_bos: int = 0
     doubled_eos: int = 0
+    partly_learned: int = 0
 
     def counts(self) -> dict[str, int]:
         """By name."""

@@ -452,14 +452,15 @@ def one_column(template: str) -> str | None:
 def in_form(template: str, text: str) -> str:
     """A text as a template with one column writes it; as it is if it has that form already, or there are several.
 
-    A text has the form if it ends as the template does or, where that ends with the column, begins so.
+    A text has the form if it ends as the template does, and has the line before the column.
     """
     if (name := one_column(template)) is None:
         return text
     mark = "\ue000"
     filled = _filled(template, {name: mark}, {name: name})
     begins, ends = (part.strip() for part in (filled.partition(mark)[0], filled.rpartition(mark)[2]))
-    is_formed = text.rstrip().endswith(ends) if ends else bool(begins) and text.lstrip().startswith(begins)
+    line = begins.rpartition("\n")[2]
+    is_formed = bool(begins or ends) and line in text and text.rstrip().endswith(ends)
     return text if is_formed else filled.replace(mark, text)
 
 

@@ -187,6 +187,8 @@ class ChatRenderer:
                 parts = self._learned(message, index, found, row_text)
                 apart.append(Rendered(row_text, tuple(span for span, _ in parts), tuple(ended for _, ended in parts)))
                 notes.add("split_conversations")
+            if message.hidden:
+                notes.add("partly_learned")
             if not found[1] and row_text[found[0][1] :].strip():
                 notes.add("open_answers")
             self._check_answer(message, row_text[slice(*found[0])], notes)
