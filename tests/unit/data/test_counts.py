@@ -254,7 +254,7 @@ def test_keys_of_messages_that_nothing_reads_are_counted_and_named(preparing: Pr
     assert "`train` in a message, a key that is not read: only answers are learned" in report
     assert "keys of messages that nothing reads: `id` (1 rows), `name` (1 rows)" in report
     assert "not read" not in noted(preparing, put, [talk("a", "b")])[1]
-    reading = tiny.CHATML.replace("{{ message['content']", "{{ message.think }}{{ message['content']")
+    reading = tiny.CHATML.replace("+ message['content']", "+ (message.think or '') + message['content']")
     assert reading != tiny.CHATML
     _, _, stream = noted(preparing, put, rows[1:], model={"chat_template": reading})
     assert "messages[].think" not in stream.unread
