@@ -147,7 +147,7 @@ def _has_died(ray_serve: Any) -> bool:
     """Whether processes of the model were lost while they started. Ray Serve's own error does not say so."""
     with suppress(Exception):
         deployments = ray_serve.status().applications[_APP].deployments.values()
-        return any("died" in one.message for one in deployments)
+        return any("died" in one.message.lower() for one in deployments)
     return False
 
 

@@ -173,14 +173,14 @@ def test_a_server_that_was_stopped_on_purpose_has_done_what_it_should(
 
 @pytest.mark.parametrize("error", [KeyError("gate_up_proj"), AttributeError("no `weight`"), RuntimeError("a\nb")])
 def test_the_reason_why_a_model_cannot_be_loaded_is_said_whatever_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     def fail(*_: Any) -> Any:
         raise error
 
     monkeypatch.setattr("finray.serving.server.Server.__init__", fail)
     state = asyncio.run(module.Replica(Settings("runs/mine")).state())
-    assert "Traceback" in capsys.readouterr().err, "FINRAY_VERBOSE shows it"
+    assert "Traceback" in caplog.text, "FINRAY_VERBOSE shows it"
     stand_in = stand_in_serve(monkeypatch, state=state, signals=0)
     found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
     options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
@@ -191,7 +191,7 @@ def test_the_reason_why_a_model_cannot_be_loaded_is_said_whatever_it_is(
     assert caught.value.where == "runs/mine"
 
 
-@pytest.mark.parametrize("message", ["failed to start 3 times in a row. Error: The actor died unexpectedly", "busy"])
+@pytest.mark.parametrize("message", ["failed to start 3 times in a row. Error:\nActorDiedError()", "busy"])
 def test_a_model_whose_process_is_killed_while_it_loads_is_told_from_other_failures(
     monkeypatch: pytest.MonkeyPatch, message: str
 ) -> None:
@@ -210,4 +210,4 @@ def test_a_model_whose_process_is_killed_while_it_loads_is_told_from_other_failu
     with pytest.raises(ClusterError) as caught:
         module._serve(stand_in, Settings("runs/mine"), found, host="127.0.0.1", port=1, grace=7.0, **options)
     died = "the process that loads the model has ended each time before it answered; nothing says why"
-    assert caught.value.message.startswith(died if "died" in message else "Ray Serve failed: Deploying application")
+    assert caught.value.message.startswith(died if "Died" in message else "Ray Serve failed: Deploying application")
