@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +21,6 @@ from finray.files import first_line
 from finray.runtime import cluster, signals
 from finray.serving.models import Found, Settings, api_key, find
 
-_logger = logging.getLogger(__name__)
 _APP = "finray"
 _POLL_S = 2.0
 # Added to the grace period for the way to the replica and back.
@@ -199,7 +199,7 @@ class Replica:
             known = explained(error)
             if known is None:
                 # Raised here, it would be Ray Serve's, which says less of it.
-                _logger.error("the model cannot be loaded\n%s", redact_error(error))
+                sys.stderr.write(redact_error(error))
                 known = ModelError(
                     "the model cannot be loaded, for a reason that finray does not know: "
                     f"{type(error).__name__}: {first_line(error)[:300]}",
