@@ -153,9 +153,12 @@ def fitted(
     asked = config(tmp_path)
     resolved = Resolved("fp32", None, None, True, strategy, 1, use_gpu=use_gpu)
     place = Placement(1, 1, use_gpu=use_gpu)
-    context = SimpleNamespace(gcs_address="127.0.0.1:1")
+    context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "here")
+    here = {"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1}
     ray = SimpleNamespace(
-        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"), get_runtime_context=lambda: context
+        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
+        get_runtime_context=lambda: context,
+        nodes=lambda: [here],
     )
     slow: Any = Slow(outcome)
 
