@@ -13,6 +13,7 @@ from finray.config.schema import Config
 from finray.data.dataset.prepare import prepare_here
 from finray.inspection.checks import findings
 from finray.inspection.inspect import inspect
+from finray.models.packing_cache import packing_of
 from finray.planning.sample_data import examine
 from finray.records import Note, Record
 from finray.runtime.driver import settle
@@ -46,7 +47,8 @@ def of_inspect(config: Config) -> list[str]:
 def of_train(config: Config) -> list[str]:
     records: list[Record] = []
     with open_run(config, fresh=False, notify=lambda text: None) as run:
-        settle(runs.resolved_of(config), prepare_here(config), config, run, records.append)
+        packing = packing_of(config.model)
+        settle(runs.resolved_of(config), prepare_here(config), config, run, records.append, packing)
     return [one.message for one in records if isinstance(one, Note)]
 
 
