@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from finray.data.formats.labels import Label as Label
@@ -17,6 +18,10 @@ from finray.errors import DataError, did_you_mean
 from finray.limits import cut
 
 Kind = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template", "converter"]
+
+
+# One for all: an own object for each message costs as much as reading it.
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Arguments(dict[str, Any]):
@@ -53,7 +58,7 @@ class Message:
     content: str
     train: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
-    others: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     is_null: bool = field(default=False, compare=False)
     hidden: tuple[tuple[int, int], ...] = ()
 
@@ -81,7 +86,7 @@ class Chat:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt_messages: int = 0
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
     notes: frozenset[str] = frozenset()
 
 
