@@ -31,9 +31,9 @@ from tests.support import runs
 SOURCE = Path(__file__).parents[2] / "src" / "finray"
 FILES = sorted(SOURCE.rglob("*.py"))
 # The places that write to a screen, each through `redact`: the console of all commands, a document, an answer and a
-# note; a child process that tells its parent a number, and a replica that tells why it cannot load a model.
+# note, in Python too; a child process that tells its parent a number, and a replica that tells why it cannot load one.
 SCREENS = {"results.py": {"Console"}, "cli/show.py": {"typer.echo", "sys.stdout.write", "sys.stderr.write"}}
-SCREENS |= {"runtime/allreduce.py": {"sys.stdout.write"}, "runtime/serve.py": {"sys.stderr.write"}}
+SCREENS |= {"api.py": {"print"}, "runtime/allreduce.py": {"sys.stdout.write"}, "runtime/serve.py": {"sys.stderr.write"}}
 PRINTING = {"print", "pprint.pprint", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write", "sys.stderr.write"}
 PRINTING |= {"Console", "rich.print", "warnings.warn", "traceback.print_exc", "traceback.print_exception"}
 LOGGING = {"debug", "info", "warning", "error", "exception", "critical", "log"}

@@ -248,7 +248,7 @@ def test_an_earlier_run_is_moved_aside_behind_the_url(tiny_on_s3: Plain, tmp_pat
     (moved,) = said
     aside = moved.rpartition("/")[2]
     assert bucket.content(f"runs/{aside}/") == before
-    assert [key.removeprefix("runs/run/") for key in bucket.keys("runs/run/")] == ["config.yaml"]
+    assert [key.removeprefix("runs/run/") for key in bucket.keys("runs/run/")] == ["config.sig", "config.yaml"]
 
 
 # --- storage on a bad day -------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def test_a_local_copy_has_what_a_command_needs(
         runs.run_alone(plain, run.path)
     small = Path(local_copy(url, weights=False))
     records = {"metrics.jsonl", "starts.jsonl"}
-    assert {one.name for one in small.iterdir()} == {"config.yaml", "attempt", "run_id", *records}
+    assert {one.name for one in small.iterdir()} == {"config.sig", "config.yaml", "attempt", "run_id", *records}
     # Not finished yet: the newest checkpoint.
     path = Path(local_copy(url))
     assert [one.name for one in path.glob("checkpoint-*")] == ["checkpoint-000004"]

@@ -83,7 +83,6 @@ class _Notifier:
 
 def save_extras(config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any) -> Callable[[Path], None]:
     """A function that writes the tokenizer, and what later commands need to know, into a checkpoint."""
-    formats = [stream.format for stream in dataset.manifest.splits["train"].streams]
     notes = {
         "base_model": config.model.name,
         "revision": config.model.revision,
@@ -96,8 +95,10 @@ def save_extras(config: Config, dataset: PreparedDataset, resolved: Resolved, to
         "chat_template_arguments": config.model.chat_template_arguments,
         "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
     }
-    if dataset.kind() == "completion" and (form := prompt_form(config.data, formats)) is not None:
-        notes["input_template"] = form
+    if dataset.kind() == "completion":
+        formats = [stream.format for stream in dataset.manifest.splits["train"].streams]
+        if (form := prompt_form(config.data, formats)) is not None:
+            notes["input_template"] = form
     if resolved.problem is not None:
         notes |= {"problem": resolved.problem, "labels": list(resolved.labels)}
         if tokenizer.pad_token is None:

@@ -50,11 +50,11 @@ def test_records_go_behind_the_url_as_they_are_written(url: str, tmp_path: Path)
         finish(run, 10)
         assert kept.read("summary.json") == run.summary_file.read_bytes()
         run.push("missing")
-        assert kept.files() == ["config.yaml", "resolved.json", "summary.json"]
+        assert kept.files() == ["config.sig", "config.yaml", "resolved.json", "summary.json"]
     assert Objects(url).files() == [f"r/{name}" for name in kept.files()], "the probe is removed"
     other = RunDir(tmp_path / "deep" / "other", run.url)
     other.pull()
-    assert {one.name for one in other.path.iterdir()} == {"config.yaml", "resolved.json", "summary.json"}
+    assert {one.name for one in other.path.iterdir()} == {"config.sig", "config.yaml", "resolved.json", "summary.json"}
     assert other.resolved() == RESOLVED
     RunDir(tmp_path / "local").pull()
     assert not (tmp_path / "local").exists()
@@ -68,7 +68,7 @@ def test_what_never_began_behind_a_url_is_in_nobodys_way(url: str, tmp_path: Pat
     said: list[str] = []
     with open_run(config(url, tmp_path, learning_rate=1.0), fresh=False, notify=said.append) as run:
         assert len(said) == 1
-        assert Objects(str(run.url)).files() == ["config.yaml", "logs/0123abcd/training.log"]
+        assert Objects(str(run.url)).files() == ["config.sig", "config.yaml", "logs/0123abcd/training.log"]
         trained(run, 2)
     with (
         pytest.raises(ConfigError, match="a different configuration"),
@@ -187,7 +187,7 @@ def test_a_first_start_that_was_refused_leaves_nothing_behind_the_url(url: str, 
         raise ConfigError("refused")
     assert Objects(url).files() == []
     with open_run(config(url, tmp_path, learning_rate=1.0), fresh=False, notify=nobody) as run:
-        assert Objects(str(run.url)).files() == ["config.yaml"]
+        assert Objects(str(run.url)).files() == ["config.sig", "config.yaml"]
 
 
 def test_an_output_url_is_written_to_and_left_as_it_was(

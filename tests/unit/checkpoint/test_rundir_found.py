@@ -58,7 +58,7 @@ def test_a_directory_without_files_of_anybody_becomes_a_run(tmp_path: Path, name
         (tmp_path / "run" / name).write_text("{}")
     assert earlier_of(config(tmp_path)) is None
     with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
-        assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+        assert {path.name for path in run.path.iterdir()} == {"config.sig", "config.yaml"}
         (run.path / RAYS).write_text("{}")
     with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         assert not (run.path / RAYS).exists(), "Ray would go on from its own list"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finray.config import trust
 from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation import artifacts
@@ -393,6 +394,7 @@ def test_a_file_is_read_by_the_config_of_a_run_that_evaluated_as_it_went(
     changed = config.replace("every_steps: null", "every_steps: 1").replace("metric: null", "metric: perplexity")
     assert changed.count("every_steps: 1\n") == 2
     (copy / "config.yaml").write_text(changed)
+    trust.accept(copy / "config.yaml")
     with pytest.raises(AssertionError, match="a model was loaded"):
         evaluate(copy, file=other, output=tmp_path / "out")
     with pytest.raises(ConfigError, match="no metric `accuracy`"):

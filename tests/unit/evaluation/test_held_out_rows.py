@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finray
 from finray.checkpoint.rundir import RunDir, saved_config
+from finray.config import trust
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.engines import Answer, Sampling
@@ -202,6 +203,7 @@ def test_exact_answers_are_counted_for_the_model_that_gave_them(
     changed = config.replace("- exact_match", f"- exact_match\n  - {__name__}:first_letters")
     assert changed != config
     (copy / "config.yaml").write_text(changed)
+    trust.accept(copy / "config.yaml")
     right = [conversation(number)[3]["content"] for number in (6, 7, 8)]
     tuned, base = ["no", right[1], right[2]], [right[0], "no", "no"]
     answering(monkeypatch, lambda row, adapter: (tuned if adapter else base)[row])
@@ -303,6 +305,7 @@ def test_at_most_as_many_rows_as_asked_for(
     assert "max_rows: null" in rest
     rest = rest.replace("max_rows: null", f"max_rows: {configured or 'null'}", 1)
     (copy / "config.yaml").write_text(f"{section}evaluation:\n{rest}")
+    trust.accept(copy / "config.yaml")
     assert evaluate(copy, max_rows=asked).rows == expected
 
 
@@ -391,6 +394,7 @@ def test_precision_is_what_the_run_resolved_or_what_an_old_config_names(
     config = (copy / "config.yaml").read_text()
     assert "precision: fp32" in config
     (copy / "config.yaml").write_text(config.replace("precision: fp32", "precision: bf16"))
+    trust.accept(copy / "config.yaml")
     asked: list[Any] = []
     monkeypatch.setattr(
         "finray.evaluation.subjects.inference_dtype", lambda precision, device: asked.append(precision) or torch.float32

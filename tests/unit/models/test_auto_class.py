@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from finray.config import tasks
+from finray.config import tasks, trust
 from finray.config.adapter_files import NOTES
 from finray.config.extensions import TABLES
 from finray.config.resolved import LabelSet
@@ -175,4 +175,7 @@ def test_a_task_of_your_own_is_not_imported_where_finray_loads_the_same_class(tm
     (tmp_path / NOTES).write_text(json.dumps(notes), encoding="utf-8")
     assert read_artifact(tmp_path).model.task == "causal_lm"
     (tmp_path / NOTES).write_text(json.dumps(notes | {"auto_class": "AutoModelForTokenClassification"}))
+    with pytest.raises(ModelError, match="names code of its own, the task `nowhere:SmoothedLM`"):
+        read_artifact(tmp_path)
+    trust.accept(tmp_path / NOTES)
     assert read_artifact(tmp_path).model.task == "nowhere:SmoothedLM"

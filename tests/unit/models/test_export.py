@@ -262,18 +262,19 @@ def test_a_gguf_file_is_written_as_an_ordinary_model(
         asked.append((model.name, options))
         return real(ModelConfig(name=str(tiny_model_dir)), **options)
 
+    (tmp_path / "x.gguf").touch()
     real = module.load_model
     monkeypatch.setattr(module, "load_model", load)
     monkeypatch.setattr(module, "load_tokenizer", lambda model: load_tokenizer(ModelConfig(name=str(tiny_model_dir))))
     monkeypatch.setattr("finray.errors.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="needs the package gguf"):
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="bf16")
-    assert names(tmp_path) == set()
+    assert names(tmp_path) == {"x.gguf"}
     monkeypatch.setattr("finray.errors.find_spec", lambda name: name)
     convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="bf16")
     assert asked == [(str(tmp_path / "x.gguf"), {"dtype": torch.bfloat16})]
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= names(tmp_path / "out")
-    assert names(tmp_path) == {"out"}
+    assert names(tmp_path) == {"out", "x.gguf"}
 
 
 def test_a_gguf_file_with_weights_that_fp16_cannot_hold_is_refused(
@@ -285,6 +286,7 @@ def test_a_gguf_file_with_weights_that_fp16_cannot_hold_is_refused(
             loaded.model.embed_tokens.weight[2] = -largest
         return loaded
 
+    (tmp_path / "x.gguf").touch()
     real = module.load_model
     monkeypatch.setattr(module, "load_model", load)
     monkeypatch.setattr(module, "load_tokenizer", lambda model: load_tokenizer(ModelConfig(name=str(tiny_model_dir))))
@@ -292,7 +294,7 @@ def test_a_gguf_file_with_weights_that_fp16_cannot_hold_is_refused(
     largest = 1e5
     with pytest.raises(ModelError, match="the largest number of fp16"):
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="fp16")
-    assert names(tmp_path) == set()
+    assert names(tmp_path) == {"x.gguf"}
     largest = 6e4
     convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="fp16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"

@@ -173,14 +173,14 @@ def test_a_server_that_was_stopped_on_purpose_has_done_what_it_should(
 
 @pytest.mark.parametrize("error", [KeyError("gate_up_proj"), AttributeError("no `weight`"), RuntimeError("a\nb")])
 def test_the_reason_why_a_model_cannot_be_loaded_is_said_whatever_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     def fail(*_: Any) -> Any:
         raise error
 
     monkeypatch.setattr("finray.serving.server.Server.__init__", fail)
     state = asyncio.run(module.Replica(Settings("runs/mine")).state())
-    assert "Traceback" in caplog.text, "FINRAY_VERBOSE shows it"
+    assert "Traceback" in capsys.readouterr().err, "FINRAY_VERBOSE shows it"
     stand_in = stand_in_serve(monkeypatch, state=state, signals=0)
     found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
     options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}

@@ -632,7 +632,8 @@ def test_a_loop_is_given_all_that_was_built(
     answer("open_store", "store")
     answer("_load", loaded)
     answer("_resume", (state, ["notes"]))
-    answer("_announce", (header, "trackers", "extras"))
+    trackers = SimpleNamespace(keep="keep")
+    answer("_announce", (header, trackers, "extras"))
     answer("_take_up", ("background", ["evaluated"]))
     answer("_answers", "answers")
     ticks, said = iter([10.0, 17.0]), list[Any]()
@@ -655,11 +656,11 @@ def test_a_loop_is_given_all_that_was_built(
     assert {name: loop[name] for name in same} == {name: name for name in same}
     assert (loop["config"], loop["task"], loop["strategy"], loop["state"]) == (settings, task, ours, state)
     assert (loop["total_steps"], loop["precision"], loop["answered"]) == (12, "bf16", "answers")
-    assert (loop["trackers"], loop["save_extras"]) == ("trackers", "extras")
+    assert (loop["trackers"], loop["save_extras"]) == (trackers, "extras")
     assert (loop["evaluator"], loop["evaluated"]) == (("background", ["evaluated"]) if rank == 0 else (None, []))
     assert (loop["clock"](), loop["writer"] is None, "followed" in built) == (99.0, False, True)
     writer = {0: "store", 1: ours, 2: settings.checkpoint, "best": ("best", settings.evaluation), "in_use": [4]}
-    assert built["CheckpointWriter"] == writer
+    assert built["CheckpointWriter"] == {**writer, "before": "keep"}
     profiler = built["Profiler"]
     assert [profiler[at] for at in range(3)] == [settings.train.profile, tmp_path, ours]
     profiler["notify"]("the table")

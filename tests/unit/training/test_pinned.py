@@ -44,7 +44,7 @@ def test_in_which_pieces_sums_are_made() -> None:
     assert (ddp.BUCKET_ELEMENTS, attention.EXPLICIT_UP_TO) == (8_388_608, 512)
     assert (attention.BATCHED_UP_TO, attention.BATCHED_FROM) == (128, 16)
     assert (attention.LENGTHS_OF, attention.COUNTS_OF) == (16, 4)
-    assert (blocks.SMALLEST_OFFLOAD, packed._HEAD_CHECK_TOKENS) == (1_048_576, 64)
+    assert (blocks.SMALLEST_OFFLOAD, packed._PROBES) == (1_048_576, 32)
     assert TOLERANCE == {"fp32": 0.0001, "bf16": 0.05, "fp16": 0.01}
 
 
