@@ -32,6 +32,9 @@ def seen(answers: list[str], references: list[str]) -> float:
     return -float(len(SEEN))
 
 
+seen.higher_is_better = True  # type: ignore[attr-defined]
+
+
 def broken(answers: list[str], references: list[str]) -> float:
     return 1.0 / 0.0
 

@@ -201,7 +201,8 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
     # Keywords of the function that was called, of which it has none of this name.
     odd = [name for name in changed if name.partition(".")[0] not in (*sections(), PRESET_KEY)]
     problems = [
-        f"`{name}` is no option of this function and no section of a config{suggest_owner(name, changed.pop(name))}"
+        f"`{name}` is no option of this function and no section of a config"
+        + (suggest_owner(name, changed.pop(name)) or did_you_mean(name, sections()))
         for name in odd
     ]
     values = [one for one in (overrides, changed) if one and isinstance(one, Mapping)]

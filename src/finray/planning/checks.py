@@ -23,7 +23,7 @@ from finray.config.paths import is_url
 from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.data.dataset.prepare import check_inputs
-from finray.errors import ConfigError, FinrayError, ModelError, unmatched
+from finray.errors import ConfigError, FinrayError, ModelError, explained, unmatched
 from finray.evaluation.scores.base import score_named
 from finray.files import FileKind
 from finray.parallel.deepspeed import config as deepspeed_config
@@ -82,8 +82,11 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
     ):
         try:
             check(config)
-        except FinrayError as error:
-            problems.append(error)
+        except (FinrayError, OSError) as error:
+            # The operating system has its own view of some paths: one that is too long, or somebody else's.
+            problem = explained(error)
+            assert problem is not None
+            problems.append(problem)
     return problems
 
 

@@ -250,10 +250,12 @@ def require_port(host: str, port: int) -> None:
         with socket.socket(kind) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(place)
-    except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
+    except (OSError, UnicodeError) as error:
+        # A label of more than 63 characters is a UnicodeError of the codec `idna`.
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = (isinstance(error, OSError) and error.strerror) or "this is no address"
         raise ConfigError(
-            "the address is already in use" if in_use else f"cannot listen there: {error.strerror or error}",
+            "the address is already in use" if in_use else f"cannot listen there: {reason}",
             where=f"--host {host} --port {port}",
             repair="choose another port with --port" if in_use else "use an address of this machine",
         ) from None

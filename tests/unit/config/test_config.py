@@ -305,9 +305,10 @@ def test_what_a_wrong_file_may_mean_is_said(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_wrong_in_a_mapping_has_the_path_that_it_has_in_a_file() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"model": "m", "data": "d", "train.": 1, "data.mix.0.weight": 3}, train={"max_stps": 3}, trian={})
-    assert [problem.split(":")[0] for problem in caught.value.problems[:1]] == ["`train.` is not a field"]
+    keyword, field = caught.value.problems[:2]
+    assert keyword == "`trian` is no option of this function and no section of a config (did you mean `train`?)"
+    assert field.startswith("`train.` is not a field:")
     assert any(problem.startswith("train.max_stps: unknown key") for problem in caught.value.problems)
-    assert any(problem.startswith("trian: unknown key (did you mean `train`?)") for problem in caught.value.problems)
 
 
 def test_overrides_of_a_config_are_checked() -> None:
