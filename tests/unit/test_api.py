@@ -117,6 +117,8 @@ def test_a_run_on_rows_in_memory_is_continued_by_the_same_rows_and_by_no_others(
     for given in (rows, list(rows)):
         with open_run(with_absolute_paths(finray.load_config(plain, data=given)), fresh=False, notify=print) as run:
             saved = yaml.safe_load(run.config_file.read_text())
+    # A run without a step binds no config.
+    (run.path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 1.0}\n')
     assert Path(saved["data"]["source"]).is_file()
     with (
         pytest.raises(ConfigError) as caught,

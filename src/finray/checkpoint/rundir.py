@@ -358,7 +358,9 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
         before = _require_same_run(config, run)
         if before is None and run.config_file.is_file():
             run.forget(whole=True)
-            notify("an earlier start with other settings ended before its first step: the run starts with these")
+            notify(
+                "an earlier start with other settings left neither a record nor a checkpoint: the run starts with these"
+            )
         (was, old), (now, new) = _lengths(before, config, run.resolved())
         is_extended = (was, old) != (now, new)
         steps = run.store().steps()

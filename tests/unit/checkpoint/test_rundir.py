@@ -100,7 +100,9 @@ def test_a_run_that_never_began_is_in_nobodys_way(tmp_path: Path, stage: str) ->
         run.keep_resolved(RESOLVED)
     said: list[str] = []
     with open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=said.append) as run:
-        assert said == ["an earlier start with other settings ended before its first step: the run starts with these"]
+        assert said == [
+            "an earlier start with other settings left neither a record nor a checkpoint: the run starts with these"
+        ]
         assert run.resolved() is None
         assert {path.name for path in run.path.iterdir()} <= {"config.yaml", "config.sig", "logs"}
     assert earlier_of(config(tmp_path)) is None
