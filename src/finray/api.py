@@ -365,7 +365,8 @@ def evaluate(
     Raises:
         FinrayError: there are no rows, settings contradict each other, or files cannot be loaded or written.
     """
-    _trust(model, trust_run)
+    for one in (model, *(baselines or ())):
+        _trust(one, trust_run)
     from finray.evaluation.subjects import EvaluationRequest
     from finray.runtime.spread import evaluate as compare
     from finray.tracking.console import steps

@@ -50,7 +50,6 @@ ALLOWED = {
     "checkpoint/store.py:fsync": "a file that this process has written",
     "compat.py:": "a GGUF file, which was looked at before",
     "config/redact.py:_forms": "a file of finray",
-    "config/trust.py:_key": "a new file of the user's own",
     "config/load.py:preset_text": "a file of finray",
     "data/dataset/export.py:": "a directory that this process is filling",
     "data/dataset/parts.py:": "a new file of this process",

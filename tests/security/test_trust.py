@@ -12,9 +12,11 @@ import pytest
 
 from finray.checkpoint.rundir import RunDir, trust_run
 from finray.config import trust
-from finray.errors import ConfigError, ModelError
+from finray.errors import ConfigError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.models.artifacts import checked_notes
+from finray.serving.models import Settings
+from finray.serving.server import Server
 from tests.support import evaluated
 from tests.support.evaluated import evaluate
 
@@ -114,11 +116,11 @@ def stranger(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_checker_of_a_pulled_run_is_not_called(stranger: RunDir, tmp_path: Path) -> None:
     (file := tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
-    with pytest.raises(ConfigError, match="not written by you") as found:
+    with pytest.raises(ConfigError, match="cannot tell that you wrote") as found:
         evaluate(stranger.path, file=file)
     assert any("builtins:exec" in one for one in found.value.problems)
     # The user's own word for one of the two is not their word for the other.
-    with pytest.raises(ConfigError, match="not written by you") as found:
+    with pytest.raises(ConfigError, match="cannot tell that you wrote") as found:
         evaluate(stranger.path, ["evaluation.scoring.run_code=true"], file=file)
     assert not any("run_code" in one for one in found.value.problems)
 
@@ -137,5 +139,29 @@ def test_a_model_that_names_code_of_its_own_is_loaded_only_if_the_user_accepts_i
     (tiny_adapter_dir / "finray.json").write_text(json.dumps({"task": "evil:Task", "auto_class": "Evil"}))
     with pytest.raises(ModelError, match=r"names code of its own, the task `evil:Task`"):
         artifact_of(tiny_adapter_dir)
-    trust_run(tiny_adapter_dir)
+    (line,) = trust_run(tiny_adapter_dir)
+    assert "task: evil:Task" in line
     assert checked_notes(tiny_adapter_dir, "x")["task"] == "evil:Task"
+
+
+def test_a_model_of_the_hub_is_accepted_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trust, "_ACCEPTED", set())
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "me"))
+    (tmp_path / "finray.json").write_text(json.dumps({"task": "evil:Task", "auto_class": "Evil"}))
+    assert trust_run("org/model") == []
+    with pytest.raises(ModelError, match="names code of its own"):
+        checked_notes(tmp_path, "org/other")
+    checked_notes(tmp_path, "org/model")
+    assert "evil:Task" in caplog.text
+    # Its text is remembered, and not its name.
+    monkeypatch.setattr(trust, "_ACCEPTED", set())
+    checked_notes(tmp_path, "org/other")
+
+
+def test_what_the_command_has_accepted_is_accepted_where_the_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_ACCEPTED", set())
+    with pytest.raises(FinrayError):
+        Server(Settings("no/such/model", engine="none", trusted=frozenset(["a digest"])), print)
+    assert "a digest" in trust.accepted()

@@ -23,7 +23,7 @@ from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import FOLLOWING_FOLDERS, LOGS, PROFILE, RECORDS, TRAINING_LOG, RemoteStore
 from finray.checkpoint.store import CheckpointStore
 from finray.config import trust
-from finray.config.adapter_files import NOTES
+from finray.config.adapter_files import NOTES, read_notes
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import read_path, run_path, run_url
@@ -129,8 +129,9 @@ class RunDir:
         """The summary of a finished run; missing before."""
         return self.path / SUMMARY_FILE
 
-    def keep_config(self, config: Config) -> None:
-        """Write the config of this start, secrets masked, and the user's signature of it."""
+    def keep_config(self, config: Config) -> bool:
+        """Write the config of this start, secrets masked, and the user's signature of it; returns whether there is
+        one."""
         text = yaml.safe_dump(redact_saved(config.plain()), sort_keys=False)
         signature = trust.signature_of(text.encode())
         # A run that cannot be signed is a run; its config is read as that of somebody else.
@@ -139,6 +140,7 @@ class RunDir:
         if signature is not None:
             replace_text(self.path / SIGNATURE, signature)
         self.push(CONFIG_FILE, SIGNATURE)
+        return signature is not None
 
     def keep_resolved(self, resolved: Resolved) -> None:
         """Write the value of every ``auto`` in the config, for later starts of the run and commands that use it."""
@@ -379,7 +381,11 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
                 run.summary_file.unlink(missing_ok=True)
             with _writing(run):
                 run.path.mkdir(exist_ok=True)
-                run.keep_config(config)
+                if not run.keep_config(config):
+                    notify(
+                        "the run is not signed, because your key (~/.config/finray/key) cannot be made or read: "
+                        "commands that use the run may ask for --trust-run"
+                    )
             (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
             for rest in run.path.glob(".tmp-*"):
                 shutil.rmtree(rest, ignore_errors=True)
@@ -491,10 +497,15 @@ def trust_run(place: str | Path) -> list[str]:
     Raises:
         FinrayError: there is no such run, or its config cannot be read.
     """
-    path = Path(copies.local_copy(place, weights=False)).expanduser()
+    path = Path(copies.local_copy(copies.named_run(place), weights=False)).expanduser()
     lines: list[str] = []
-    for file in [path] if path.is_file() else [path / CONFIG_FILE, path.parent / CONFIG_FILE]:
-        if file.is_file() and (path.is_dir() or trust.is_in_run(file)):
+    if not path.exists():
+        # Its notes are not here yet.
+        trust.accept_all([str(path)])
+    own = path / CONFIG_FILE
+    for file in [path] if path.is_file() else [own, path.parent / CONFIG_FILE]:
+        # A config beside a model may be one that the user has written.
+        if file.is_file() and (file == own or trust.is_in_run(file)):
             trust.accept(file)
             found = trust.brought(saved_config(RunDir(file.parent)))
             lines = [f"trusted, of {file}: {field}: {value}" for field, value in found]
@@ -502,6 +513,8 @@ def trust_run(place: str | Path) -> list[str]:
     for file in (path / NOTES, path / FINAL / NOTES):
         if file.is_file():
             trust.accept(file)
+            if ":" in (task := str(read_notes(file.parent).get("task", ""))):
+                lines.append(f"trusted, of {file}: task: {task}")
     return lines
 
 

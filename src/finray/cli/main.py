@@ -312,7 +312,8 @@ def evaluate(
     trust_run: show.TrustRun = False,
 ) -> None:
     """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
-    show.trust(model, trust_run)
+    for one in (model, *(baselines or ())):
+        show.trust(one, trust_run)
     from finray.evaluation.subjects import EvaluationRequest
     from finray.runtime.spread import evaluate as run_evaluation
 

@@ -94,8 +94,10 @@ def serve(
     Only who starts the server says what it serves. With --adapters-from DIR, requests may add adapters from that
     directory and remove them again: those with the API key, or without a key those from this machine.
     """
-    show.trust(model, trust_run)
+    for place in (model, *(_named(one)[1] for one in adapters or ())):
+        show.trust(place, trust_run)
     from finray.config.paths import is_url
+    from finray.config.trust import accepted
     from finray.runtime.serve import serve as run_server
     from finray.serving.access import LOOPBACK
     from finray.serving.models import Settings
@@ -117,6 +119,7 @@ def serve(
         # The process of the models may have another working directory.
         adapters_from=tuple(one if is_url(one) else str(Path(one).expanduser().absolute()) for one in places or ()),
         max_adapters=max_adapters,
+        trusted=accepted(),
     )
     if api_key_env is None and host not in LOOPBACK:
         show.remark("anyone who reaches this address can use the model; --api-key-env NAME requires a key")

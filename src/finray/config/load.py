@@ -349,6 +349,9 @@ def _text_of(
         else:
             with opened(path, root) as stream:
                 content = stream.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            # Cut off, it could be another config.
+            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes, which is the limit")
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         near = did_you_mean_path(path, "*.yaml", "*.yml") or did_you_mean(str(path), preset_names())
@@ -369,7 +372,7 @@ def _text_of(
                 repair = f"`finray init my-run.yaml --model {path}` writes a config for it"
             raise ConfigError(f"{what}, not a config file", where=str(path), repair=repair) from None
         raise ConfigError(
-            f"the config file cannot be read: {reason}", where=str(path), repair="give a YAML file in UTF-8"
+            f"the config file cannot be read: {reason}", where=str(path), repair="give a small YAML file in UTF-8"
         ) from None
 
 

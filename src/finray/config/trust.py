@@ -3,7 +3,8 @@
 A run directory may come from somebody else: pulled, unpacked, behind a URL. Its config may name code
 (``package.module:Name``, ``run_code``, ``trust_remote_code``) and files of this machine. So a run that this user starts
 is signed with a key of theirs, and of a run that is not signed every such field is refused where it would take effect,
-unless the user sets it themselves or accepts the config (``--trust-run``).
+unless the user sets it themselves or accepts the config (``--trust-run``). What is accepted is remembered by the digest
+of its text, in a file of the user's: nothing in a run directory can say it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import hmac
 import os
 import secrets
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -29,27 +31,38 @@ _CONFIG = "config.yaml"
 _MARKS = ("attempt", "run_id", "metrics.jsonl", "resolved.json", "summary.json", SIGNATURE)
 _KEYS = FileKind(ConfigError, limit=1024, links=True)
 _FILES = FileKind(ConfigError, limit=4_000_000)
-# SHA-256 of the texts that the user has accepted in this process: a run directory may not be writable.
+# Texts that the user has accepted, by digest, a line each; and how many are remembered.
+_DIGESTS = FileKind(ConfigError, limit=1_000_000, links=True)
+_MOST = 10_000
+# What the user has accepted in this process: SHA-256 of texts, and names of models on the Hub.
 _ACCEPTED: set[str] = set()
+# What is raised where there is no home directory, or where it cannot be written.
+_NO_HOME = (OSError, RuntimeError, FinrayError)
 
 
-def key_file() -> Path:
-    """The user's key. A copy of it on another machine makes the runs of both trusted on both."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "finray" / "key"
+def _own(name: str) -> Path:
+    """A file of the user's, outside of every run."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "finray" / name
 
 
 def _key(*, make: bool) -> bytes | None:
-    file = key_file()
-    with suppress(OSError, FinrayError):
-        if make and not file.exists():
+    with suppress(*_NO_HOME):
+        # A copy of it on another machine makes the runs of both trusted on both.
+        file = _own("key")
+        key = _KEYS.read(file).strip() if file.exists() else None
+        if make and (key is None or len(key) < 32):
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Another process may make it now: the first one counts.
-            with suppress(FileExistsError):
-                handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                os.write(handle, secrets.token_hex(32).encode())
-                os.close(handle)
-        key = _KEYS.read(file).strip()
-        return key if len(key) >= 32 else None
+            with tempfile.NamedTemporaryFile(dir=file.parent) as scratch:
+                scratch.write(secrets.token_hex(32).encode())
+                scratch.flush()
+                if key is not None:
+                    # A full disk has cut it off.
+                    file.unlink(missing_ok=True)
+                # Another process may make it now: the first one counts.
+                with suppress(FileExistsError):
+                    os.link(scratch.name, file)
+            key = _KEYS.read(file).strip()
+        return key if key is not None and len(key) >= 32 else None
     return None
 
 
@@ -63,7 +76,7 @@ def is_trusted(folder: Path) -> bool:
     """Whether this user has started the run of a directory with just this config, or has accepted it."""
     with suppress(FinrayError):
         text = _FILES.read(folder / _CONFIG)
-        if hashlib.sha256(text).hexdigest() in _ACCEPTED:
+        if _digest(text) in accepted():
             return True
         key = _key(make=False)
         stored = _FILES.read(folder / SIGNATURE).strip()
@@ -72,23 +85,45 @@ def is_trusted(folder: Path) -> bool:
 
 
 def accept(file: Path) -> None:
-    """The user accepts what a file of a run or a model names: for good where a signature can be written beside it.
+    """The user accepts what a file of a run or a model names: for good where that can be remembered.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    text = _FILES.read(file)
-    _ACCEPTED.add(hashlib.sha256(text).hexdigest())
-    if file.name == _CONFIG and (signature := signature_of(text)) is not None:
-        with suppress(OSError):
-            replace_text(file.with_name(SIGNATURE), signature)
+    accept_all([digest := _digest(_FILES.read(file))])
+    with suppress(*_NO_HOME):
+        known = [one for one in _remembered() if one != digest]
+        _own("trusted").parent.mkdir(parents=True, exist_ok=True)
+        replace_text(_own("trusted"), "\n".join([*known, digest][-_MOST:]) + "\n")
+
+
+def accept_all(those: Iterable[str]) -> None:
+    """The user accepts, in this process, what :func:`accepted` has returned in another one, or models of the Hub by
+    their names."""
+    _ACCEPTED.update(those)
+
+
+def accepted() -> frozenset[str]:
+    """What the user has accepted: here, and before."""
+    with suppress(*_NO_HOME):
+        return frozenset(_ACCEPTED.union(_remembered()))
+    return frozenset(_ACCEPTED)
 
 
 def is_accepted(file: Path) -> bool:
-    """Whether the user has accepted this file in this process."""
+    """Whether the user has accepted this file."""
     with suppress(FinrayError):
-        return hashlib.sha256(_FILES.read(file)).hexdigest() in _ACCEPTED
+        return _digest(_FILES.read(file)) in accepted()
     return False
+
+
+def _remembered() -> list[str]:
+    file = _own("trusted")
+    return _DIGESTS.text(file).split() if file.exists() else []
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
 
 
 def is_in_run(file: Path) -> bool:
@@ -133,7 +168,8 @@ def brought(config: Config) -> list[tuple[str, str]]:
 
 def _is_place(name: str) -> bool:
     """Whether a name is that of a file or directory here, and not of something on the Hub or behind a URL."""
-    return not is_url(name) and (name.startswith(("/", ".", "~", "file://")) or Path(name).exists())
+    # Of a name that no file can have, Path.exists() raises.
+    return not is_url(name) and (name.startswith(("/", ".", "~", "file://")) or os.path.exists(name))  # noqa: PTH110
 
 
 def of_stranger(config: Config, where: str, *, said: Iterable[str] = ()) -> Config:
@@ -167,10 +203,10 @@ def require_trusted(config: Config, *fields: str) -> None:
     ]
     if odd:
         raise ConfigError(
-            "the config of this run was not written by you on this machine, and what it names would take effect here",
+            "finray cannot tell that you wrote the config of this run, and what it names would take effect here",
             where=where,
-            repair="read it; --trust-run (in Python trust_run=True) accepts all of it, and a field that you set "
-            "yourself is your own word",
+            repair="read it, since it may be somebody else's (or of an earlier version, or another machine): "
+            "--trust-run (in Python trust_run=True) accepts all of it; a field that you set yourself is your own word",
             problems=tuple(f"{field}: {value}" for field, value in odd),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from finray.models.saved_layout import without_adapter
 from finray.models.sharded import materialize
 from finray.pretrained.weights import stored_weights
 
+_logger = logging.getLogger(__name__)
 _DIGITS = re.compile(r"\d+")
 
 
@@ -82,7 +84,7 @@ def checked_notes(folder: Path, name: str) -> Notes:
         ModelError: they are damaged, or of a task that is not there.
     """
     notes = read_notes(folder)
-    if ":" in (task := task_of(notes)) and not _is_trusted(folder, task):
+    if ":" in (task := task_of(notes)) and not _is_trusted(folder, name, task):
         raise ModelError(
             f"the model names code of its own, the task `{task}`, which would be imported here",
             where=str(folder / NOTES),
@@ -99,9 +101,13 @@ def checked_notes(folder: Path, name: str) -> Notes:
     return notes
 
 
-def _is_trusted(folder: Path, task: str) -> bool:
+def _is_trusted(folder: Path, name: str, task: str) -> bool:
     """Whether a run that this user has started has such models, or the user has accepted this one."""
     if trust.is_accepted(folder / NOTES):
+        return True
+    if name in trust.accepted():
+        trust.accept(folder / NOTES)
+        _logger.warning("trusted, of %s: task: %s", name, task)
         return True
     run = folder.parent
     if not trust.is_trusted(run):

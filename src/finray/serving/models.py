@@ -68,6 +68,7 @@ class Settings:
             nothing.
         max_adapters: maximum number of adapters that there are by requests.
         load_s: seconds that loading one of them may take.
+        trusted: what the user has accepted (:func:`finray.config.trust.accepted`), for the process of the models.
     """
 
     model: str
@@ -86,6 +87,7 @@ class Settings:
     adapters_from: tuple[str, ...] = ()
     max_adapters: int = 32
     load_s: float = 300.0
+    trusted: frozenset[str] = frozenset()
 
 
 def api_key(name: str) -> bytes:

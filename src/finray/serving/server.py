@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from finray.config import trust
 from finray.config.environment import set_default
 from finray.config.redact import redact_error
 from finray.serving import protocol
@@ -55,6 +56,7 @@ class Server:
 
     def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
         set_default("TOKENIZERS_PARALLELISM", "false")
+        trust.accept_all(settings.trusted)
         self._settings, self._requests, self._is_stopping = settings, 0, False
         key = api_key(settings.key_env) if settings.key_env is not None else None
         self._access = Access(key, host=settings.host, names=settings.allow_hosts)

@@ -82,7 +82,7 @@ def test_what_a_strangers_config_brings_is_refused_where_it_takes_effect(
     configs += [] if field == "adapter.start_from" else [with_absolute_paths(configs[0])]
     for config in configs:
         for asked in ((), (section,), (field,)):
-            with pytest.raises(ConfigError, match=r"not written by you.*\n.*--trust-run") as found:
+            with pytest.raises(ConfigError, match=r"cannot tell that you wrote.*\n.*--trust-run") as found:
                 trust.require_trusted(config, *asked)
             assert [one.partition(": ")[0] for one in found.value.problems] == [field]
         # What does not take effect is no obstacle, and what the user says is their word.
@@ -126,17 +126,40 @@ def test_the_key_is_the_users_and_goes_with_a_copy(
     trust.require_trusted(saved_config(run))
 
 
-@pytest.mark.parametrize("odd", ["file", "fifo", "short"])
-def test_a_key_that_cannot_be_made_or_read_fails_no_run(odd: str, run: RunDir, key: Path) -> None:
+@pytest.mark.parametrize("odd", ["file", "fifo", "nobody"])
+def test_a_key_that_cannot_be_made_or_read_fails_no_run(
+    odd: str, run: RunDir, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if odd == "file":
         key.parent.parent.write_text("in the way")
-    else:
+    elif odd == "fifo":
         key.parent.mkdir(parents=True)
-        os.mkfifo(key) if odd == "fifo" else key.write_text("")
-    run.keep_config(config_with("data.converter"))
+        os.mkfifo(key)
+    else:
+
+        def no_home() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("XDG_CONFIG_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+    assert not run.keep_config(config_with("data.converter"))
     assert not (run.path / trust.SIGNATURE).exists()
     with pytest.raises(ConfigError):
         trust.require_trusted(saved_config(run))
+    if odd != "fifo":
+        # What cannot be remembered is accepted all the same.
+        trust_run(run.path)
+        trust.require_trusted(saved_config(run))
+
+
+@pytest.mark.parametrize("content", ["", "5" * 31])
+def test_a_key_that_was_cut_off_is_made_again(content: str, run: RunDir, key: Path) -> None:
+    key.parent.mkdir(parents=True)
+    key.write_text(content)
+    assert run.keep_config(config_with("data.converter"))
+    trust.require_trusted(saved_config(run))
+    assert [one.name for one in key.parent.iterdir()] == ["key"]
+    assert key.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_run_that_is_accepted_says_what_it_brings_and_stays_accepted(
@@ -148,10 +171,54 @@ def test_a_run_that_is_accepted_says_what_it_brings_and_stays_accepted(
     trust.require_trusted(saved_config(run))
     monkeypatch.setattr(trust, "_ACCEPTED", set())
     trust.require_trusted(saved_config(run))
+    # It is remembered in nothing of the run: another one of the same text is accepted too, and no file was made here.
+    assert {one.name for one in run.path.iterdir()} == {"config.yaml", "config.sig", "checkpoint-000001"}
+    shutil.copytree(run.path, other := run.path.with_name("other"))
+    (other / "config.sig").unlink()
+    trust.require_trusted(saved_config(RunDir(other)))
     # Not for what comes later.
     stranger(run, "data.converter", monkeypatch)
     with pytest.raises(ConfigError):
         trust.require_trusted(saved_config(run))
+
+
+def test_what_is_accepted_is_bounded_and_a_damaged_list_of_it_is_none(
+    run: RunDir, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trust, "_MOST", 2)
+    files = [run.path / f"{number}.json" for number in range(3)]
+    for file in files:
+        file.write_text(file.name)
+        trust.accept(file)
+    monkeypatch.setattr(trust, "_ACCEPTED", set())
+    assert [trust.is_accepted(file) for file in files] == [False, True, True]
+    key.with_name("trusted").write_bytes(b"\xff")
+    assert not trust.is_accepted(files[2])
+    trust.accept(files[2])
+    assert trust.is_accepted(files[2])
+
+
+def test_a_config_of_the_users_own_beside_a_model_stays_theirs(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**PLAIN, "evaluation": {"metrics": ["mine:metric"]}}))
+    (tmp_path / "model").mkdir()
+    assert trust_run(tmp_path / "model") == []
+    trust.require_trusted(load_config(file, ["train.max_steps=3"]))
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["config.yaml"]
+
+
+def test_a_run_is_accepted_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    run = RunDir(tmp_path / "runs" / "mine")
+    stranger(run, "data.converter", monkeypatch)
+    assert "data.converter: evil:convert" in trust_run("mine")[0]
+    trust.require_trusted(saved_config(run))
+
+
+def test_a_name_that_no_file_can_have_is_that_of_no_file(run: RunDir) -> None:
+    run.config_file.write_text(yaml.safe_dump({**PLAIN, "data": {"source": "x" * 5000, "eval_ratio": 0.1}}))
+    trust.require_trusted(saved_config(run))
 
 
 def test_a_config_of_the_users_own_is_their_word(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class Chat:
         tools: JSON schemas of the functions that the assistant may call.
         prompt_messages: number of leading messages that are a prompt, not trained on with `data.train_on: completion`.
         arguments: the row's own variables for the chat template.
-        notes: what to say of how the row was read; see :func:`finray.data.formats.convert.reader_of`.
+        notes: what to say of how the row was read; see :func:`finray.data.formats.convert.converter_of`.
     """
 
     messages: tuple[Message, ...]
