@@ -78,11 +78,16 @@ _FORMS: tuple[tuple[tuple[str, ...], str], ...] = (
         r"(?:-----END[ A-Z0-9]{0,60}-----)?",
     ),
 )
+# The length of the shortest form, and the only word with a space; tests/unit/config/test_redact.py checks both.
+LEAST, _SPACED = 12, "private key"
+# Texts up to this length are masked once, and remembered.
+_SHORT = 256
 # A value that its name makes a secret: `NAME=VALUE`, `"name": "value"`, `Authorization: Bearer VALUE`, `--name VALUE`.
 _VALUE = r"([^\s\"'\\,;&<>(){}\[\]|]{8,256})"
+_DIGIT, _LETTER = re.compile("[0-9]"), re.compile("[A-Za-z]")
 _REST = re.compile(r"[^\s\"'\\,;&<>(){}\[\]|]*")
 _NAMED = re.compile(
-    r"(?<![\w.-])([A-Za-z][\w.-]{0,80}?)\\?[\"']?\s{0,3}(?:=>|[:=])\s{0,3}\\?[\"']?"
+    r"(?<![\w.-])([A-Za-z][\w.-]{0,80}+)\\?[\"']?\s{0,3}(?:=>|[:=])\s{0,3}\\?[\"']?"
     r"(?:(?:bearer|basic|digest|token|apikey)\s{1,3})?" + _VALUE,
     re.I,
 )
@@ -136,19 +141,7 @@ def redact_text(text: str, *, environ: Mapping[str, str] = os.environ, sure: boo
         environ: environment variables.
         sure: mask only what can be nothing else than a secret, as :func:`redact_saved` does.
     """
-    text = _without_tokens(text)
-    if "://" in text:
-        text = _URL.sub(lambda found: _redact_url(found[0]), text)
-    if any(word in text.lower() for word in _NAME_WORDS):
-        for pattern in (_NAMED, _OPTION, _BEARER, _BASIC):
-            text = _without_named(text, pattern, least=16 if sure else 8)
-    for name, value in environ.items():
-        # A mounted secret often ends in a newline, which others leave out, or quote.
-        secret = value.strip()
-        if len(secret) >= 8 and is_secret_name(name) and (not sure or _is_no_word(secret, 16)):
-            for written in _written(secret):
-                text = text.replace(written, MASK)
-    return text
+    return _masked(text, _secrets(environ), sure)
 
 
 MASKS[:] = [redact_text]
@@ -166,24 +159,7 @@ def redact(value: Any, *, environ: Mapping[str, str] = os.environ, named: bool =
     to be a word of it. So is what the maps of :data:`NAMED_BY_DATA` and :data:`_NAMED_BY_MODELS` hold, whose keys name
     fields, labels, models and scores (``named``): there, no value is masked because of its key.
     """
-    if isinstance(value, Mapping):
-        return {
-            redact_text(key, environ=environ, sure=True) if isinstance(key, str) else key: MASK
-            if named and is_secret_name(str(key)) and item
-            else redact(
-                item,
-                environ=environ,
-                named=named and key not in (*NAMED_BY_DATA, *_NAMED_BY_MODELS),
-                sure=sure,
-            )
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [redact(item, environ=environ, named=named, sure=sure) for item in value]
-    if not isinstance(value, str):
-        return value
-    is_path = "/" in value and "://" not in value and not any(one.isspace() for one in value)
-    return redact_text(value, environ=environ, sure=sure or is_path)
+    return _redacted(value, _secrets(environ), named, sure)
 
 
 def redact_saved(value: Any, *, environ: Mapping[str, str] = os.environ) -> Any:
@@ -208,6 +184,60 @@ def variable_in(text: str, environ: Mapping[str, str] = os.environ) -> str | Non
     return None
 
 
+def _secrets(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of secret variables."""
+    # A mounted secret often ends in a newline, which others leave out, or quote.
+    values = (environ.get(name, "").strip() for name in _secret_names(tuple(environ)))
+    return tuple(one for one in values if len(one) >= 8)
+
+
+@lru_cache(maxsize=16)
+def _secret_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if is_secret_name(name))
+
+
+def _redacted(value: Any, secrets: tuple[str, ...], named: bool, sure: bool) -> Any:
+    """See :func:`redact`."""
+    if isinstance(value, Mapping):
+        return {
+            _masked(key, secrets, True) if isinstance(key, str) else key: MASK
+            if named and is_secret_name(str(key)) and item
+            else _redacted(item, secrets, named and key not in (*NAMED_BY_DATA, *_NAMED_BY_MODELS), sure)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_redacted(item, secrets, named, sure) for item in value]
+    if not isinstance(value, str):
+        return value
+    is_path = "/" in value and "://" not in value and not any(one.isspace() for one in value)
+    return _masked(value, secrets, sure or is_path)
+
+
+def _masked(text: str, secrets: tuple[str, ...], sure: bool) -> str:
+    """A text without tokens, named values and these secrets."""
+    # Keys, cells and messages come again and again; long texts do not, and would fill the memory.
+    return (_masked_short if len(text) <= _SHORT else _masked_long)(text, secrets, sure)
+
+
+def _masked_long(text: str, secrets: tuple[str, ...], sure: bool) -> str:
+    text, least = _without_tokens(text), 16 if sure else 8
+    if "://" in text:
+        text = _URL.sub(lambda found: _redact_url(found[0]), text)
+    lower = text.lower()
+    # In most texts no value is random, and no name has to be looked for.
+    if any(word in lower for word in _NAME_WORDS) and any(_is_random(one.lstrip("$"), least) for one in lower.split()):
+        for pattern in (_NAMED, _OPTION, _BEARER, _BASIC):
+            text = _without_named(text, pattern, least=least)
+    for secret in secrets:
+        if not sure or _is_no_word(secret, 16):
+            for written in _written(secret):
+                text = text.replace(written, MASK)
+    return text
+
+
+_masked_short = lru_cache(maxsize=2048)(_masked_long)
+
+
 def _is_no_word(secret: str, least: int) -> bool:
     """Whether the value of a secret variable can be no ordinary word, name or path."""
     is_place = secret.startswith(("/", "~", "./", "../"))
@@ -218,8 +248,8 @@ def _is_random(text: str, least: int) -> bool:
     return (
         len(text) >= least
         and not text.startswith("$")
-        and re.search("[0-9]", text) is not None
-        and re.search("[A-Za-z]", text) is not None
+        and _DIGIT.search(text) is not None
+        and _LETTER.search(text) is not None
     )
 
 
@@ -263,6 +293,8 @@ def _compiled(form: str) -> re.Pattern[str]:
 def _without_tokens(text: str, found: list[str] | None = None) -> str:
     """A text with its tokens masked; they are added to ``found``."""
     lower = text.lower()
+    # No token is shorter or has a space in it, but a private key: most of a text need not be searched.
+    lower = " ".join([one for one in lower.split() if len(one) >= LEAST] + [_SPACED] * (_SPACED in lower))
     # Most texts have none of the words, so that most forms are never compiled.
     for form in dict.fromkeys(form for word, form in _forms() if word in lower):
         pattern = _compiled(form)

@@ -145,6 +145,24 @@ def repeats(tree: Any) -> list[tuple[int, Any]]:
     return found
 
 
+def test_a_text_can_be_searched_for_words_by_its_long_parts() -> None:
+    """Those without a space, to which the words of a form belong."""
+    for word, form in module._forms():
+        assert (" " in word) == (word == module._SPACED)
+        assert parser.parse(form).getwidth()[0] >= module.LEAST
+    long = "it was a long answer, and the key of it " * 500
+    for provider in ("GitHub", "private key"):
+        assert SAMPLES[provider] not in redact_text(f"{long}{SAMPLES[provider]} {long}", environ={})
+    assert redact_text(f"{long}password: hunter22 {long}", environ={}) == f"{long}password: *** {long}"
+
+
+def test_what_was_masked_is_not_kept_for_other_secrets() -> None:
+    for secret in ("first-secret", "second-secret"):
+        text = "the first-secret and the second-secret"
+        assert redact_text(text, environ={"A_TOKEN": secret}) == text.replace(secret, MASK)
+        assert redact({"a": [text]}, environ={"A_TOKEN": secret}) == {"a": [text.replace(secret, MASK)]}
+
+
 def nested(form: str) -> bool:
     """Whether a form repeats without a limit what itself repeats: then a text can take it exponential time."""
     return any(
