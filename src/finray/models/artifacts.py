@@ -253,6 +253,8 @@ def merge_adapter(model: Any) -> Any:
                 config.tie_word_embeddings = False
     try:
         return model.merge_and_unload(safe_merge=True)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise ModelError(
             f"PEFT cannot merge the adapter: {first_line(error)}",

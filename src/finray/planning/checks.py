@@ -94,6 +94,7 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
 _ENCODERS = frozenset(
     ("electra", "mpnet", "ernie", "funnel", "nystromformer", "longformer", "big_bird", "canine", "esm")
 )
+_HEADS_THAT_WRITE = ("LMHeadModel", "ForCausalLM", "Decoder")
 _HEADS_THAT_READ = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
 
 
@@ -120,8 +121,9 @@ def not_a_writer(config: Config, settings: Mapping[str, Any]) -> ConfigError | N
     """
     kind, architectures = str(settings.get("model_type")), settings.get("architectures")
     names = [str(one) for one in architectures] if isinstance(architectures, list) else []
+    writes = "decoder" in kind or any(name.endswith(_HEADS_THAT_WRITE) for name in names)
     reads = any(name.endswith(_HEADS_THAT_READ) for name in names) or (
-        ("bert" in kind or kind in _ENCODERS) and not any(name.endswith("LMHeadModel") for name in names)
+        ("bert" in kind or kind in _ENCODERS) and not writes
     )
     if config.model.task != CAUSAL_LM.name or not reads or settings.get("is_decoder"):
         return None

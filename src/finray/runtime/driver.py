@@ -68,7 +68,7 @@ from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
 from finray.runtime.pulses import end_hanging
 from finray.runtime.signals import Pending, deferred
-from finray.runtime.watch import Watch, refusal, workers_of
+from finray.runtime.watch import Watch, is_refused, refusal, workers_of
 from finray.tracking.access import require_access
 from finray.tracking.jsonl import mean_loss
 
@@ -406,7 +406,7 @@ def _raylet_probe(ray: Any) -> Callable[[], bool]:
     address = f"{about['NodeManagerAddress']}:{about['NodeManagerPort']}"
     # A firewall may forbid what Ray itself does by a socket file.
     asks = refusal(address) is None
-    return lambda: not asks or refusal(address) is None
+    return lambda: not (asks and is_refused(address))
 
 
 def _attempts(

@@ -48,8 +48,8 @@ class Watch:
         handle: called with records to show.
         grace_s: how long the workers may take to save a checkpoint.
         head: returns whether Ray's head process can be reached.
-        raylet: returns whether Ray's process on this machine, the raylet, can be reached. Without it the next call of
-            Ray's core that needs it ends this process, without a message.
+        raylet: returns whether Ray's process on this machine, the raylet, is there. Without it the next call of Ray's
+            core that needs it ends this process, without a message. It is gone if it is missed twice in a row.
         head_patience_s: how long it may be unreachable; Ray ends this process after a minute, with little explanation.
         started: called at each start of the workers.
         hang_s: how long to wait for a rank; None means forever.
@@ -115,7 +115,7 @@ class Watch:
         self._clock = clock
         self._has_begun = self.is_lost = self._is_missed = False
         self._deadline: float | None = None
-        self._step, self._is_late = 0, False
+        self._step, self._is_late, self._misses = 0, False, 0
         self._answered = self._probe_at = self._connected_at = now = clock()
         self._say_at, self._pause_s, self._waiting_at = now + SILENCE_S, SILENCE_S, now + SILENCE_S / 2
 
@@ -172,7 +172,8 @@ class Watch:
             return
         if now >= self._probe_at:
             self._probe_at = now + _PROBE_EVERY_S
-            if not self._raylet():
+            self._misses = 0 if self._raylet() else self._misses + 1
+            if self._misses > 1:
                 raise ClusterError(
                     "Ray's process on this machine (the raylet) is gone: it has crashed, or was killed by a user or by "
                     "the kernel for lack of memory",
@@ -305,6 +306,16 @@ class Watch:
             "Ray's head process (the GCS) is gone: it was killed, or its machine was lost",
             repair="start the cluster again, then run the same command: it continues from the last checkpoint",
         )
+
+
+def is_refused(address: str, *, timeout: float = 2.0) -> bool:
+    """Whether nobody listens at ``host:port``. A machine that is busy, or out of sockets or ports, says nothing of it."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def refusal(address: str, *, timeout: float = 2.0) -> str | None:

@@ -300,6 +300,10 @@ class Batcher(Queue):
         running = [job for job in jobs if job.output_ids and not job.is_done]
         if len(coming) > 1:
             logger.warning("a step failed; its new rows are tried one at a time\n%s", redact_error(error))
+            for slot, job in enumerate(jobs):
+                if job in coming:
+                    # Another row may come to this slot before them.
+                    self._slots.clear(slot, job.length)
             with self._wake:
                 for job in reversed(coming):
                     job.is_suspect = True

@@ -178,6 +178,20 @@ def test_an_adapter_on_one_of_two_tied_tables_is_merged_into_that_one(
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) is (targets == ["q_proj"])
 
 
+def test_a_merge_that_runs_out_of_memory_is_not_pefts_fault(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, error = load_artifact(read_artifact(adapter), dtype=torch.float32), torch.OutOfMemoryError("CUDA")
+
+    def fails(**_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(model, "merge_and_unload", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        merge_adapter(model)
+    error = RuntimeError("no bias")
+    with pytest.raises(ModelError, match="PEFT cannot merge the adapter: no bias"):
+        merge_adapter(model)
+
+
 def test_the_working_directory_is_not_replaced_by_an_export(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,7 @@ def test_what_is_said_of_an_export() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("factor", [1.0, 1.5])
+@pytest.mark.parametrize("factor", [1.0, 1.5, math.nan])
 def test_a_head_that_is_not_the_models_own_is_not_used(training: bool, factor: float) -> None:
     # With dropout no two passes in training are alike.
     model = tiny.build_model("llama", attention_dropout=0.5).train(training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ from finray.records import Beat, EvalProgress, Note, Record, RunHeader, TrainRec
 from finray.runtime import watch as module
 from finray.runtime.pulses import UNKNOWN, Hang
 from finray.runtime.signals import Interrupted, Pending
-from finray.runtime.watch import Watch, refusal, waiting_text, workers_wait
+from finray.runtime.watch import Watch, is_refused, refusal, waiting_text, workers_wait
 
 HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ignore[arg-type]
 STEP = TrainRecord(**{field.name: 9 for field in fields(TrainRecord)})  # type: ignore[arg-type]
@@ -174,8 +175,12 @@ def test_a_raylet_that_is_gone_is_an_error_before_rays_core_ends_the_command(mon
     run.watch.heard(HEADER)
     assert run.at(10) == []
     alive[0] = False
+    assert run.at(12) == []
+    alive[0] = True
+    assert run.at(20) == []
+    alive[0] = False
     with pytest.raises(ClusterError, match=r"raylet.* is gone") as caught:
-        run.at(12.5)
+        run.at(24.5)
     assert "the same command continues" in str(caught.value.repair)
 
 
@@ -432,4 +437,15 @@ def test_an_address_says_whether_somebody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert refusal(address) is None
+        assert not is_refused(address)
     assert refusal(address) == "connection refused"
+    assert is_refused(address)
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EMFILE, "Too many open files")])
+def test_what_says_nothing_of_the_other_side_is_no_refusal(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", fails)
+    assert not is_refused("127.0.0.1:1")

@@ -342,6 +342,30 @@ def test_a_row_with_which_steps_fail_is_found_and_fails_alone(
     assert models.batcher.counts() == (0, 0)
 
 
+def test_rows_that_are_tried_again_leave_clean_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, step, failures = models_of(folder, "two", slots=4), TransformersEngine.step, iter([RuntimeError()])
+    weights_of(models, "two", lambda up: up * math.nan)
+
+    def failing(self: Any, slots: Any, working: Any, coming: Any, known: int = 0) -> Any:
+        logits = step(self, slots, working, coming, known)
+        if len(coming) > 1 and (error := next(failures, None)) is not None:
+            raise error
+        return logits
+
+    monkeypatch.setattr(TransformersEngine, "step", failing)
+    running = Heard(models, "base", PROMPTS[0], Sampling(20))
+    models.batcher.submit([running.job])
+    models.batcher.advance()
+    # When the second one is tried again, the first has left its slot to it.
+    models.batcher.submit([Heard(models, name, PROMPTS[2], Sampling(1)).job for name in ("base", "two")])
+    models.batcher.advance()
+    after = [Heard(models, "base", prompt, Sampling(NEW)) for prompt in (PROMPTS[4], PROMPTS[1])]
+    models.batcher.submit([one.job for one in after])
+    work(models, lambda: all(one.is_over for one in (running, *after)))
+    assert next(failures, None) is None
+    assert [len(one.job.output_ids) for one in after] == [NEW, NEW]
+
+
 def test_where_memory_runs_out_while_rows_grow_the_longest_one_ends(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
