@@ -309,7 +309,7 @@ class Watch:
 
 
 def is_refused(address: str, *, timeout: float = 2.0) -> bool:
-    """Whether nobody listens at ``host:port``. A machine that is busy, or out of sockets or ports, says nothing of it."""
+    """Whether nobody listens at ``host:port``. A machine that is busy, or out of sockets, says nothing of it."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
