@@ -44,7 +44,7 @@ from finray.planning.resolve import resolve
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
 from finray.planning.show import show_plan
-from finray.planning.steps import batch_and_epochs, chosen_notes, peak_learning_rate, require_room, step_warnings
+from finray.planning.steps import batch_and_epochs, choose_learning_rate, chosen_notes, require_room, step_warnings
 from finray.planning.strategy import StrategyChoice
 from finray.results import Result
 from finray.tracking.access import require_access
@@ -383,7 +383,7 @@ def _data(
     for warning in step_warnings(config, size, steps=steps, packs=_packs(report), continued=before is not None):
         found.warn(*warning)
     width = None if model is None else model.shape.blueprint.hidden
-    rate = peak_learning_rate(config, hidden_size=width, before=before)
+    rate = choose_learning_rate(config, hidden_size=width, before=before)
     notes = () if before else chosen_notes(train, size, epochs, rate, pack_length=report.pack_length)
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(

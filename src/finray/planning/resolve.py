@@ -20,7 +20,7 @@ from finray.errors import ConfigError
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.findings import refuse
 from finray.planning.placement import Device, Placement
-from finray.planning.steps import batch_and_epochs, peak_learning_rate
+from finray.planning.steps import batch_and_epochs, choose_learning_rate
 from finray.planning.strategy import StrategyChoice, estimated_choice
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def resolve(
         liger=device.kind == "cuda" and find_spec("liger_kernel") is not None if liger == "auto" else liger,
         global_batch_size=global_batch_size,
         epochs=epochs,
-        learning_rate=peak_learning_rate(
+        learning_rate=choose_learning_rate(
             config, hidden_size=None if packing is None else packing.hidden_size, before=before
         ),
         pack_length=None if before is None else before.pack_length,

@@ -84,7 +84,7 @@ def batch_and_epochs(train: TrainConfig, *, packs: int | None, before: Resolved 
     return size, epochs
 
 
-def peak_learning_rate(config: Config, *, hidden_size: int | None, before: Resolved | None = None) -> float:
+def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Resolved | None = None) -> float:
     """The peak learning rate, where ``train.learning_rate`` leaves it to finray. A continued run keeps its own.
 
     For AdamW it is ``5e-5 * (2000 / hidden_size) ** 0.78`` for all weights and ten times that for LoRA: the fit of
@@ -305,7 +305,7 @@ def chosen_notes(
     if (note := step_note(train, size, epochs, pack_length=pack_length)) is not None:
         yield note
     if train.learning_rate == "auto":
-        yield f"finray chose train.learning_rate={rate:g} for a model of this width; set it to choose yourself"
+        yield f"finray chose train.learning_rate={rate:g}; set it to choose yourself"
 
 
 def step_note(train: TrainConfig, size: int, epochs: float, *, pack_length: int | None = None) -> str | None:

@@ -45,11 +45,11 @@ from finray.planning.resolve import needs_torch, resolve
 from finray.planning.steps import (
     batch_and_epochs,
     beyond_positions,
+    choose_learning_rate,
     chosen_notes,
     count_packs,
     longest_of,
     pack_length_of,
-    peak_learning_rate,
     require_prompts,
     require_room,
     step_warnings,
@@ -568,7 +568,7 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
     packs = count_packs(config, lengths, pack_length=pack_length)
     size, epochs = batch_and_epochs(train, packs=packs, before=before)
     steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
-    rate = peak_learning_rate(config, hidden_size=packing.hidden_size, before=before)
+    rate = choose_learning_rate(config, hidden_size=packing.hidden_size, before=before)
     for note in () if before is not None else chosen_notes(train, size, epochs, rate, pack_length=pack_length):
         handle(Note(note))
     for message, where, repair in step_warnings(config, size, steps=steps, packs=packs, continued=before is not None):

@@ -16,10 +16,10 @@ from finray.data.sampling.order import total_steps
 from finray.data.sampling.packing import plan_packs
 from finray.planning.steps import (
     batch_and_epochs,
+    choose_learning_rate,
     chosen_notes,
     count_packs,
     pack_length_of,
-    peak_learning_rate,
     step_note,
     step_warnings,
 )
@@ -145,12 +145,12 @@ def test_what_finray_chose_is_said_and_nothing_else() -> None:
 def test_the_learning_rate_follows_from_method_width_and_task(
     width: int | None, sections: dict[str, Any], expected: float
 ) -> None:
-    assert peak_learning_rate(config(**sections), hidden_size=width) == pytest.approx(expected)
+    assert choose_learning_rate(config(**sections), hidden_size=width) == pytest.approx(expected)
 
 
 def test_a_continued_run_keeps_its_learning_rate_and_one_from_before_there_was_a_choice_had_the_default() -> None:
-    assert peak_learning_rate(config(), hidden_size=576, before=replace(BEGAN, learning_rate=7e-4)) == 7e-4
-    assert peak_learning_rate(config(), hidden_size=576, before=BEGAN) == 2e-4
+    assert choose_learning_rate(config(), hidden_size=576, before=replace(BEGAN, learning_rate=7e-4)) == 7e-4
+    assert choose_learning_rate(config(), hidden_size=576, before=BEGAN) == 2e-4
     assert settled(config(), BEGAN).train.peak_learning_rate == 2e-4
     kept = config(train={"learning_rate": 1e-3})
     assert settled(kept, BEGAN).train.peak_learning_rate == 1e-3
