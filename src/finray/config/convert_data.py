@@ -229,6 +229,8 @@ class ForeignData:
 
     def _axolotl_chat(self, about: dict[str, Any]) -> dict[str, Any]:
         mapping = about.pop("message_property_mappings", None)
+        if mapping is not None and not isinstance(mapping, Mapping):
+            self.lose("datasets.message_property_mappings", _CONVERTER, mapping)
         mapping = mapping if isinstance(mapping, Mapping) else {}
         role = mapping.get("role", about.pop("message_field_role", None)) or "role"
         content = mapping.get("content", about.pop("message_field_content", None)) or "content"
@@ -248,7 +250,9 @@ class ForeignData:
                 about.pop(key)
         roles = about.get("roles")
         if isinstance(roles, Mapping) and all(
-            name in _ROLES for given in roles.values() for name in (given if isinstance(given, list) else [given])
+            name in _ROLES
+            for role, given in roles.items()
+            for name in (role, *(given if isinstance(given, list) else [given]))
         ):
             about.pop("roles")
         columns = {field: column for field, column in columns.items() if field != column}

@@ -98,6 +98,9 @@ def storage_errors(name: str) -> Iterator[None]:
             if is_compressed(name) and not is_arrows:
                 message, repair = "the file cannot be decompressed", "write it again; it may be cut off"
             raise DataError(f"{message}: {first_line(error)}", where=name, repair=repair) from None
+        if is_url(name) and isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+            # So fsspec calls whatever a web server did; if the file is missing there, the cause says so too.
+            error = error.__cause__
         if isinstance(error, FileNotFoundError):
             what = "bucket" if is_url(name) and "bucket does not exist" in str(error) else "file"
             raise DataError(f"the {what} does not exist", where=name, repair="check the name") from None

@@ -374,7 +374,11 @@ def test_what_a_prompt_of_axolotls_own_says_to_the_system_is_listed(tmp_path: Pa
         ({"roles": {"user": "human"}}, []),
         # Nothing is learned there but marked messages.
         ({"roles_to_train": []}, ["datasets.roles_to_train"]),
-        ({"roles_to_train": 5, "message_property_mappings": ["role"]}, ["datasets.roles_to_train"]),
+        (
+            {"roles_to_train": 5, "message_property_mappings": ["role"]},
+            ["datasets.message_property_mappings", "datasets.roles_to_train"],
+        ),
+        ({"roles": {5: ["user"]}}, ["datasets.roles"]),
         ({"drop_system_message": True}, ["datasets.drop_system_message"]),
         ({"drop_system_message": False, "ds_type": "json"}, []),
         ({"chat_template": "chatml"}, ["datasets.chat_template"]),

@@ -471,3 +471,14 @@ def test_what_is_no_file_has_no_digest(name: str) -> None:
     with pytest.raises(DataError, match="is not a file") as caught:
         Digests(None).of(name)
     assert caught.value.where == name
+
+
+def test_a_web_server_that_refuses_is_not_called_a_missing_file() -> None:
+    """fsspec raises FileNotFoundError for every error of a web server."""
+    with (
+        pytest.raises(DataError, match="the storage cannot be reached: ConnectionRefusedError"),
+        storage.storage_errors("http://127.0.0.1/rows.jsonl"),
+    ):
+        raise FileNotFoundError("http://127.0.0.1/rows.jsonl") from ConnectionRefusedError(111, "refused")
+    with pytest.raises(DataError, match="the file does not exist"), storage.storage_errors("http://h/rows.jsonl"):
+        raise FileNotFoundError("http://h/rows.jsonl") from FileNotFoundError("http://h/rows.jsonl")
