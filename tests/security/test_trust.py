@@ -21,7 +21,17 @@ from tests.support import evaluated
 from tests.support.evaluated import evaluate
 
 SOURCE = Path(__file__).parents[2] / "src" / "finray"
-LOADERS = {"load_named", "imported", "load_function", "import_module", "task_class", "score_named", "make_tracker"}
+CONNECT = {"connected", "worker_environment", "cluster_here"}
+LOADERS = {
+    *CONNECT,
+    "load_named",
+    "imported",
+    "load_function",
+    "import_module",
+    "task_class",
+    "score_named",
+    "make_tracker",
+}
 # Functions that load code by a name, and where that name is looked at first.
 CHECKED = {
     "config/extensions.py:load_named": "by its callers",
@@ -50,6 +60,15 @@ CHECKED = {
     "evaluation/answers.py:judge": "here, by require_trusted",
     "evaluation/answers.py:_own_task": "here, by require_trusted",
     "reporting/sync.py:sync_run": "here, by require_trusted",
+    "cli/doctor.py:doctor": "here, by require_trusted",
+    "cli/cluster.py:down": "an address of the command line",
+    "runtime/cluster.py:ask": "here, by require_trusted",
+    "runtime/prepare.py:prepare": "here, by require_trusted",
+    "runtime/spread.py:__init__": "_engine",
+    "runtime/driver.py:connect": "driver.train",
+    "runtime/doctor.py:cluster": "doctor, of the command line",
+    "runtime/status.py:status": "an address of the command line",
+    "runtime/serve.py:serve": "no config",
 }
 HERE = [place for place, why in CHECKED.items() if why.startswith("here")]
 
@@ -81,7 +100,15 @@ def test_whoever_loads_code_by_a_name_is_known() -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [*HERE, "runtime/driver.py:train", "planning/plan.py:make_plan", "data/dataset/prepare.py:start_preparation"],
+    [
+        *HERE,
+        "runtime/driver.py:train",
+        "planning/plan.py:make_plan",
+        "data/dataset/prepare.py:start_preparation",
+        "evaluation/answers.py:_engine",
+        "publishing/push.py:push",
+        "cli/data.py:_root",
+    ],
 )
 def test_the_check_stands_where_it_is_said_to_stand(place: str) -> None:
     file, _, function = place.partition(":")

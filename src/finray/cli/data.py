@@ -11,6 +11,7 @@ import typer
 from finray.cli import show
 from finray.config.load import DEFAULT_FILE, is_preset, load_config
 from finray.config.paths import PREPARED, prepared_dir
+from finray.config.trust import require_trusted
 from finray.errors import DataError
 from finray.results import Table
 
@@ -43,8 +44,9 @@ def prepare(
 
 @cache.command("list")
 @show.command
-def list_(where: Where = DEFAULT_FILE) -> None:
+def list_(where: Where = DEFAULT_FILE, trust_run: show.TrustRun = False) -> None:
     """List the prepared datasets."""
+    show.trust(where, trust_run)
     from finray.data.dataset.cache import entries
 
     found = [] if _is_unused(where) else entries(_root(where))
@@ -69,8 +71,9 @@ def list_(where: Where = DEFAULT_FILE) -> None:
 
 @cache.command()
 @show.command
-def verify(where: Where = DEFAULT_FILE) -> None:
+def verify(where: Where = DEFAULT_FILE, trust_run: show.TrustRun = False) -> None:
     """Check every file of every prepared dataset against its SHA-256."""
+    show.trust(where, trust_run)
     from finray.data.dataset.cache import damaged, entries
 
     found = [] if _is_unused(where) else entries(_root(where))
@@ -97,8 +100,10 @@ def prune(
     older_than_days: Annotated[
         float | None, typer.Option(min=0, help="Remove datasets that were not used for this many days.")
     ] = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Remove prepared datasets and leftovers of interrupted preparations. A run that needs one prepares it again."""
+    show.trust(where, trust_run)
     from finray.data.dataset.cache import prune as remove
 
     which = {"everything": everything, "damaged_ones": damaged_ones}
@@ -121,7 +126,8 @@ def _is_unused(where: str) -> bool:
 
 def _root(where: str) -> str:
     if _is_config(where):
-        return prepared_dir(load_config(where))
+        require_trusted(config := load_config(where), "prepare.dir", "run.output_dir")
+        return prepared_dir(config)
     if "://" in where:
         return where
     # Where runs are, what they prepared lies beside them.

@@ -16,6 +16,7 @@ import yaml
 from finray.cli import show
 from finray.config.paths import absolute, cache_dir
 from finray.config.redact import redact, redact_text
+from finray.config.trust import require_trusted
 from finray.errors import FinrayError
 from finray.files import require_writable_file
 
@@ -35,12 +36,15 @@ def doctor(
     report: Annotated[
         Path | None, typer.Option(help="Write what a bug report needs to this file, with secrets masked.")
     ] = None,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Look at Python, GPUs, storage, disks and ports; with --cluster also at network and clocks. Exit code 2 where
     something keeps a run from working."""
     if report is not None:
         require_writable_file(report)
-    settings = None if config is None else show.load(config, overrides)
+    settings = None if config is None else show.load(config, overrides, trusted=trust_run)
+    if settings is not None:
+        require_trusted(settings, "run.output_dir", "cluster.address")
     where = storage or ("runs" if settings is None else settings.run.output_dir)
     if cluster or address is not None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -66,11 +66,14 @@ def jobspec(
     ] = None,
     step_seconds: Annotated[float | None, typer.Option(min=0.0001, max=1e6, help="Seconds per step, if known.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
+    trust_run: show.TrustRun = False,
 ) -> None:
     """Write a job specification: KubeRay RayJob, Docker Compose, Slurm, Ray's cluster YAML, or `replicas`."""
     if to not in TARGETS:
         raise ConfigError(f"unknown target `{to}`", where="--to", repair=f"use one of {', '.join(TARGETS)}")
     show.require_replaceable(output, force=force)
+    if config is not None:
+        show.trust(config, trust_run)
     settings = _settings(config, overrides, model, dataset)
     machines = Machines(
         nodes=nodes,

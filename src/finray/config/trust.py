@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from finray.config.own_code import own_code
-from finray.config.paths import is_template, is_url
+from finray.config.paths import is_template, is_url, run_path, run_url
 from finray.config.schema import Config
 from finray.errors import ConfigError, FinrayError
 from finray.files import FileKind, replace_text
@@ -27,8 +27,21 @@ from finray.files import FileKind, replace_text
 # In a run directory: the signature of its config.
 SIGNATURE = "config.sig"
 _CONFIG = "config.yaml"
-# Any of these, or a checkpoint, beside a config makes it that of a run, and not a file that the user has written.
-_MARKS = ("attempt", "run_id", "metrics.jsonl", "resolved.json", "summary.json", SIGNATURE)
+# Any of these beside a config makes it that of a run, and not a file that the user has written.
+_MARKS = (
+    *(
+        "attempt",
+        "run_id",
+        "metrics.jsonl",
+        "starts.jsonl",
+        "failures.jsonl",
+        "resolved.json",
+        "summary.json",
+        SIGNATURE,
+    ),
+    *("checkpoint-*", "damaged-*", "final/*.json", "logs/training.log", "tensorboard/*tfevents*"),
+    *("evaluation/metrics.json", "evaluation/*/metrics.json"),
+)
 _KEYS = FileKind(ConfigError, limit=1024, links=True)
 _FILES = FileKind(ConfigError, limit=4_000_000)
 # Texts that the user has accepted, by digest, a line each; and how many are remembered.
@@ -128,15 +141,14 @@ def _digest(text: bytes) -> str:
 
 def is_in_run(file: Path) -> bool:
     """Whether a config is the copy that a run directory keeps."""
-    folder = file.parent
-    return file.name == _CONFIG and (
-        any((folder / name).exists() for name in _MARKS) or any(folder.glob("checkpoint-*"))
-    )
+    return file.name == _CONFIG and any(True for mark in _MARKS for _ in file.parent.glob(mark))
 
 
 def brought(config: Config) -> list[tuple[str, str]]:
-    """The code that a config names or allows, and the files of this machine: field and value of each."""
+    """The code that a config names or allows, the files of this machine, and where something goes: field and value of
+    each."""
     model, data, scoring, cluster = config.model, config.data, config.evaluation.scoring, config.cluster
+    run, export = config.run, config.export
     found = own_code(config)
     if model.trust_remote_code:
         found.append(("model.trust_remote_code", f"true, for {model.name}"))
@@ -161,9 +173,19 @@ def brought(config: Config) -> list[tuple[str, str]]:
         ("parallel.deepspeed_config", given if isinstance(given, str) else None),
         ("prepare.dir", config.prepare.dir),
         ("prepare.local_dir", config.prepare.local_dir),
-        ("run.local_dir", config.run.local_dir),
+        ("run.local_dir", run.local_dir),
+        ("run.output_dir", run.output_dir if _leads_out(config) else None),
+        # Weights go to the Hub with the user's token.
+        ("export.push_to_hub", export.push_to_hub),
+        ("export.base_model", export.base_model),
+        ("export.public", "true" if export.public else None),
     ]
     return found + [(field, name) for field, name in files if name is not None]
+
+
+def _leads_out(config: Config) -> bool:
+    """Whether the directory of the run is behind a URL, or not below the working directory."""
+    return run_url(config) is not None or not run_path(config).is_relative_to(Path.cwd())
 
 
 def _is_place(name: str) -> bool:
@@ -183,6 +205,12 @@ def of_stranger(config: Config, where: str, *, said: Iterable[str] = ()) -> Conf
     return config.with_foreign(where, config.foreign[1].union(said))
 
 
+def is_word_of_stranger(config: Config, field: str) -> bool:
+    """Whether a field is as the config of a run says that is not trusted, and not as the user has set it."""
+    where, said = config.foreign
+    return bool(where) and not _covers(said, field)
+
+
 def require_trusted(config: Config, *fields: str) -> None:
     """Refuse code and files that the config of a stranger's run names, where they would take effect.
 
@@ -193,13 +221,13 @@ def require_trusted(config: Config, *fields: str) -> None:
     Raises:
         ConfigError: names each field, and how the user takes it over.
     """
-    where, said = config.foreign
+    where, _ = config.foreign
     if not where:
         return
     odd = [
         (field, value)
         for field, value in brought(config)
-        if not _covers(said, field) and (not fields or _covers(fields, field))
+        if is_word_of_stranger(config, field) and (not fields or _covers(fields, field))
     ]
     if odd:
         raise ConfigError(

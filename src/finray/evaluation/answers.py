@@ -165,6 +165,7 @@ def _engine(case: Case, artifact: Artifact) -> Iterator[Callable[[], Engine]]:
             size = case.config.evaluation.batch_size
             options: dict[str, Any] = {"batch_size": size, "dtype": case.dtype, "notify": case.notes.append}
             if case.spread is not None:
+                require_trusted(case.config, "cluster.address")
                 options |= {"replicas": case.request.replicas, "cluster": case.config.cluster}
             loaded.append((case.spread or make_engine)(case.request.engine, artifact, **options))
         return loaded[0]

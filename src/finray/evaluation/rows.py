@@ -15,6 +15,7 @@ from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.paths import PREPARED, is_url, local_dir_of
 from finray.config.schema import Config, DataConfig
+from finray.config.trust import is_word_of_stranger
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
 from finray.data.dataset.source_rows import SourceRows
@@ -182,14 +183,19 @@ def of_run(run: RunDir, config: Config, split: str | None) -> tuple[str, Prepare
     return name, found, dataset, splits.train
 
 
+def prepared_beside(run: RunDir, config: Config) -> Path | None:
+    """Where the rows of a run's evaluation are prepared; None for where its config says, if that is the user's word."""
+    has_url = is_url(config.run.output_dir) and not is_word_of_stranger(config, "run.output_dir")
+    return None if config.prepare.dir or has_url else run.path.parent / PREPARED
+
+
 def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
     """The training rows of a run, and its held-out rows.
 
     Raises:
         DataError: the data has changed.
     """
-    root = None if config.prepare.dir or is_url(config.run.output_dir) else run.path.parent / PREPARED
-    dataset = PreparedDataset(prepare_here(config, root=root), local_dir=local_dir_of(config))
+    dataset = PreparedDataset(prepare_here(config, root=prepared_beside(run, config)), local_dir=local_dir_of(config))
     # A ratio would split other data differently, so rows that were trained on would be scored as if they were held out.
     store = CheckpointStore(run.path)
     for step in reversed(store.steps()):

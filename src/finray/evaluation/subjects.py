@@ -13,7 +13,7 @@ import torch
 
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
 from finray.config.load import Overrides, load_config
-from finray.config.paths import PREPARED, is_url, prepared_dir, with_absolute_paths
+from finray.config.paths import with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
@@ -24,7 +24,7 @@ from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_y
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
 from finray.evaluation.engines.base import Engine
 from finray.evaluation.outcome import Rate
-from finray.evaluation.rows import Rows, of_file, of_run, prompt_and_answer, splits_of, stream_of
+from finray.evaluation.rows import Rows, of_file, of_run, prepared_beside, prompt_and_answer, splits_of, stream_of
 from finray.files import lies_in, require_writable
 from finray.models.artifacts import Artifact
 from finray.models.packing_cache import packing_of
@@ -256,8 +256,7 @@ class Case:
         """The rows of the requested file, prepared, and those that were trained on, if they are there."""
         run, config, train = self.run, self.config, None
         # Beside the run's own.
-        given = config.prepare.dir or is_url(config.run.output_dir)
-        root = None if run is None or given else run.path.parent / PREPARED
+        root = None if run is None else prepared_beside(run, config)
         if self.resolved is not None and self.resolved.labels:
             # Integers in a file are ids of the run's classes, as in its own data.
             section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
@@ -299,7 +298,7 @@ class Case:
             chat_template_arguments=config.model.chat_template_arguments,
         )
         own = config.model_copy(update={"model": model})
-        root = None if config.prepare.dir else prepared_dir(config)
+        root = None if self.run is None else prepared_beside(self.run, config)
         held, dataset = of_file(own, root=root, stream=rows.stream)
         return Rows(rows.name, held, (), dataset, rows.asks, None, rows.stream).like(rows.keys())
 

@@ -18,6 +18,7 @@ from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.adapter_files import with_base
 from finray.config.export import hub_id
 from finray.config.schema import Config
+from finray.config.trust import of_stranger, require_trusted
 from finray.errors import HubError
 from finray.evaluation.artifacts import export_model, find_artifact
 from finray.evaluation.subjects import files_of
@@ -97,6 +98,10 @@ def push(
     run = RunDir(artifact.folder.parent)
     is_of_a_run = run.config_file.is_file() and (artifact.folder / manifest.NAME).is_file()
     config = saved_config(run) if is_of_a_run else None
+    if config is not None:
+        asked = {"export.push_to_hub": to, "export.public": public, "export.base_model": base}
+        config = of_stranger(config, config.foreign[0], said=[name for name, one in asked.items() if one is not None])
+        require_trusted(config, "export")
     export = None if config is None else config.export
     merged = bool(export and export.merged) if merged is None else merged
     public = bool(export and export.public) if public is None else public

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from finray.config.environment import set_default, unset_default
 from finray.config.schema import ClusterConfig, Config
+from finray.config.trust import require_trusted
 from finray.errors import ClusterError
 from finray.runtime import signals, watch
 
@@ -462,6 +463,7 @@ def ask(config: Config) -> list[dict[str, float]]:
     Raises:
         ClusterError: the cluster cannot be reached.
     """
+    require_trusted(config, "cluster.address")
     with connected(config.cluster) as ray:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 

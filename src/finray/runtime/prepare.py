@@ -22,6 +22,7 @@ from finray.config.environment import accept, secrets_of
 from finray.config.load import build_config
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.schema import Config
+from finray.config.trust import require_trusted
 from finray.data.dataset.export import export_rows
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.manifest import PartResult
@@ -66,6 +67,7 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
     Raises:
         FinrayError: a problem with the data, the tokenizer, the storage or the cluster.
     """
+    require_trusted(config, "cluster")
     config = with_absolute_paths(config)
     # A converter of the user's may want a model.
     with (

@@ -17,7 +17,7 @@ from finray.config.schema import Config
 from finray.errors import ConfigError
 
 PLAIN = {
-    "run": {"name": "run", "output_dir": "/nowhere"},
+    "run": {"name": "run", "output_dir": "somewhere"},
     "model": {"name": "org/model"},
     "data": {"source": "org/rows", "eval_ratio": 0.1},
 }
@@ -44,11 +44,13 @@ BROUGHT: dict[str, object] = {
     "prepare.dir": "/home/me",
     "prepare.local_dir": "/home/me",
     "run.local_dir": "/home/me",
+    "run.output_dir": "s3://evil/runs",
+    "export.push_to_hub": "evil/model",
 }
 
 
 def config_with(field: str) -> Config:
-    changes = {"data.eval_ratio": 0.0} if field == "data.eval_source" else {}
+    changes: dict[str, object] = {"data.eval_ratio": 0.0} if field == "data.eval_source" else {}
     return load_config(PLAIN, {field: BROUGHT[field], **changes})
 
 
@@ -86,12 +88,23 @@ def test_what_a_strangers_config_brings_is_refused_where_it_takes_effect(
                 trust.require_trusted(config, *asked)
             assert [one.partition(": ")[0] for one in found.value.problems] == [field]
         # What does not take effect is no obstacle, and what the user says is their word.
-        trust.require_trusted(config, "export")
+        trust.require_trusted(config, "checkpoint")
         trust.require_trusted(load_config(config, {field: BROUGHT[field]}))
     # Of all that they name, they say one thing.
     said = load_config(saved_config(run), {"train.max_steps": 3})
     with pytest.raises(ConfigError):
         trust.require_trusted(said)
+
+
+def test_a_model_goes_to_the_hub_as_the_user_says(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = {"export.push_to_hub": "evil/model", "export.public": True, "export.base_model": "evil/base"}
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(run.path.parent / "stranger"))
+        run.keep_config(load_config(PLAIN, export))
+    for asked in ([], ["export"]):
+        with pytest.raises(ConfigError) as found:
+            trust.require_trusted(load_config(run.config_file, ["export.public=false"]), *asked)
+        assert [one.partition(": ")[0] for one in found.value.problems] == ["export.push_to_hub", "export.base_model"]
 
 
 @pytest.mark.parametrize("field", BROUGHT)
@@ -226,10 +239,40 @@ def test_a_config_of_the_users_own_is_their_word(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({**PLAIN, "evaluation": {"metrics": ["mine:metric"]}}))
     trust.require_trusted(load_config(file))
     trust.require_trusted(load_config({**PLAIN, "evaluation": {"metrics": ["mine:metric"]}}))
-    # Negative control: the same file in a run directory.
-    (tmp_path / "run_id").write_text("0")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "final").mkdir()
+    trust.require_trusted(load_config(file))
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        *("run_id", "starts.jsonl", "failures.jsonl", "checkpoint-000001/x", "damaged-final-0a/x", "final/config.json"),
+        *("logs/training.log", "tensorboard/events.out.tfevents.1", "evaluation/test/metrics.json", "config.sig"),
+    ],
+)
+def test_any_part_of_a_run_makes_its_config_that_of_a_run(mark: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**PLAIN, "evaluation": {"metrics": ["theirs:metric"]}}))
+    (tmp_path / mark).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / mark).write_text("")
     with pytest.raises(ConfigError):
         trust.require_trusted(load_config(file))
+
+
+@pytest.mark.parametrize("folder", ["/home/me", "~/runs", "../runs", "a/../../runs", "gs://evil/runs"])
+def test_a_run_of_somebody_else_is_not_continued_elsewhere(
+    folder: str, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger(run, "run.output_dir", monkeypatch)
+    run.config_file.write_text(run.config_file.read_text().replace("s3://evil/runs", folder))
+    with pytest.raises(ConfigError):
+        trust.require_trusted(load_config(run.config_file))
+    # Beside the working directory, as anybody's.
+    for own in ("runs", "./runs", str(Path.cwd() / "runs")):
+        run.config_file.write_text(run.config_file.read_text().replace(folder, own))
+        trust.require_trusted(load_config(run.config_file))
+        folder = own
 
 
 def test_every_field_that_names_code_is_one_of_these() -> None:

@@ -350,7 +350,8 @@ def start_preparation(config: Config, *, root: str | Path | None = None, hide_to
         hide_torch: load the tokenizer without importing torch. Only for processes that will load no model, because
             Transformers does not look for torch again.
     """
-    require_trusted(config, "data", "model", "prepare")
+    goes_there = root is None and config.prepare.dir is None
+    require_trusted(config, "data", "model", "prepare", *(["run.output_dir"] if goes_there else []))
     return Preparation(config, root=None if root is None else str(root), hide_torch=hide_torch)
 
 
