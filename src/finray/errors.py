@@ -17,6 +17,8 @@ from typing import Any
 
 # Masks secrets in what is said: `finray.config.redact`, which puts itself here because it is above this module.
 MASKS: list[Callable[[str], str]] = []
+# Names of the config's sections, which `finray.config.section` puts here.
+SECTIONS: set[str] = set()
 
 
 def masked(text: str) -> str:
@@ -184,9 +186,9 @@ def explained(error: BaseException) -> FinrayError | None:
     if isinstance(error, RuntimeError) and detail.startswith("Could not determine home directory"):
         # Of `Path.expanduser`, for `~name/x`.
         return FinrayError("a path begins with `~` and a name that is no user's here", repair="write the whole path")
-    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
+    if type(error).__name__ == "ValidationError" and getattr(error, "title", None) in SECTIONS:
         # What a command was given, in a section that it made.
-        first = error.errors()[0]
+        first = error.errors()[0]  # type: ignore[attr-defined]
         place, reason = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
         return FinrayError(reason[0].lower() + reason[1:], where=place or None, repair="correct this value")
     for kind in type(error).__mro__:

@@ -541,6 +541,7 @@ def test_what_was_merged_from_other_files_is_not_pushed(
     pushed_as(adapter, to="ada/whole", merged=True, dtype="fp32", notify=told.append)
     # Control: without a change it is that of the earlier push.
     assert any("merging" in one for one in told) == (change.__name__ != "<lambda>")
+    assert not list(adapter.parent.glob(".push-*"))
     files = hub.repos["ada/whole"].files
     assert (b"{# other #}" in files["chat_template.jinja"]) == (change is with_template)
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from finray.errors import SECTIONS
+
 # Numbers that count something are bounded: one that is out of all reason is a slip, and found before memory is.
 PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Ratio = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -30,6 +32,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        SECTIONS.add(cls.__name__)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from finray.checkpoint.copies import local_copy, named_run
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir, saved_config
 from finray.config.adapter_files import read_notes
 from finray.config.schema import NO_TEXT, ModelConfig
@@ -177,8 +178,9 @@ def classifies(artifact: Artifact) -> bool:
 
 
 def is_classifier(model: str | Path) -> bool:
-    """Whether a local directory is that of a classifier, by the files beside its weights, which are not verified."""
-    folder = Path(model).expanduser()
+    """Whether a run or a local directory is that of a classifier, by the files beside its weights, which are not
+    verified."""
+    folder = Path(local_copy(named_run(model))).expanduser()
     for one in (folder, folder / FINAL, *sorted(folder.glob("checkpoint-*"))):
         with suppress(FinrayError, OSError):
             notes = read_notes(one)
@@ -206,14 +208,16 @@ def read_texts(
     if file is None or not file.is_file() or file_suffix(str(file)) not in TABLES:
         return read_prompts(list(words), file, system=None, lines=lines)
     mapping: dict[str, str] = {}
-    if (Path(model).expanduser() / CONFIG_FILE).is_file():
+    folder = Path(local_copy(named_run(model))).expanduser()
+    if (folder / CONFIG_FILE).is_file():
         with suppress(FinrayError):
-            mapping = dict(saved_config(RunDir(Path(model).expanduser())).data.field_mapping)
+            mapping = dict(saved_config(RunDir(folder)).data.field_mapping)
     found: list[Prompt] = [Prompt(text) for text in words]
     for row in read_file(file):
         try:
             # Rows to be labelled need no label.
-            columns = detect(dict.fromkeys([*row.value, *(mapping.values() or ["label"])]), mapping, "labelled_text")
+            names = dict.fromkeys([*row.value, *({"label": "label"} | mapping).values()])
+            columns = detect(names, mapping, "labelled_text")
             texts = [row.value.get(columns.columns[name]) for name in ("text", "text_pair") if name in columns.columns]
             if not all(isinstance(one, str) for one in texts) or not any(texts):
                 raise DataError("the row has no text")

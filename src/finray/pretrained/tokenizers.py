@@ -355,11 +355,14 @@ def generation_stops(model: ModelConfig) -> tuple[int, ...]:
     """Token ids at which a server ends an answer, from the model's generation settings; none without such a file."""
     path = Path(model.name).expanduser()
     stops: Any = None
-    with suppress(OSError, ValueError, FinrayError):
-        if path.exists():
-            stops = _CONFIGS.json(path / "generation_config.json", dict[str, Any]).get("eos_token_id")
-        else:
-            from transformers import GenerationConfig
+    # Whatever the Hub's client raises: without the file there are none.
+    with suppress(Exception):
+        file = path / "generation_config.json"
+        if not path.exists():
+            # Else the client would try for minutes.
+            hub.refusal()
+            from huggingface_hub import hf_hub_download
 
-            stops = GenerationConfig.from_pretrained(model.name, revision=model.revision).eos_token_id
+            file = Path(hf_hub_download(model.name, file.name, revision=model.revision))
+        stops = _CONFIGS.json(file, dict[str, Any]).get("eos_token_id")
     return tuple(one for one in (stops if isinstance(stops, list) else [stops]) if isinstance(one, int))

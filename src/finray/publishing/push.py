@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -203,18 +204,23 @@ def _facts(
 
 def _merged(artifact: Artifact, *, dtype: str, base: str | None, notify: Notify) -> Path:
     """The model for ``--merged``. It is kept until it is pushed: after a kill it is not merged again."""
-    name = artifact.folder.name
+    name, stale = artifact.folder.name, list[Path]()
     if artifact.base is not None:
         # Whatever goes into it: weights, settings, tokenizer and templates of the adapter, the base, and who merges.
         own = {name: digest_of(one) for name, one in model_files(artifact.folder).items() if isinstance(one, Path)}
         by = [version(package) for package in ("finray", "peft", "transformers", "torch")]
-        made_of = [own, artifact.base.model_dump(mode="json"), files_of(base or artifact.base.name), by]
-        name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
+        onto = [artifact.base.model_dump(mode="json"), files_of(base or artifact.base.name)]
+        first, second = (hashlib.sha256(json.dumps(one).encode()).hexdigest()[:12] for one in ([own, by], onto))
+        earlier = re.compile(rf"\.push-{re.escape(name)}-(?!{first})[0-9a-f]{{12}}-[0-9a-f]{{12}}-{dtype}")
+        stale = [one for one in artifact.folder.parent.iterdir() if earlier.fullmatch(one.name)]
+        name = f"{name}-{first}-{second}"
     output = artifact.folder.parent / f".push-{name}-{dtype}"
     if artifact.is_adapter and output.is_dir():
         notify(f"the merged model of an earlier push is in {output}")
         return output
-    shutil.rmtree(output, ignore_errors=True)
+    # Nobody asks again for what was merged from earlier files of the adapter, or by earlier versions.
+    for one in (output, *stale):
+        shutil.rmtree(one, ignore_errors=True)
     require_writable(output.parent)
     notify("merging the adapter into its base" if artifact.is_adapter else f"writing the weights in {dtype}")
     export_model(artifact.folder, output, dtype=dtype, base=base)

@@ -53,7 +53,7 @@ class Access:
         listens = (name_of(host) or name_of(f"[{host}]") or host).lower()
         self._is_open = listens in _ALL
         # A site that is addressed by a bare address has no name that could be pointed elsewhere.
-        self._names.add(socket.gethostname().lower() if self._is_open else listens)
+        self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()} if self._is_open else {listens}
 
     def refusal(self, headers: Headers, *, needs_key: bool) -> ApiError | None:
         """The reason to refuse a request, if there is one.
@@ -63,7 +63,9 @@ class Access:
             needs_key: whether it needs the key, if there is one.
         """
         if self._key is None:
-            return self._foreign(headers)
+            # Probes of HTTP/1.0 name no host; a browser always does.
+            is_probe = not needs_key and "host" not in headers and "origin" not in headers
+            return None if is_probe else self._foreign(headers)
         kind, _, shown = headers.get("authorization", "").partition(" ")
         # Compared in constant time.
         if needs_key and not (hmac.compare_digest(shown.strip().encode(), self._key) and kind.lower() == "bearer"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import pyarrow as pa
+import pydantic
 import pytest
 import torch
 import yaml
@@ -21,7 +22,8 @@ from safetensors import SafetensorError
 
 from finray import results
 from finray.cli import show
-from finray.errors import FinrayError, ModelError
+from finray.config.schema import ModelConfig
+from finray.errors import FinrayError, ModelError, explained
 from finray.pretrained.tokenizers import check_exists
 from finray.tracking.console import ConsoleTracker
 from tests.support import runs
@@ -81,6 +83,20 @@ def test_an_error_that_input_causes_is_one_message_with_a_repair(
     assert "Traceback" not in err
     for part in (*parts, "  repair: "):
         assert part in err
+
+
+def test_a_section_that_a_command_makes_is_the_users_and_any_other_model_is_not() -> None:
+    class Answer(pydantic.BaseModel):
+        count: int
+
+    found = []
+    for kind, given in ((ModelConfig, {"name": "m\0"}), (Answer, {"count": "x"})):
+        with pytest.raises(pydantic.ValidationError) as caught:
+            kind.model_validate(given)
+        found.append(explained(caught.value))
+    assert found[0] is not None
+    assert (found[0].where, found[0].repair) == ("name", "correct this value")
+    assert found[1] is None
 
 
 def test_a_defect_has_a_reference_and_a_file_with_the_traceback(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import finray
-from finray.evaluation.labels import is_classifier
+from finray.evaluation.labels import is_classifier, read_texts
 from tests.support.labelled import LABELS, bert_tokenizer, load_classifier, save_classifier
 from tests.support.runs import finray as command
 
@@ -131,13 +131,23 @@ def test_a_text_without_finite_logits_has_no_label(adapter: Path, tmp_path: Path
     assert (code, "are not finite (NaN or infinite)" in err) == (2, True)
 
 
-def test_only_a_classifier_is_taken_for_one(adapter: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_only_a_classifier_is_taken_for_one(
+    adapter: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert is_classifier(adapter)
     # By its configuration.
     assert is_classifier(adapter.parent / "base")
     assert not is_classifier(tiny_model_dir)
     assert not is_classifier(tmp_path)
     assert not is_classifier("org/model")
-    (tmp_path / "run" / "final").mkdir(parents=True)
-    (tmp_path / "run" / "final" / "finray.json").write_text((adapter / "finray.json").read_text())
-    assert is_classifier(tmp_path / "run")
+    run = tmp_path / "runs" / "run"
+    (run / "final").mkdir(parents=True)
+    (run / "final" / "finray.json").write_text((adapter / "finray.json").read_text())
+    assert is_classifier(run)
+    # By its name, with the columns of its training.
+    plain = {"model": {"name": "m"}, "data": {"source": "s", "field_mapping": {"text": "body"}}}
+    (run / "config.yaml").write_text(json.dumps(plain))
+    (tmp_path / "rows.jsonl").write_text('{"body": "a text"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert is_classifier("run")
+    assert [one.text for one in read_texts("run", [], Path("rows.jsonl"))] == ["a text"]

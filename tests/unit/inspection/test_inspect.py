@@ -12,6 +12,7 @@ from finray.config.load import build_config
 from finray.data.tokenize import chat
 from finray.errors import DataError
 from finray.inspection.inspect import generation_stops, inspect
+from finray.pretrained import tokenizers
 from tests.support import tiny
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
@@ -146,9 +147,21 @@ def test_plain_text_has_nothing_to_compare(tiny_model_dir: Path, tmp_path: Path)
     assert ends.level == "ok"
 
 
-def test_serving_stops_at_the_tokens_of_the_generation_settings(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_serving_stops_at_the_tokens_of_the_generation_settings(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = _config(tiny_model_dir, tmp_path / "rows.jsonl", tmp_path)
     assert generation_stops(config.model) == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}), encoding="utf-8")
     assert generation_stops(config.model.model_copy(update={"name": str(tmp_path)})) == (5, 7)
     assert generation_stops(config.model.model_copy(update={"name": str(tmp_path / "none")})) == ()
+    asked = list[str]()
+
+    def download(name: str, file: str, *, revision: str) -> str:
+        asked.extend((name, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(tokenizers.hub, "refusal", lambda: asked.append("does it answer"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert generation_stops(config.model.model_copy(update={"name": "org/model", "revision": "v1"})) == (5, 7)
+    assert asked == ["does it answer", "org/model", "generation_config.json", "v1"]

@@ -146,6 +146,16 @@ def test_pages_of_other_sites_are_refused(more: dict[str, Any], is_ours: bool) -
     assert is_answered("localhost:8000", names=("models.example",), **more) is is_ours
 
 
+def test_a_probe_that_names_no_host_is_told_how_the_server_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = Access(None, host="10.0.0.5")
+    assert access.refusal(Headers(), needs_key=False) is None
+    for sent in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"host": ""}):
+        assert access.refusal(Headers(sent), needs_key=False) is not None
+    assert access.refusal(Headers(), needs_key=True) is not None
+    monkeypatch.setattr("socket.getfqdn", lambda: "GPU7.lab.example")
+    assert is_answered("gpu7.lab.example:8000", listens="0.0.0.0")
+
+
 def test_two_hosts_are_none() -> None:
     sent = [(b"host", b"localhost"), (b"host", b"evil.example")]
     refused = Access(None, host="127.0.0.1").refusal(Headers(raw=sent), needs_key=True)
