@@ -331,7 +331,10 @@ def test_a_log_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [fifo, device, folder])
-def test_a_config_that_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_config_that_is_no_file_is_refused(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.limits.PIPE_S", 0.1)
     make(tmp_path / "config.yaml")
     with pytest.raises(ConfigError):
         read_yaml(tmp_path / "config.yaml")
