@@ -28,6 +28,7 @@ from finray.evaluation.rows import Rows, of_file, of_run, prepared_beside, promp
 from finray.files import lies_in, require_writable
 from finray.models.artifacts import Artifact
 from finray.models.packing_cache import packing_of
+from finray.models.ropes import FIXED, rope_types
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, loading_options, not_loaded
 
 
@@ -88,6 +89,18 @@ class Subject:
             given = {"revision": began_as.revision, "new_tokens": began_as.new_tokens}
             own |= {name: one for name, one in given.items() if one}
         return {"weights": own, "base": None if base is None else {**files_of(base.name), "revision": base.revision}}
+
+    @property
+    def turns(self) -> bool:
+        """Whether the positions of a row depend on its length, as with LongRoPE; True if that is not known."""
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(**loading_options(self.artifact.model)).get_text_config()
+        except Exception:
+            # Loading the model says what is wrong.
+            return True
+        return not set(rope_types(config)) <= set(FIXED)
 
 
 def files_of(name: str) -> dict[str, Any]:

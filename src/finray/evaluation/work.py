@@ -44,6 +44,7 @@ class Work:
         rows, task = self.rows, self.task
         own = {} if task is None else {"task": self.case.config.model.task}
         kept = Kept(self.case.folder, "losses", {**self._belongs(), **own})
+        whole = self.subject.turns
         with self._each("loss", kept, list(rows.numbers)) as (parts, keep):
             for part in parts:
                 if task is not None:
@@ -53,7 +54,7 @@ class Work:
                     for number, sums in zip(part, each, strict=True):
                         keep(number, sums, tokens=len(rows.split.row(number)[0]))
                     continue
-                pairs = [self._continuation(number) for number in part]
+                pairs = [self._continuation(number, whole) for number in part]
                 engine = self.open()
                 likelihoods = engine.log_likelihood([one for one, _ in pairs], adapter=self.subject.adapter)
                 for found in likelihoods:
@@ -156,13 +157,12 @@ class Work:
         computed = {"engine": self.case.request.engine, "dtype": str(self.case.dtype)}
         return {"model": self.subject.identity, "rows": self.rows.fingerprint, **computed}
 
-    def _continuation(self, number: int) -> tuple[Continuation, list[bool]]:
-        """A row from its first trained token on, and a mask of the trained ones."""
+    def _continuation(self, number: int, whole: bool) -> tuple[Continuation, list[bool]]:
+        """A row from its first trained token to the last one, or to its end (``whole``), and a mask of the trained."""
         ids, mask = self.rows.split.row(number)
         learned = np.flatnonzero(mask[1:]) + 1
-        first = int(learned[0])
-        # To the row's end: in some models, positions depend on the length of the row.
-        return Continuation(ids[:first].tolist(), ids[first:].tolist()), mask[first:].astype(bool).tolist()
+        first, stop = int(learned[0]), len(ids) if whole else int(learned[-1]) + 1
+        return Continuation(ids[:first].tolist(), ids[first:stop].tolist()), mask[first:stop].astype(bool).tolist()
 
     @contextmanager
     def _each(self, what: str, kept: Kept, numbers: list[int]) -> Iterator[Any]:

@@ -16,8 +16,9 @@ from finray.evaluation import work as module
 from finray.evaluation.engines import Answer, Continuation, Likelihood, Sampling
 from finray.evaluation.rows import Rows
 from finray.evaluation.scores.base import Answered
-from finray.evaluation.subjects import EvaluationRequest
+from finray.evaluation.subjects import EvaluationRequest, Subject
 from finray.evaluation.work import Work
+from finray.models.artifacts import Artifact
 
 # Token ids and what is learned of them, by row of the split. Tokens are characters.
 SPLIT = [
@@ -100,7 +101,9 @@ class Made:
         split: Any = Split()
         self.case, self.engine = case, Engine()
         rows = Rows("eval", split, NUMBERS, dataset, True, None, "train")
-        own: Any = SimpleNamespace(**{"name": "tuned", "identity": {"weights": "w"}, "adapter": False, **subject})
+        own: Any = SimpleNamespace(
+            **{"name": "tuned", "identity": {"weights": "w"}, "adapter": False, "turns": True, **subject}
+        )
         self.work = Work(own, rows, case, sampling, lambda: self.engine)
 
 
@@ -137,6 +140,22 @@ def test_losses_are_summed_over_what_is_learned_and_asked_for_in_parts(tmp_path:
     assert 0 <= rate.seconds < 60
     assert made.work.made_by == [COUNTING]
     assert belongs_to(tmp_path, "losses") == [BELONGS]
+    # What follows the last one counts only where it decides on positions.
+    (tmp_path / "cut").mkdir()
+    cut = Made(tmp_path / "cut", turns=False)
+    assert cut.work.losses().tolist() == found.tolist()
+    assert cut.engine.asked == [([("s:", " yes"), ("ab|", "cd")], False), *made.engine.asked[1:]]
+
+
+def test_a_models_configuration_says_whether_positions_depend_on_the_row(tmp_path: Path) -> None:
+    for rope, turns in (
+        ({"rope_type": "default"}, False),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+        (None, True),
+    ):
+        plain = {"model_type": "llama", "rope_parameters": {**(rope or {}), "rope_theta": 1e4}}
+        (tmp_path / "config.json").write_text(json.dumps(plain) if rope else "{")
+        assert Subject("tuned", Artifact(tmp_path, None, {})).turns is turns
 
 
 def test_what_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
