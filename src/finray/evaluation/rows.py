@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -16,10 +18,12 @@ from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.paths import PREPARED, is_url, local_dir_of
 from finray.config.schema import Config, DataConfig
 from finray.config.trust import is_word_of_stranger
+from finray.data.dataset.plan import Part
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
 from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Labelled
+from finray.data.sources.readers import Value
 from finray.errors import CheckpointError, DataError, FinrayError
 from finray.training.assemble import require_same_data
 from finray.training.state import TrainState
@@ -114,16 +118,11 @@ class Rows:
         Args:
             config: that the dataset was prepared by.
         """
-        wanted: dict[int, list[int]] = {}
-        for index, number in enumerate(self.numbers):
-            wanted.setdefault(int(self.split.source_rows[number]), []).append(index)
         source = SourceRows(config, has_chat_template=False)
-        values = (value for part in source.parts(self.stream) for value in source.values(part))
-        for place, value in enumerate(values):
-            for index in wanted.get(place, ()):
-                # A row that was prepared can be read.
-                assert isinstance(value, dict)
-                yield index, value
+        for index, value in (one for _, rows in self._sources(source) for one in rows):
+            # A row that was prepared can be read.
+            assert isinstance(value, dict)
+            yield index, value
 
     def texts(self, config: Config) -> dict[int, str]:
         """By index, the text of each labelled row as it stands in the source, which is read once; with its second text
@@ -132,19 +131,31 @@ class Rows:
         Args:
             config: that the dataset was prepared by.
         """
-        wanted: dict[int, list[int]] = {}
-        for index, number in enumerate(self.numbers):
-            wanted.setdefault(int(self.split.source_rows[number]), []).append(index)
         found: dict[int, str] = {}
         with suppress(FinrayError):
             source = SourceRows(config, has_chat_template=False)
-            examples = (each for part in source.parts(self.stream) for each in source.examples(part))
-            for place, each in enumerate(examples):
-                for index in wanted.get(place, ()):
-                    within = int(self.split.within[self.numbers[index]])
+            every_within = self.split.within
+            for part, rows in self._sources(source):
+                convert = source.converter(part)
+                for index, value in rows:
+                    each, within = convert(value), int(every_within[self.numbers[index]])
                     if within < len(each) and isinstance(example := each[within], Labelled):
                         found[index] = "\n".join(filter(None, (example.text, example.text_pair)))
         return found
+
+    def _sources(self, source: SourceRows) -> Iterator[tuple[Part, Iterator[tuple[int, Value]]]]:
+        """The parts that rows come from, with index and source row of each; a part is read to the last one of them."""
+        wanted: dict[int, list[int]] = {}
+        for index, number in enumerate(self.numbers):
+            wanted.setdefault(int(self.split.source_rows[number]), []).append(index)
+        places, first = sorted(wanted), 0
+        for part, entry in zip(source.parts(self.stream), self.dataset.manifest.splits[self.stream].parts, strict=True):
+            after = first + entry.source_rows
+            last = bisect_left(places, after)
+            if bisect_left(places, first) < last:
+                read = enumerate(islice(source.values(part), places[last - 1] - first + 1), first)
+                yield part, ((index, value) for place, value in read for index in wanted.get(place, ()))
+            first = after
 
 
 def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:

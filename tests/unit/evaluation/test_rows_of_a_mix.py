@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
+from finray.data.dataset.source_rows import SourceRows
 from finray.errors import DataError
 from finray.evaluation.rows import Rows
 from tests.support.preparing import Preparing, Write, ids, lines
@@ -55,6 +56,33 @@ def test_rows_that_a_tokenizer_leaves_out_are_counted(preparing: Preparing, mix:
     assert every is not None
     with pytest.raises(DataError, match="1 of the 2 rows are left out with the baseline's tokenizer"):
         rows_of(dataset, every).like([(0, 0), (0, 1)])
+
+
+def test_the_source_is_read_as_far_as_rows_are_wanted(
+    preparing: Preparing, mix: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"mix": mix, "eval_ratio": 0.0, "max_length": 16}
+    dataset, config = preparing.dataset(**data), preparing.config(**data)
+    every = dataset.all_rows("train")
+    assert every is not None
+    rows, read = rows_of(dataset, every), list[Any]()
+    whole = dict(rows.columns(config))
+    assert sorted(whole) == list(range(len(rows)))
+    # The third row of the second source, all chunks of it.
+    numbers = tuple(np.flatnonzero(every.source_rows == 4).tolist())
+    values = SourceRows.values
+
+    def reading(self: SourceRows, part: Any) -> Any:
+        for value in values(self, part):
+            read.append(value)
+            yield value
+
+    monkeypatch.setattr(SourceRows, "values", reading)
+    found = dict(replace(rows, numbers=numbers).columns(config))
+    assert found == {at: whole[number] for at, number in enumerate(numbers)}
+    assert len(found) > 1
+    assert found[0]["text"].count(" 2 ") == 1
+    assert len(read) == 3
 
 
 def test_rows_that_were_chosen_by_another_seed_have_a_fingerprint_of_their_own(

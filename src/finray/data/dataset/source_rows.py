@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from finray.config.schema import Config
@@ -47,13 +47,19 @@ class SourceRows:
 
     def examples(self, part: Part) -> Iterator[list[Example]]:
         """The examples from each row of a part, in order; none for a bad row."""
+        return map(self.converter(part), self.values(part))
+
+    def converter(self, part: Part) -> Callable[[Value], list[Example]]:
+        """Returns the examples from a row of a part; none for a bad row."""
         convert = converter_of(part.row_format, has_chat_template=self._has_chat_template)
-        for value in self.values(part):
-            found: list[Example] = []
+
+        def converted(value: Value) -> list[Example]:
             if not isinstance(value, DataError):
                 with suppress(DataError):
-                    found = convert(value)
-            yield found
+                    return convert(value)
+            return []
+
+        return converted
 
     def values(self, part: Part) -> Iterator[Value]:
         """Each row of a part, in order: its columns, or what is wrong with it."""
