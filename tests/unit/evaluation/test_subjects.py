@@ -15,8 +15,10 @@ import torch
 
 import finray
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir
+from finray.config.paths import PREPARED
 from finray.config.schema import ModelConfig
 from finray.config.tasks import task_spec
+from finray.config.trust import of_stranger
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError
 from finray.evaluation import subjects
@@ -264,11 +266,10 @@ def test_rows_are_shared_by_models_that_read_alike(
         return other, "another dataset"
 
     monkeypatch.setattr(subjects, "of_file", of_file)
-    monkeypatch.setattr(subjects, "prepared_dir", lambda config: tmp_path / "prepared")
     case: Any = SimpleNamespace(
         rows=rows,
         config=config,
-        run="a run" if has_run else None,
+        run=RunDir(tmp_path / "runs" / "a") if has_run else None,
         tuned=SimpleNamespace(artifact=artifacts["tuned"]),
     )
     found = Case.rows_for(case, artifacts[name])
@@ -276,7 +277,7 @@ def test_rows_are_shared_by_models_that_read_alike(
         assert found is rows
         assert asked == []
         return
-    root = None if config.prepare.dir else tmp_path / "prepared"
+    root = tmp_path / "runs" / PREPARED if has_run else None
     assert asked == [(name, "causal_lm", True, root, "test")]
     # The same rows, in the same order: where the other split has them.
     assert found == Rows("eval", other, (0, 3), "another dataset", True, None, "test")  # type: ignore[arg-type]
@@ -382,7 +383,7 @@ def test_rows_of_a_file_are_read_beside_a_run_with_its_classes(a_case: Any, tmp_
     a_case.request = EvaluationRequest(file="some/rows.jsonl")
     a_case.resolved = SimpleNamespace(labels=labels)
     rows = rows_of(a_case)
-    prepared = tmp_path / "runs" / subjects.PREPARED
+    prepared = tmp_path / "runs" / PREPARED
     assert a_case.asked == [("file", list(labels) or None, prepared)]
     train = (a_case.run.path, True)
     assert rows == Rows("rows.jsonl", HELD, tuple(range(50)), a_case.dataset, True, train, "train")  # type: ignore[arg-type]
@@ -392,6 +393,10 @@ def test_rows_of_a_file_are_read_beside_a_run_with_its_classes(a_case: Any, tmp_
         a_case.config = own.model_copy(update={section: changed})
         rows_of(a_case)
         assert a_case.asked[-1][2] is None
+    # What the config of somebody else's run says is not the place for the user's rows.
+    a_case.config = of_stranger(a_case.config, "config.yaml")
+    rows_of(a_case)
+    assert a_case.asked[-1][2] == prepared
     a_case.config, a_case.run = own, None
     assert rows_of(a_case).train is None
     assert a_case.asked[-1][2] is None
