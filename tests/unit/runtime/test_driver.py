@@ -182,6 +182,7 @@ def fitted(
     monkeypatch.setattr(driver, "settle", settle)
     monkeypatch.setattr(driver, "_trainer", make)
     monkeypatch.setattr(driver, "refusal", lambda address: None)
+    monkeypatch.setattr(driver, "is_refused", lambda address: False)
     monkeypatch.setattr("finray.runtime.trainer.remove_groups", lambda group: None)
     monkeypatch.setattr("finray.runtime.prepare._is_worth_help", lambda preparation: False)
     slow.config, slow.cancel = asked, lambda: did.append("cancelled")
