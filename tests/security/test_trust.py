@@ -15,6 +15,8 @@ from finray.config import trust
 from finray.errors import ConfigError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.models.artifacts import checked_notes
+from finray.publishing.hub import Hub
+from finray.publishing.push import push
 from finray.serving.models import Settings
 from finray.serving.server import Server
 from tests.support import evaluated
@@ -150,6 +152,20 @@ def test_the_checker_of_a_pulled_run_is_not_called(stranger: RunDir, tmp_path: P
     with pytest.raises(ConfigError, match="cannot tell that you wrote") as found:
         evaluate(stranger.path, ["evaluation.scoring.run_code=true"], file=file)
     assert not any("run_code" in one for one in found.value.problems)
+
+
+def test_a_pulled_run_does_not_say_where_it_is_pushed(stranger: RunDir) -> None:
+    text = stranger.config_file.read_text()
+    assert "push_to_hub: null" in text
+    stranger.config_file.write_text(text.replace("push_to_hub: null", "push_to_hub: evil/model"))
+
+    def login() -> Hub:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="cannot tell that you wrote"):
+        push(stranger.path, login=login)
+    with pytest.raises(AssertionError):
+        push(stranger.path, to="me/model", base="org/base", login=login)
 
 
 def test_the_strategy_of_a_run_is_that_of_its_config(stranger: RunDir) -> None:
