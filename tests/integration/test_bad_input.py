@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from finray.checkpoint.rundir import RunDir
 from finray.errors import CheckpointError
 from tests.support import runs, tiny
 from tests.support.runs import Plain, finray
@@ -161,7 +162,7 @@ def finished_run(plain: Plain, tmp_path: Path) -> Path:
     """A run with a checkpoint, as a driver would leave it half-way."""
     run_dir = tmp_path / "out" / "run"
     runs.run_alone(plain, run_dir)
-    runs.write_config(runs.config_of(plain).plain(), run_dir / "config.yaml")
+    RunDir(run_dir).keep_config(runs.config_of(plain))
     return run_dir
 
 
