@@ -41,6 +41,12 @@ _BEGINS = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
 # What gitleaks does not have, or has with the length of one year's tokens. By words of which one must be there.
 _FORMS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("hf_",), r"\bhf_[A-Za-z0-9]{16,}"),
+    (("api_org_",), r"\bapi_org_[A-Za-z0-9]{16,}"),
+    (("hvs.", "hvb."), r"\bhv[sb]\.[\w-]{16,}"),
+    (("atatt3",), r"\bATATT3[\w=+/-]{16,}"),
+    (("sbp_", "ntn_"), r"\b(?:sbp|ntn)_[A-Za-z0-9]{16,}"),
+    (("tskey-",), r"\btskey-[a-z]{1,16}-[\w-]{12,}"),
+    (("age-secret-key-1",), r"AGE-SECRET-KEY-1[A-Z0-9]{16,}"),
     (
         ("sk-",),
         r"\bsk-(?:[A-Za-z0-9]{16,}[\w-]*|(?:proj|ant|or|svcacct|admin|lf)-[\w-]{12,}"
