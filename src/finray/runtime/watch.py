@@ -172,18 +172,20 @@ class Watch:
             return
         if now >= self._probe_at:
             self._probe_at = now + _PROBE_EVERY_S
-            self._misses = 0 if self._raylet() else self._misses + 1
-            if self._misses > 1:
-                raise ClusterError(
-                    "Ray's process on this machine (the raylet) is gone: it has crashed, or was killed by a user or by "
-                    "the kernel for lack of memory",
-                    repair="check the kernel log (`dmesg`); the same command continues from the last checkpoint",
-                )
             if self._head():
                 if self._is_missed:
                     self._handle(Note("Ray's head process answers again"))
                 self._answered, self._is_missed = now, False
-                self._look_at_nodes()
+                # Where the head is gone as well, the workers still save a checkpoint.
+                self._misses = 0 if self._raylet() else self._misses + 1
+                if self._misses > 1:
+                    raise ClusterError(
+                        "Ray's process on this machine (the raylet) is gone: it has crashed, or was killed by a user "
+                        "or by the kernel for lack of memory",
+                        repair="check the kernel log (`dmesg`); the same command continues from the last checkpoint",
+                    )
+                if not self._misses:
+                    self._look_at_nodes()
             self.is_lost = now - self._answered >= self._head_patience_s
             if not (self.is_lost or self._is_missed) and now - self._answered > _PROBE_EVERY_S:
                 self._is_missed = True
