@@ -26,7 +26,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from finray.config.convert import Converted, convert
 from finray.config.load import build_config
 from finray.errors import FinrayError
-from finray.planning.plan import Plan, make_plan
+from finray.planning.plan import make_plan
+from finray.planning.result import Plan
 
 GPU, WORKERS = "h100-80gb", 8
 LLAMA, LLAMA_70B = "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"

@@ -13,7 +13,8 @@ from finray.config.schema import Config
 from finray.planning.blueprint import build_blueprint
 from finray.planning.flops import UTILIZATION, Flops, flops_per_token, rounded
 from finray.planning.placement import GPUS as KINDS
-from finray.planning.plan import Plan, make_plan
+from finray.planning.plan import make_plan
+from finray.planning.result import Plan
 from finray.pretrained.bundled_configs import bundled_config
 
 # A GPU on which each preset fits, with room for what the estimate does not include.

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from finray.evaluation.generate import Answers
     from finray.evaluation.labels import Labelled
     from finray.evaluation.outcome import Comparison
-    from finray.inspection.measure import Inspection
+    from finray.inspection.result import Inspection
     from finray.models.export import Exported
-    from finray.planning.plan import Plan
+    from finray.planning.result import Plan
     from finray.publishing.gguf import GgufExported
     from finray.publishing.onnx import OnnxExported
     from finray.publishing.push import Pushed

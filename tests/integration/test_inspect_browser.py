@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from finray.inspection.inspect import inspect
-from finray.inspection.measure import Inspection
+from finray.inspection.result import Inspection
 from finray.reporting.page import render
 from finray.reporting.plots import Series, curves
 from tests.support import tiny

@@ -9,8 +9,9 @@ import numpy as np
 
 from finray.config.load import build_config
 from finray.errors import DataError
-from finray.inspection.measure import Inspection, Inspector
+from finray.inspection.measure import Inspector
 from finray.inspection.prompt_parity import PromptParity, ServedRow, compare_prompts
+from finray.inspection.result import Inspection
 from finray.inspection.tokens import special_tokens
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from finray.config.evaluation import EvaluationConfig
 from finray.config.extensions import TABLES, load_named
 from finray.config.resolved import Problem
 from finray.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from finray.config.schema import EvaluationConfig
 
 Mode = Literal["min", "max"]
 # Names of other numbers in records and in the results of an evaluation (a test compares them).

@@ -1,4 +1,4 @@
-"""Checks over every prepared row, and all findings of an inspection in sentences, the worst first.
+"""Checks of the tokens of every prepared row.
 
 Rows are scanned in blocks with NumPy, so that a million rows take seconds.
 """
@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from finray.data.dataset.prepared import PreparedSplit
-from finray.inspection.prompt_parity import PromptParity
 from finray.inspection.tokens import SpecialTokens
-
-if TYPE_CHECKING:
-    from finray.inspection.measure import Duplicates, Inspection
 
 IntArray = npt.NDArray[np.int64]
 Level = Literal["ok", "note", "warning", "problem"]
@@ -26,44 +22,6 @@ _BLOCK = 2048
 _PLACES = 5
 # A template may write this many tokens of white space after the end of a turn.
 _TRAILING = 4
-_ORDER: dict[Level, int] = {"problem": 0, "warning": 1, "note": 2, "ok": 3}
-_MANY_COPIES = 0.01
-# Counter of the preparation; the level if it is not zero; name and wording of the check.
-_COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
-    (
-        "answers_lost",
-        "problem",
-        "Answers lost",
-        "lost the whole answer to data.max_length: raise it, or set data.on_too_long to drop",
-    ),
-    ("unlearnable", "warning", "Nothing to learn", "had nothing to learn and were left out"),
-    ("empty_answers", "warning", "Empty answers", "have an empty answer: the model learns to say nothing there"),
-    ("truncated", "warning", "Rows cut off", "were cut off at data.max_length: raise it to keep them whole"),
-    ("dropped_too_long", "warning", "Rows too long", "were dropped: longer than data.max_length"),
-    ("bad_rows", "warning", "Bad rows", "could not be used and were dropped"),
-    ("system_unused", "warning", "System message without effect", "are no conversations, and have no data.system"),
-    ("system_ignored", "warning", "System message ignored", "have a system message that the chat template leaves out"),
-    ("answers_rewritten", "warning", "Answers rewritten", "have an answer that the chat template changes"),
-    ("joined_words", "warning", "Prompt and completion", "have no white space between the two, which are joined as is"),
-    ("calls_left_out", "warning", "Tool calls left out", "have calls of which the template leaves out a part"),
-    (
-        "special_in_prompts",
-        "warning",
-        "Special tokens in prompts",
-        "have text in their prompt that the tokenizer reads as special tokens, which can end or begin a turn; a server "
-        "reads it in the same way",
-    ),
-    ("doubled_eos", "problem", "End token twice", "have an end token twice in a row: the text has one already"),
-    ("unwanted_answers", "warning", "Unwanted answers", "say that their answer is not wanted, and it is learned"),
-    (
-        "numbers_as_text",
-        "note",
-        "Numbers",
-        "have numbers, true or false where text belongs, learned as JSON writes them",
-    ),
-    ("tools_as_text", "note", "Tools as text", "have tools or calls that the chat template cannot render itself"),
-    ("split_conversations", "note", "Conversations split", "became several: the chat template rewrites earlier turns"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,76 +236,3 @@ def _check(name: str, of: int, otherwise: str, **cases: tuple[Tally, str]) -> Ch
 def _listed(counts: Counter[int], tokens: SpecialTokens) -> str:
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{tokens.name(token)} ({count:,})" for token, count in ordered[:6])
-
-
-def findings(inspection: Inspection) -> tuple[Check, ...]:
-    """All checks: prompt parity, duplicates, the counters of the preparation, special tokens; the worst first."""
-    counted = [
-        Check(
-            f"{name} ({split.name})",
-            level,
-            f"{count:,} of {of:,} rows {text}",
-            count,
-            of,
-            split.cut_at if key == "truncated" else split.places.get(key, ()),
-        )
-        for split in inspection.splits
-        for of in [split.counts.get("source_rows", split.rows)]
-        for key, level, name, text in _COUNTERS
-        if (count := split.counts.get(key, 0)) > 0
-    ]
-    checks = [
-        *([] if inspection.classes else [parity_check(inspection.parity)]),
-        *(_duplicates(found) for found in inspection.duplicates),
-        *counted,
-        *inspection.checks,
-    ]
-    return tuple(sorted(checks, key=lambda check: _ORDER[check.level]))
-
-
-def verdict(checks: tuple[Check, ...]) -> tuple[Level, str]:
-    """The worst level, and a sentence that counts what is wrong."""
-    problems, warnings = (sum(check.level == level for check in checks) for level in ("problem", "warning"))
-    if problems:
-        return "problem", f"{problems} problem{'s' if problems > 1 else ''} that will hurt training"
-    if warnings:
-        return "warning", f"{warnings} thing{'s' if warnings > 1 else ''} to look at"
-    return checks[0].level, "No problems found"
-
-
-def parity_check(parity: PromptParity) -> Check:
-    """The comparison with served prompts, in a sentence."""
-    name = "Training continues the served prompt"
-    rows = f"{parity.rows:,} of {parity.of:,} rows compared"
-    if not parity.turns and not parity.refused:
-        return Check(name, "ok", "plain text has no prompt: nothing to compare", 0, parity.rows)
-    if parity.holds:
-        finding = f"{rows}: each of {parity.turns:,} answers continues exactly the prompt that a server renders"
-        return Check(name, "ok", finding, 0, parity.turns)
-    differing = parity.turns - parity.matching
-    parts = []
-    if differing:
-        parts.append(f"{differing:,} of {parity.turns:,} answers follow another prompt than a server will render")
-    if parity.refused:
-        parts.append(f"the chat template refuses a prompt of {parity.refused:,} rows ({parity.refusal})")
-    places = tuple(difference.where for difference in parity.differences[:3])
-    total = parity.turns + parity.refused
-    return Check(name, "problem", f"{rows}: {'; '.join(parts)}", differing + parity.refused, total, places)
-
-
-def _duplicates(found: Duplicates) -> Check:
-    where = tuple(" = ".join(group.where) for group in found.examples[:3])
-    rows, of = f"{found.rows:,}", f"{found.of:,}"
-    if len(found.splits) == 1:
-        name = f"Duplicates inside {found.splits[0]}"
-        if not found.rows:
-            return Check(name, "ok", f"no two of the {of} rows have the same tokens", 0, found.of)
-        level: Level = "warning" if found.rows > found.of * _MANY_COPIES else "note"
-        finding = f"{rows} of {of} rows ({found.rows / found.of:.2%}) say what an earlier row says, to the token"
-        return Check(name, level, finding, found.rows, found.of, where)
-    first, second = found.splits
-    name = f"Rows of {second} in {first}"
-    if not found.rows:
-        return Check(name, "ok", f"none of the {of} rows of {second} is in {first}", 0, found.of)
-    finding = f"{rows} of {of} rows of {second} are also in {first}, so scores on them say little"
-    return Check(name, "warning", finding, found.rows, found.of, where)

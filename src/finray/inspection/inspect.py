@@ -23,8 +23,9 @@ from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError, FinrayError
 from finray.inspection.checks import Check
 from finray.inspection.labels import ClassBalance, class_balance, label_checks
-from finray.inspection.measure import Inspection, Inspector
+from finray.inspection.measure import Inspector
 from finray.inspection.prompt_parity import ServedPrompt, ServedRow, compare_prompts
+from finray.inspection.result import Inspection
 from finray.inspection.tokens import SpecialTokens, special_tokens
 from finray.pretrained.tokenizers import generation_stops, load_tokenizer
 

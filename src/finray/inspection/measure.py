@@ -1,31 +1,24 @@
-"""What a prepared dataset holds: counts, lengths, packs, duplicates, and rows token by token.
-
-An :class:`Inspection` is shown on a terminal by ``show.py``, and as a page by ``page.py``.
-"""
+"""What a prepared dataset holds: counts, lengths, packs, duplicates, and rows token by token."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
 
-from finray.config.redact import redact_text
-from finray.config.schema import Config, DataConfig
+from finray.config.schema import DataConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
 from finray.data.sampling.packing import plan_packs
 from finray.errors import DataError
-from finray.inspection.checks import Check, TokenScan, findings
-from finray.inspection.labels import ClassBalance, label_text
-from finray.inspection.prompt_parity import PromptParity
+from finray.inspection.checks import Check, TokenScan
+from finray.inspection.labels import label_text
 from finray.inspection.tokens import SpecialTokens, TokenView, token_views
-from finray.results import Result
 
 IntArray = npt.NDArray[np.int64]
 
@@ -149,56 +142,6 @@ class RowView:
     def supervised(self) -> int:
         """Number of targets; the first token is never one."""
         return sum(token.learned for token in self.tokens[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection(Result):
-    """Everything that ``finray inspect`` shows.
-
-    Attributes:
-        config: what was inspected.
-        format: formats of the sources, and whether they were detected.
-        prepared: directory of the prepared dataset.
-        refusal: why preparation refused the data, if it did.
-        classes: the labels of each split of labelled text; else none.
-    """
-
-    config: Config
-    format: str
-    prepared: str
-    splits: tuple[SplitView, ...]
-    duplicates: tuple[Duplicates, ...]
-    checks: tuple[Check, ...]
-    parity: PromptParity
-    examples: tuple[RowView, ...]
-    refusal: DataError | None = None
-    classes: tuple[ClassBalance, ...] = ()
-
-    @property
-    def sources(self) -> str:
-        """Sources of the rows."""
-        data = self.config.data
-        named = [data.source, *(one.source for one in data.mix), data.eval_source]
-        return ", ".join(redact_text(source) for source in named if source is not None)
-
-    def plain(self) -> dict[str, Any]:
-        """The inspection as JSON types."""
-        plain = asdict(self)
-        return {
-            "sources": self.sources,
-            **{
-                name: plain[name]
-                for name in ("format", "prepared", "splits", "classes", "duplicates", "parity", "examples")
-            },
-            "checks": [asdict(check) for check in findings(self)],
-            "refusal": None if self.refusal is None else self.refusal.to_dict(),
-        }
-
-    def print(self, console: Console) -> None:
-        """On a terminal."""
-        from finray.inspection.show import print_inspection
-
-        print_inspection(console, self)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from itertools import cycle
 
 from markupsafe import Markup, escape
 
-from finray.inspection.checks import findings, verdict
 from finray.inspection.labels import ClassBalance
-from finray.inspection.measure import Inspection, SplitView
+from finray.inspection.measure import SplitView
+from finray.inspection.result import Inspection, findings, verdict
 from finray.inspection.tokens import Stretch, segments, shortened
 from finray.limits import cut
 from finray.reporting.page import render

@@ -1,91 +1,25 @@
-"""An inspection on a terminal."""
+"""Tables and rows of an inspection, as a terminal shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import rich.table
-from rich.console import Console
 from rich.text import Text
 
-from finray.inspection.checks import findings, verdict
-from finray.inspection.tokens import segments, shortened
+from finray.inspection.labels import ClassBalance
+from finray.inspection.measure import Histogram, SplitView
+from finray.inspection.tokens import Stretch, segments
 from finray.limits import cut
-from finray.results import AsIs, Table
-from finray.tracking.console import several
+from finray.results import Table
 
-if TYPE_CHECKING:
-    from finray.inspection.measure import Histogram, Inspection
-    from finray.inspection.tokens import Stretch
-
-_STYLES = {"ok": "green", "note": "cyan", "warning": "bold yellow", "problem": "bold red"}
 _LEARNED = "bold green"
 _MASKED = "dim"
 _ONLY = {"trained": "bold yellow", "served": "bold cyan"}
 _BARS = 16
 _BAR_WIDTH = 50
-_SHOWN_TOKENS = 400
 _SHOWN_CLASSES = 20
-
-
-def print_inspection(console: Console, found: Inspection) -> None:
-    """Print an inspection, readable without colours too."""
-    unicode = console.encoding.lower().startswith("utf")
-    # Brackets mark learned text where there are no colours.
-    brackets = None if console.is_terminal and not console.no_color else ("⟦", "⟧") if unicode else ("[[", "]]")
-    checks = findings(found)
-    level, sentence = verdict(checks)
-    data = found.config.data
-    facts = Table.grid(padding=(0, 2))
-    for label, value in (
-        ("source", found.sources),
-        ("model", found.config.model.name),
-        ("format", found.format),
-        ("learned", "labels") if found.classes else ("train_on", data.train_on),
-        ("max_length", f"{data.max_length:,}"),
-    ):
-        facts.add_row(Text(label, style="dim"), Text(value))
-    console.print(facts)
-    console.print(Text(f"\n{sentence}\n", style=_STYLES[level]))
-    if found.splits:
-        console.print(_splits(found))
-    if found.classes:
-        console.print(Text("\nlabels", style="bold"))
-        console.print(_classes(found))
-    for split in found.splits[:1]:
-        console.print(Text(f"\nrow lengths of {split.name} (tokens)", style="bold"))
-        console.print(_bars(split.histogram, bar="█" if unicode else "#"))
-        if split.packing is not None:
-            console.print(
-                f"{several(split.packing.packs, 'pack')}, {split.packing.fill:.1%} full: "
-                f"{split.packing.tokens_per_pack:,.0f} of {split.packing.capacity:,} tokens and "
-                f"{split.packing.rows_per_pack:.1f} rows in each",
-                highlight=False,
-            )
-    console.print(Text("\nchecks", style="bold"))
-    table = Table.grid(padding=(0, 2))
-    for check in checks:
-        finding = Text(check.finding)
-        if check.where and check.level in ("problem", "warning"):
-            finding.append("\n" + "; ".join(check.where), style="dim")
-        table.add_row(Text(check.level, style=_STYLES[check.level]), Text(check.name, style="bold"), finding)
-    console.print(table)
-    for difference in found.parity.differences:
-        follow = "1 answer follows" if difference.count == 1 else f"{difference.count:,} answers follow"
-        title = (
-            f"\n{follow} another prompt than the served one; {difference.where}, message {difference.turn + 1}, from "
-            f"token {difference.position}:"
-        )
-        console.print(Text(title, style="bold red"))
-        console.print(AsIs(stretches_text(difference.excerpt())), soft_wrap=True)
-    for view in found.examples:
-        learned = f"{view.supervised:,} learned" if view.label is None else f"label {view.label}"
-        size = f"{len(view.tokens):,} tokens, {learned}"
-        console.print(Text(f"\n{view.split}, row {view.index:,} ({view.where}): {size}", style="bold"))
-        stretches = shortened(view.tokens, _SHOWN_TOKENS // 2, _SHOWN_TOKENS // 2)
-        console.print(AsIs(stretches_text(stretches, brackets=brackets)), soft_wrap=True)
 
 
 def stretches_text(stretches: Iterable[Stretch], *, brackets: tuple[str, str] | None = None) -> Text:
@@ -108,19 +42,20 @@ def stretches_text(stretches: Iterable[Stretch], *, brackets: tuple[str, str] | 
     return text
 
 
-def _splits(found: Inspection) -> Table:
+def split_table(splits: Sequence[SplitView], *, labelled: bool) -> Table:
+    """Each split in numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
     table.add_column("split")
-    learned = ("labels",) if found.classes else ("learned", "share")
+    learned = ("labels",) if labelled else ("learned", "share")
     for column in ("rows", "tokens", *learned, "cut off", "dropped", "answers lost", "shortest", "longest"):
         table.add_column(column, justify="right")
-    for split in found.splits:
+    for split in splits:
         counts = split.counts
         lost = [f"{number:,}" for number in (counts.get("truncated", 0), split.dropped, counts.get("answers_lost", 0))]
         table.add_row(
             Text(split.name, style="bold"),
             *(f"{number:,}" for number in (split.rows, split.tokens, split.supervised)),
-            *([] if found.classes else [f"{split.supervised / split.tokens:.1%}"]),
+            *([] if labelled else [f"{split.supervised / split.tokens:.1%}"]),
             # Rows held out by ratio are counted with those that they were taken from.
             *(lost if counts else ["-"] * 3),
             *(f"{number:,}" for number in (split.quantiles[0], split.quantiles[3])),
@@ -128,30 +63,32 @@ def _splits(found: Inspection) -> Table:
     return table
 
 
-def _classes(found: Inspection) -> Table:
-    """Rows of each class in each split, the largest classes of the training rows first; of numbers their range."""
+def class_table(classes: Sequence[ClassBalance], splits: Sequence[SplitView]) -> Table:
+    """Rows of each class in each split, the largest classes of the training rows first; the range of numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
-    if found.classes[0].problem == "regression":
+    if classes[0].problem == "regression":
         table.add_column("split")
         for column in ("least", "mean", "largest"):
             table.add_column(column, justify="right")
-        for one in found.classes:
-            table.add_row(Text(one.split, style="bold"), f"{one.low:g}", f"{one.mean:g}", f"{one.high:g}")
+        for balance in classes:
+            numbers = (f"{balance.low:g}", f"{balance.mean:g}", f"{balance.high:g}")
+            table.add_row(Text(balance.split, style="bold"), *numbers)
         return table
     table.add_column("class")
-    for one in found.classes:
-        table.add_column(one.split, justify="right")
-    counts = [dict(one.rows) for one in found.classes]
-    names = sorted({name: None for own in counts for name in own}, key=lambda name: -counts[0].get(name, 0))
+    for balance in classes:
+        table.add_column(balance.split, justify="right")
+    counts = [dict(balance.rows) for balance in classes]
+    names = sorted({name: None for rows in counts for name in rows}, key=lambda name: -counts[0].get(name, 0))
     for name in names[:_SHOWN_CLASSES]:
-        each = ((own.get(name, 0), split.rows) for own, split in zip(counts, found.splits, strict=True))
-        table.add_row(Text(cut(name, 60), style="bold"), *(f"{rows:,} ({rows / size:.1%})" for rows, size in each))
+        in_splits = ((rows.get(name, 0), split.rows) for rows, split in zip(counts, splits, strict=True))
+        table.add_row(Text(cut(name, 60), style="bold"), *(f"{rows:,} ({rows / size:.1%})" for rows, size in in_splits))
     if len(names) > _SHOWN_CLASSES:
         table.add_row(Text(f"and {len(names) - _SHOWN_CLASSES:,} more", style="dim"))
     return table
 
 
-def _bars(lengths: Histogram, *, bar: str) -> rich.table.Table:
+def length_bars(lengths: Histogram, *, bar: str) -> rich.table.Table:
+    """A histogram with bars of this character."""
     joined = -(-len(lengths.counts) // _BARS)
     counts = [sum(lengths.counts[at : at + joined]) for at in range(0, len(lengths.counts), joined)]
     table = Table.grid(padding=(0, 1))

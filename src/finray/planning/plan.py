@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-from rich.console import Console
+from dataclasses import replace
 
 from finray.checkpoint.rundir import Earlier, earlier_of
 from finray.config.paths import run_path, with_absolute_paths
@@ -23,10 +20,10 @@ from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
 from finray.planning.blueprint import Blueprint
 from finray.planning.checks import check_push, check_task, quick_problems
-from finray.planning.findings import Finding, Findings, refuse
+from finray.planning.findings import Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
-from finray.planning.memory import MemoryPlan, Rows, plan_memory
-from finray.planning.model import ModelPlan, PlannedModel, check_context, plan_model
+from finray.planning.memory import Rows, plan_memory
+from finray.planning.model import PlannedModel, check_context, plan_model
 from finray.planning.placement import (
     GPUS,
     Device,
@@ -41,12 +38,11 @@ from finray.planning.placement import (
     this_machine,
 )
 from finray.planning.resolve import resolve
+from finray.planning.result import DataPlan, EarlierPlan, PlacementPlan, Plan
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
-from finray.planning.show import show_plan
 from finray.planning.steps import batch_and_epochs, choose_learning_rate, chosen_notes, require_room, step_warnings
 from finray.planning.strategy import StrategyChoice
-from finray.results import Result
 from finray.tracking.access import require_access
 
 _HERE = "this machine"
@@ -55,80 +51,6 @@ _UNREACHABLE = ("couldn't reach", "offline", "couldn't connect", "connection err
 
 
 Nodes = Sequence[Node]
-
-
-@dataclass(frozen=True, slots=True)
-class DataPlan:
-    """The training data."""
-
-    rows: int  # to train on
-    tokens: int  # in them
-    supervised: int  # targets in them; of labelled text its rows
-    packs: int  # that they fill, or rows without packing
-    longest: int  # tokens of the longest row
-    complete: bool  # whether all of it was read; else all numbers are of the part that was
-    notes: tuple[str, ...]  # how it was read
-    global_batch_size: int  # packs (or rows) per optimizer step
-    steps: int
-    epochs: float
-    seen_tokens: int  # in the whole run
-    seconds: float  # that the examination took
-    labelled: bool = False  # whether each row has a label, and no token is a target
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierPlan:
-    """The existing state of this run in the run directory."""
-
-    run_dir: str
-    step: int  # of the newest checkpoint; 0 where there is none
-    is_finished: bool  # nothing is left to be done
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementPlan:
-    """Placement of the workers, and the resources of each."""
-
-    cluster: str  # the address that was asked, or `this machine`
-    nodes: int
-    cpus: int  # of all nodes
-    gpus: int
-    workers: int
-    cpus_per_worker: int
-    use_gpu: bool
-    fewest: int  # of a number of workers that follows the cluster; else `workers`
-    most: int
-    gpus_per_worker: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(Result):
-    """The plan of a run; a part that could not be determined is None, and the problems say why."""
-
-    problems: tuple[Finding, ...] = ()  # what keeps it from starting
-    warnings: tuple[Finding, ...] = ()
-    unchecked: tuple[Finding, ...] = ()  # what an offline plan could not look at
-    model: ModelPlan | None = None
-    data: DataPlan | None = None
-    resolved: Resolved | None = None
-    strategy: StrategyChoice | None = None  # the choice of `auto` and its reason; None if a strategy is set
-    placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
-    memory: MemoryPlan | None = None
-    speed: SpeedPlan | None = None  # on GPUs whose rate is known
-    earlier: EarlierPlan | None = None  # None where the run would begin
-
-    @property
-    def starts(self) -> bool | None:
-        """Whether the run would start; None if there are no problems but some checks were skipped."""
-        return False if self.problems else None if self.unchecked else True
-
-    def plain(self) -> dict[str, Any]:
-        """The plan as JSON types."""
-        return {"starts": self.starts, **asdict(self)}
-
-    def print(self, console: Console, *, quiet: bool = False) -> None:
-        """Tables, warnings and problems, and the verdict; ``quiet``: only problems."""
-        show_plan(console, self, quiet=quiet)
 
 
 def no_cluster(config: Config) -> Nodes:

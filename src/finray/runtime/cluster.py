@@ -23,7 +23,7 @@ from finray.errors import ClusterError
 from finray.runtime import signals, watch
 
 if TYPE_CHECKING:
-    from finray.planning.plan import Plan
+    from finray.planning.result import Plan
 
 OBJECT_STORE_BYTES = 256 * 2**20
 # In total less than the 15 s after which an unresponsive cluster is an error.

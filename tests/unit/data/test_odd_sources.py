@@ -13,8 +13,8 @@ import pytest
 from finray.data.formats.convert import messages_of
 from finray.data.sources.resolve import resolve, split_name
 from finray.errors import DataError, FinrayError
-from finray.inspection.checks import findings, verdict
 from finray.inspection.inspect import inspect
+from finray.inspection.result import findings, verdict
 from tests.support import runs
 from tests.support.preparing import Preparing, Write
 from tests.support.preparing import preparing as preparing

@@ -11,8 +11,8 @@ import pytest
 from finray.checkpoint.rundir import open_run
 from finray.config.schema import Config
 from finray.data.dataset.prepare import prepare_here
-from finray.inspection.checks import findings
 from finray.inspection.inspect import inspect
+from finray.inspection.result import findings
 from finray.models.packing_cache import packing_of
 from finray.planning.sample_data import examine
 from finray.records import Note, Record

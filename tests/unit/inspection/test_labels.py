@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finray.inspection.checks import findings
 from finray.inspection.inspect import inspect
 from finray.inspection.labels import ClassBalance
-from finray.inspection.measure import Inspection
 from finray.inspection.page import page
+from finray.inspection.result import Inspection, findings
 from tests.support.labelled import CLASSIFIES
 from tests.support.labelled import classifying as classifying
 from tests.support.preparing import Preparing, Write, lines

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from finray.errors import DataError
-from finray.inspection.checks import Check, findings, verdict
+from finray.inspection.checks import Check
 from finray.inspection.measure import histogram, last_question, packing
-from finray.inspection.show import _bars
+from finray.inspection.result import findings, verdict
+from finray.inspection.show import length_bars
 from finray.inspection.tokens import special_tokens, token_texts
 from tests.support.rows import ListRows, chat_row, completion_row, inspect_rows, parity_of
 from tests.support.tiny import WORDS
@@ -341,7 +342,7 @@ def test_a_refused_prompt_is_no_proof(tokenizer: Any) -> None:
 
 def test_a_bar_of_one_length_is_named_by_it() -> None:
     console = Console(file=StringIO(), width=80)
-    console.print(_bars(histogram(np.array([1, 2, 2])), bar="#"))
+    console.print(length_bars(histogram(np.array([1, 2, 2])), bar="#"))
     assert " to " not in console.file.getvalue()
-    console.print(_bars(histogram(np.array([1, 500])), bar="#"))
+    console.print(length_bars(histogram(np.array([1, 500])), bar="#"))
     assert "1 to 32" in console.file.getvalue()

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from finray.inspection.page import page, token_parts
-from finray.inspection.show import print_inspection, stretches_text
+from finray.inspection.show import stretches_text
 from finray.inspection.tokens import Stretch, TokenView, segments, shortened
 from tests.support.rows import ListRows, chat_row, inspect_rows, parity_of
 
@@ -165,7 +165,7 @@ def test_long_rows_are_shown_by_their_ends() -> None:
 
 def _printed(inspection: Any, **options: Any) -> str:
     stream = io.StringIO()
-    print_inspection(Console(file=stream, width=160, **options), inspection)
+    inspection.print(Console(file=stream, width=160, **options))
     return stream.getvalue()
 
 
@@ -200,7 +200,7 @@ def test_the_address_of_the_data_is_shown_without_its_password(inspection: Any) 
         inspection, config=config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
     )
     stream = io.StringIO()
-    print_inspection(Console(file=stream, width=200), found)
+    found.print(Console(file=stream, width=200))
     for text in (page(found), stream.getvalue(), json.dumps(found.plain()["sources"])):
         assert "http://bob:***@host/rows.jsonl?***" in text
         assert "hunter-2" not in text

@@ -23,7 +23,8 @@ from finray.errors import ClusterError, ConfigError, DataError
 from finray.planning import placement
 from finray.planning import plan as planning
 from finray.planning.memory import MARGIN
-from finray.planning.plan import Plan, make_plan
+from finray.planning.plan import make_plan
+from finray.planning.result import Plan
 from finray.planning.sample_data import DataReport
 from finray.records import RunSummary
 from tests.support import runs, tiny

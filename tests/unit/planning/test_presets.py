@@ -11,7 +11,8 @@ from tools.presets_page import GPUS, page, plan_preset
 from finray.config.load import build_config, preset_names, read_preset
 from finray.config.schema import AdapterConfig, Config, EarlyStoppingConfig, ModelConfig
 from finray.planning.blueprint import build_blueprint
-from finray.planning.plan import Plan, make_plan
+from finray.planning.plan import make_plan
+from finray.planning.result import Plan
 from finray.pretrained.bundled_configs import bundled_config, bundled_names
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finray.planning.plan import DataPlan, Plan
+from finray.planning.result import DataPlan, Plan
 from finray.planning.sample_data import DataReport, examine
 from tests.support import runs
 

@@ -1,54 +1,124 @@
-"""A plan on a terminal."""
+"""The plan of a run: what planning found, and how a terminal shows it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 
+from finray.config.resolved import Resolved
 from finray.errors import FinrayError
-from finray.planning.flops import UTILIZATION, rounded
-from finray.results import Table
+from finray.planning.findings import Finding
+from finray.planning.flops import UTILIZATION, SpeedPlan, rounded
+from finray.planning.memory import MemoryPlan
+from finray.planning.model import ModelPlan
+from finray.planning.strategy import StrategyChoice
+from finray.results import Result, Table
 from finray.tracking.console import duration, several
-
-if TYPE_CHECKING:
-    from finray.planning.findings import Finding
-    from finray.planning.memory import MemoryPlan
-    from finray.planning.plan import DataPlan, EarlierPlan, Plan
 
 _GIB = 2**30
 # Parameters below which a GPU is far from its rate, because its kernels are too short.
 _SMALL = 10**9
 
 
-def show_plan(target: Console, result: Plan, *, quiet: bool = False) -> None:
-    """The plan in tables, warnings and problems, and the verdict; ``quiet``: only problems."""
-    if quiet:
-        _show_findings(target, "problem", "bold red", result.problems)
-        return
-    # Lines around tables on a terminal, none elsewhere.
-    box = HEAVY_HEAD if target.is_terminal else None
-    facts = Table(title="plan", show_header=False, title_justify="left", box=box)
-    for name, text in _facts(result):
-        facts.add_row(name, text)
-    target.print(facts)
-    if result.memory is not None:
-        target.print(memory_table(result.memory, box=box))
-    for kind, style, found in (
-        ("warning", "bold yellow", result.warnings),
-        ("not checked", "bold yellow", result.unchecked),
-        ("problem", "bold red", result.problems),
-    ):
-        _show_findings(target, kind, style, found)
-    count = len(result.problems)
-    verdict, style = "the run would start", "bold green"
-    if count:
-        verdict, style = f"the run would not start: {count} problem{'s' if count > 1 else ''}", "bold red"
-    elif result.unchecked:
-        verdict, style = "no problems found, but not everything was checked", "bold yellow"
-    target.print(verdict, style=style, highlight=False)
+@dataclass(frozen=True, slots=True)
+class DataPlan:
+    """The training data."""
+
+    rows: int  # to train on
+    tokens: int  # in them
+    supervised: int  # targets in them; of labelled text its rows
+    packs: int  # that they fill, or rows without packing
+    longest: int  # tokens of the longest row
+    complete: bool  # whether all of it was read; else all numbers are of the part that was
+    notes: tuple[str, ...]  # how it was read
+    global_batch_size: int  # packs (or rows) per optimizer step
+    steps: int
+    epochs: float
+    seen_tokens: int  # in the whole run
+    seconds: float  # that the examination took
+    labelled: bool = False  # whether each row has a label, and no token is a target
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierPlan:
+    """The existing state of this run in the run directory."""
+
+    run_dir: str
+    step: int  # of the newest checkpoint; 0 where there is none
+    is_finished: bool  # nothing is left to be done
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """Placement of the workers, and the resources of each."""
+
+    cluster: str  # the address that was asked, or `this machine`
+    nodes: int
+    cpus: int  # of all nodes
+    gpus: int
+    workers: int
+    cpus_per_worker: int
+    use_gpu: bool
+    fewest: int  # of a number of workers that follows the cluster; else `workers`
+    most: int
+    gpus_per_worker: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Result):
+    """The plan of a run; a part that could not be determined is None, and the problems say why."""
+
+    problems: tuple[Finding, ...] = ()  # what keeps it from starting
+    warnings: tuple[Finding, ...] = ()
+    unchecked: tuple[Finding, ...] = ()  # what an offline plan could not look at
+    model: ModelPlan | None = None
+    data: DataPlan | None = None
+    resolved: Resolved | None = None
+    strategy: StrategyChoice | None = None  # the choice of `auto` and its reason; None if a strategy is set
+    placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
+    memory: MemoryPlan | None = None
+    speed: SpeedPlan | None = None  # on GPUs whose rate is known
+    earlier: EarlierPlan | None = None  # None where the run would begin
+
+    @property
+    def starts(self) -> bool | None:
+        """Whether the run would start; None if there are no problems but some checks were skipped."""
+        return False if self.problems else None if self.unchecked else True
+
+    def plain(self) -> dict[str, Any]:
+        """The plan as JSON types."""
+        return {"starts": self.starts, **asdict(self)}
+
+    def print(self, console: Console, *, quiet: bool = False) -> None:
+        """Tables, warnings and problems, and the verdict; ``quiet``: only problems."""
+        if quiet:
+            _show_findings(console, "problem", "bold red", self.problems)
+            return
+        # Lines around tables on a terminal, none elsewhere.
+        box = HEAVY_HEAD if console.is_terminal else None
+        facts = Table(title="plan", show_header=False, title_justify="left", box=box)
+        for name, text in _facts(self):
+            facts.add_row(name, text)
+        console.print(facts)
+        if self.memory is not None:
+            console.print(memory_table(self.memory, box=box))
+        for kind, style, found in (
+            ("warning", "bold yellow", self.warnings),
+            ("not checked", "bold yellow", self.unchecked),
+            ("problem", "bold red", self.problems),
+        ):
+            _show_findings(console, kind, style, found)
+        count = len(self.problems)
+        verdict, style = "the run would start", "bold green"
+        if count:
+            verdict, style = f"the run would not start: {count} problem{'s' if count > 1 else ''}", "bold red"
+        elif self.unchecked:
+            verdict, style = "no problems found, but not everything was checked", "bold yellow"
+        console.print(verdict, style=style, highlight=False)
 
 
 def _show_findings(target: Console, kind: str, style: str, found: Iterable[Finding]) -> None:
