@@ -44,3 +44,7 @@ def _end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
     with suppress(OSError):
         os.write(2, f"{_MESSAGES[signal.Signals(signum)]}\n".encode())
     os._exit(128 + signum)
+
+
+if __name__ == "__main__":
+    main()
