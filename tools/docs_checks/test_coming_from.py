@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from peft import LoraConfig
+from tools.docs_checks.test_commands import understand
 from transformers import TrainingArguments
 
 from finray.config.load import load_config, preset_names
@@ -25,11 +26,8 @@ from finray.config.schema import Config, sections
 from finray.planning import plan as planning
 from finray.planning.model import plan_model
 from finray.planning.plan import make_plan
-from tests.unit.docs.test_commands import understand
 
-pytestmark = pytest.mark.long
-
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "coming-from.md").read_text(encoding="utf-8")
 RUN = {"model": {"name": "HuggingFaceTB/SmolLM2-135M-Instruct"}, "data": {"source": "org/rows"}}
 SPAN = re.compile(r"`([^`]+)`")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from tools import scaling_page as scaling
 
-pytestmark = pytest.mark.long
-
 
 def test_the_page_has_the_tables_of_the_script() -> None:
     # Made by: python -m tools.scaling_page --write

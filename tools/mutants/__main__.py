@@ -8,6 +8,7 @@ that reach the line until one fails. Which those are is known from one traced ru
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -23,8 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tests.mutants import child, reach
-from tests.mutants.operators import Mutant, all_candidates, is_python
+from tools.mutants import child, reach
+from tools.mutants.operators import Mutant, all_candidates, is_python
 
 HERE = Path(__file__).parent
 ROOMS = ("data", "models", "training", "parallel", "checkpoint", "evaluation")
@@ -177,7 +178,7 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def summary(results: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
-    """The result as `tests/MUTANTS.md` has it."""
+    """The result as `tools/mutants/README.md` has it."""
     lines = [f"\nSeed {arguments.seed}, {len(results)} mutants, at most {arguments.cap:.0f} s of tests each.", ""]
     lines += ["| room | mutants | killed | by time | survived | harmless |", "|---|---|---|---|---|---|"]
     rooms = sorted({one["file"].partition("/")[0] for one in results})
@@ -203,6 +204,39 @@ def known_errors() -> list[dict[str, Any]]:
     return [one for file in files for one in tomllib.loads(file.read_text(encoding="utf-8")).get("error", [])]
 
 
+def stale(error: dict[str, Any]) -> str | None:
+    """Why a known error cannot be put in again, if the code or a test that it names has changed since."""
+    text = source_of(error)
+    if text.count(error["find"]) != 1:
+        return f"`{error['find']}` stands {text.count(error['find'])} times in {error['file']}"
+    for name in error["tests"]:
+        file, _, test = name.partition("[")[0].partition("::")
+        if not (reach.ROOT / file).exists():
+            return f"there is no {file}"
+        tree = ast.parse((reach.ROOT / file).read_text(encoding="utf-8"))
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        if test and not set(test.split("::")) <= names:
+            return f"there is no {name}"
+    return None
+
+
+def source_of(error: dict[str, Any]) -> str:
+    """The text of the file of a known error; empty where it is gone."""
+    path = reach.ROOT / "src" / "finray" / error["file"].removeprefix("src/finray/")
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def stale_entries() -> list[str]:
+    """The entries of the lists that fit the code no longer. They are no errors: a person updates or removes them."""
+    texts = reach.sources()
+    found = [f"known error {error['name']!r}: {why}" for error in known_errors() if (why := stale(error))]
+    return found + [
+        f"harmless: `{one['source']}` is not in {one['file']}"
+        for one in judged()
+        if one["source"] not in texts.get(one["file"], "")
+    ]
+
+
 def put_in_again(processes: int, only: str) -> int:
     """Each known error, against the tests that are named; returns how many were not noticed."""
     missed: list[str] = []
@@ -215,20 +249,19 @@ def put_in_again(processes: int, only: str) -> int:
             print(f"{'noticed' if noticed else 'NOT NOTICED':12} {seconds:5.1f} s  {error['name']}", flush=True)
 
         file = error["file"].removeprefix("src/finray/")
-        text = (reach.ROOT / "src" / "finray" / file).read_text(encoding="utf-8")
-        changed = text.replace(error["find"], error["replace"]).encode()
+        changed = source_of(error).replace(error["find"], error["replace"]).encode()
         files = list(dict.fromkeys(name.partition("::")[0] for name in error["tests"]))
         return Job(error["name"], files, dict.fromkeys(error["tests"], 30.0), (file, changed), 600, tell)
 
-    errors = [error for error in known_errors() if only in error["name"]]
+    errors = [error for error in known_errors() if only in error["name"] and not stale(error)]
     run_all((job(error) for error in errors), processes=processes)
     print(f"{len(errors) - len(missed)} of {len(errors)} known errors were noticed")
     return len(missed)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("command", choices=("map", "sample", "known"))
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
+    parser.add_argument("command", choices=("map", "sample", "known", "stale"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--rooms", default=",".join(ROOMS), help="folders of src/finray, with commas")
@@ -239,9 +272,14 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="run the survivors of this sample once more")
     arguments = parser.parse_args()
+    if arguments.command == "stale":
+        print(*stale_entries(), sep="\n")
+        return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     preload()
     with suppress(KeyboardInterrupt):
+        if arguments.command in ("known", "sample"):
+            print(*(f"STALE {entry}" for entry in stale_entries()), sep="\n")
         if arguments.command == "known":
             return min(1, put_in_again(arguments.processes, arguments.only))
         draw_map([one for one in arguments.only.split(",") if one], arguments.processes)

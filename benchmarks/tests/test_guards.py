@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support import tiny
 
 Import = Callable[[str], Any]
 
@@ -46,18 +47,19 @@ def test_another_count_of_tokens_than_the_rows_have_is_an_error(benchmark_module
         cpu.figures(SimpleNamespace(warmup=1), trained(own_tokens=own), LENGTHS)
 
 
-def test_rows_are_counted_as_the_template_renders_them(benchmark_module: Import, tiny_model_dir: Path) -> None:
+def test_rows_are_counted_as_the_template_renders_them(benchmark_module: Import, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     rows = [
         {"messages": [{"role": "user", "content": "river"}, {"role": "assistant", "content": "deep " * words}]}
         for words in (1, 9)
     ]
-    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model_dir))
+    tiny.save_model("llama", tmp_path, tiny.train_tokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path))
     lengths = [len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]) for row in rows]
     count = benchmark_module("rows").count_tokens
-    assert count(rows, tiny_model_dir, max_length=1000) == lengths
-    assert count(rows, tiny_model_dir, max_length=lengths[0]) == [lengths[0]] * 2
+    assert count(rows, tmp_path, max_length=1000) == lengths
+    assert count(rows, tmp_path, max_length=lengths[0]) == [lengths[0]] * 2
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.mutants import lines
+from tools.mutants import lines
 
 ROOT = Path(__file__).parents[2]
 MARK = "FINRAY_MUTANT"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUOTE = re.compile(r"^[ ]*<!-- from: (\S+) -->\n[ ]*```python\n(.*?)^[ ]*```", re.MULTILINE | re.DOTALL)
 

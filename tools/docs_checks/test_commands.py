@@ -13,11 +13,9 @@ from pathlib import Path
 import click
 import pytest
 import typer.main
-
-from finray.cli.main import app
 from tests.support.documents import PAGES, ROOT, blocks, name_of
 
-pytestmark = pytest.mark.long
+from finray.cli.main import app
 
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGE = " ".join((ROOT / "docs" / "guide" / "troubleshooting.md").read_text(encoding="utf-8").split())
 QUOTED = [quote for bold in re.findall(r"\*\*(`[^*]+`)\*\*", PAGE) for quote in re.findall(r"`([^`]+)`", bold)]
 # As many characters of a quote have to stand in the source itself.

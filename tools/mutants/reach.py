@@ -12,13 +12,13 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.operators import Mutant
+from tools.mutants.operators import Mutant
 
 ROOT = Path(__file__).parents[2]
 STATE = ROOT / ".mutants"
 # Nothing of the rooms depends on what these see, or they take minutes.
 LEFT_OUT = (
-    *("tests/unit/docs", "tests/unit/benchmarks", "tests/unit/reporting"),
+    "tests/unit/reporting",
     # Exceptions that are thrown into a thread do not get past a trace function: they never end.
     *("tests/unit/data/test_limits_of_outside_code.py", "tests/unit/test_limits.py"),
     # Traced, it did not end in twenty minutes either.
