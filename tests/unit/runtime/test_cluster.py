@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError
 from finray.runtime import cluster
+from tests.support import ports
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +35,16 @@ def refused(config: ClusterConfig) -> ClusterError:
     return caught.value
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Nobody listens there."""
+    with ports.reserved() as found:
+        yield found
 
 
-def test_one_of_several_processes_of_a_launcher_starts_no_ray_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_processes_of_a_launcher_starts_no_ray_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
     """As with `torchrun`, or a platform with replicas: each would train the whole run."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}.items():
         monkeypatch.setenv(name, value)
@@ -46,7 +52,7 @@ def test_one_of_several_processes_of_a_launcher_starts_no_ray_of_its_own(monkeyp
     assert "a launcher has started 4 processes (RANK=1, WORLD_SIZE=4)" in error.message
     assert "finray cluster up" in str(error.repair)
     # With an address, it would join that cluster.
-    assert "connection refused" in refused(ClusterConfig(address=f"127.0.0.1:{free_port()}")).message
+    assert "connection refused" in refused(ClusterConfig(address=f"127.0.0.1:{port}")).message
     for alone in ({}, {"RANK": "0", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}, {"RANK": "0", "WORLD_SIZE": ""}):
         cluster.require_one_process(alone)
 
@@ -89,8 +95,7 @@ def test_many_workers_are_polled_more_rarely(workers: int, seconds: str, monkeyp
             assert os.environ[name] == expected
 
 
-def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     error = refused(ClusterConfig(address=f"127.0.0.1:{port}"))
     assert error.where == f"cluster.address=127.0.0.1:{port}"
     assert f":{port}: connection refused" in error.message
@@ -185,14 +190,15 @@ def test_somebody_who_listens_and_says_nothing() -> None:
     assert "is not a Ray head (deadline_exceeded)" in error.message
 
 
-def test_the_last_ray_of_this_machine_where_there_is_none_or_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_ray_of_this_machine_where_there_is_none_or_no_more(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
     from ray._private import services
 
     with monkeypatch.context() as nothing:
         nothing.setattr(services, "find_gcs_addresses", lambda: set())
         nothing.setattr(services, "find_bootstrap_address", lambda folder: None)
         assert "Could not find any running Ray instance" in refused(ClusterConfig(address="auto")).message
-    port = free_port()
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     assert f":{port}: connection refused" in refused(ClusterConfig(address="auto")).message
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -265,16 +268,18 @@ def test_an_option_with_which_finray_would_not_find_the_node_is_refused_before_a
 def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """What stands for a node's process, with a worker of a training below it."""
     monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
-    worker = "exec -a ray::RayTrainWorker sleep 600"
-    process = subprocess.Popen(["bash", "-c", f"({worker}) & exec sleep 60"])
+    worker = "exec -a ray::RayTrainWorker sleep 3600"
+    process = subprocess.Popen(["bash", "-c", f"({worker}) & exec sleep 3600"], start_new_session=True)
     found = nodes.Running("m1:6379", "10.0.0.2", False, [(process.pid, psutil.Process(process.pid).create_time())], "")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not any(map(nodes._trains, nodes._family([psutil.Process(process.pid)]))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (nodes.state_dir() / "node.json").write_text(json.dumps(asdict(found)))
     yield process
-    process.kill()
+    # The worker too, where the test leaves it.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

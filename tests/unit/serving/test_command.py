@@ -18,7 +18,7 @@ from finray.runtime import cluster
 from finray.runtime import serve as runtime
 from finray.serving import models
 from finray.serving.models import Settings, find, find_adapter
-from tests.support import served, tiny
+from tests.support import ports, served, tiny
 from tests.support.labelled import bert_tokenizer, save_classifier
 from tests.support.runs import finray
 
@@ -72,11 +72,9 @@ def test_what_cannot_be_served_is_said_before_anything_is_started(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr("finray.evaluation.engines.vllm.find_spec", lambda name: None)
-    # A port of its own: else a test that serves might have the default one.
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
-    code, out, err = finray("serve", *words, "--port", port)
+    # Not the default one, which a test that serves might have.
+    with ports.reserved() as port:
+        code, out, err = finray("serve", *words, "--port", port)
     assert (code, out) == (2, ""), err
     assert said in err
     assert "Traceback" not in err
@@ -161,10 +159,8 @@ def test_what_a_classifier_cannot_be_served_with_is_said(
     adapter = save_classifier("bert", tmp_path, bert_tokenizer())
     monkeypatch.chdir(folder)
     monkeypatch.setattr("finray.evaluation.engines.vllm.find_spec", lambda name: name)
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
-    code, out, err = finray("serve", adapter, *words, "--port", port)
+    with ports.reserved() as port:
+        code, out, err = finray("serve", adapter, *words, "--port", port)
     assert (code, out) == (1 if said == "Ray is started" else 2, "")
     assert said in err
 
@@ -181,9 +177,7 @@ def test_a_port_in_use_is_said_before_the_model_is_looked_at(folder: Path) -> No
 
 def test_what_can_be_served_starts(folder: Path) -> None:
     """The negative control."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
-    code, _, err = finray("serve", folder / "one", "--adapter", f"again={folder / 'one'}", "--port", port)
+    with ports.reserved() as port:
+        code, _, err = finray("serve", folder / "one", "--adapter", f"again={folder / 'one'}", "--port", port)
     assert code == 1
     assert "Ray is started" in err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +16,7 @@ import pytest
 from finray.config.schema import TrackingConfig
 from finray.errors import ConfigError
 from finray.tracking.access import require_access
-from tests.support import runs
+from tests.support import ports, runs
 
 KEY = "0123456789abcdef0123"
 
@@ -156,11 +155,9 @@ def test_a_service_that_is_down_is_a_warning(server: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     server.status = status
     url = server.url
-    with socket.socket() as taken:
+    with ports.reserved() as port:
         if status is None:
-            # Bound, and nobody listens.
-            taken.bind(("127.0.0.1", 0))
-            url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+            url = f"http://127.0.0.1:{port}"
             monkeypatch.setenv("WANDB_BASE_URL", url)
         found = require_access(TrackingConfig(trackers=["wandb", "mlflow"], mlflow_uri=url))
     assert [one.split(" cannot")[0] for one in found] == ["the tracker wandb", "the tracker mlflow"]
