@@ -44,7 +44,7 @@ help:
 	@echo "make unit         run the unit tests, but for those that take longest; 90 seconds"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
-	@echo "make mutants      put small errors into the code and see which the tests notice, some 20 minutes (tests/MUTANTS.md)"
+	@echo "make mutants      put small errors into the code and see which the tests notice, some 20 minutes (tools/mutants/README.md)"
 	@echo "make bench        benchmarks side by side with peers, some 70 minutes (benchmarks/RESULTS.md)"
 
 $(VENV)/.created:
@@ -113,6 +113,7 @@ test-system: $(VENV)/.dev $(MODELS) browser
 test-nightly: export FINRAY_TEST_NIGHTLY = 1
 test-nightly: $(VENV)/.dev $(MODELS) browser
 	$(PYTEST) $(XDIST) $(call LIMIT,3600) $(NIGHT) tests $(ARGS)
+	$(PYTEST) $(XDIST) tools/mutants benchmarks/tests
 	$(MAKE) test-hosts test-services test-engines test-cuda-shapes test-slurm
 
 test-all: check test test-system test-hosts
@@ -193,6 +194,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.cycles
+	$(BIN)/python -m tools.quarantine
+	$(BIN)/python -m pytest $(XDIST) tools/docs_checks
 	$(BIN)/finray config docs | diff - docs/reference/config.md
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
@@ -212,13 +216,14 @@ bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/run.py all
 
-# Not part of CI: tests/MUTANTS.md. KNOWN=1 puts only the errors in that once went unnoticed.
+# Not part of CI: tools/mutants/README.md. KNOWN=1 puts only the errors in that once went unnoticed.
 SEED  ?= 1
 COUNT ?= 200
 mutants: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
-	$(BIN)/python -m tests.mutants known --processes 2
+	$(BIN)/python -m pytest tools/mutants
+	$(BIN)/python -m tools.mutants known --processes 2
 ifndef KNOWN
-	$(BIN)/python -m tests.mutants sample --seed $(SEED) --count $(COUNT) --processes 2 $(ARGS)
+	$(BIN)/python -m tools.mutants sample --seed $(SEED) --count $(COUNT) --processes 2 $(ARGS)
 endif
 
 clean:

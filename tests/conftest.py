@@ -20,6 +20,8 @@ from tests.support import stranger
 # Before anything else is imported: libraries read the environment as they are loaded.
 HOME = stranger.settle(os.environ)
 
+from tools import quarantine  # noqa: E402
+
 from tests.support import forks, s3, tiny  # noqa: E402
 
 # How long an example takes says more of the machine than of the code. The gate tries the same examples each time, a
@@ -232,10 +234,12 @@ def _no_group_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         wait_for_no_group()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What uses Ray comes first: it takes longest, and the other processes of pytest-xdist have the rest."""
     # Ray's core reads RAY_AUTH_MODE as it is loaded: later `ray_cluster` could not reach the Ray that it starts.
     assert "ray" not in sys.modules, "a test file imports Ray at its top; import it in the test"
+    quarantine.mark(items, quarantine.read())
     items.sort(key=lambda item: scheduling_group(item.nodeid.partition("::")[0]) != "ray")
 
 
