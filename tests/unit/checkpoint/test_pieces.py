@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.errors import CheckpointError
+from tests.support.examples import examples
 
 
 def test_files_are_numbered_from_one() -> None:
@@ -34,7 +35,7 @@ def cuts_of(draw: Any, size: int, count: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *places, size]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(data=st.data())
 def test_any_rows_are_read_back_from_any_pieces(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """One tensor in whole rows, one in runs of elements that end within a row, and a number, over one to four ranks."""

@@ -20,6 +20,7 @@ from finray.config.load import load_config
 from finray.config.schema import sections
 from finray.errors import ConfigError, FinrayError
 from tests.support import runs
+from tests.support.examples import examples
 from tests.unit.config.test_convert import AXOLOTL, LLAMA_FACTORY, converted, fields
 
 SMALL = {"base_model": "m", "datasets": [{"path": "org/rows", "type": "alpaca"}]}
@@ -196,7 +197,7 @@ _FILES = st.tuples(
 )
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(file=_FILES)
 def test_any_file_comes_to_a_config_or_to_one_message(file: tuple[Any, Any, Any], tmp_path: Path) -> None:
     plain, changes, sources = file

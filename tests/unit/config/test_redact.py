@@ -27,6 +27,7 @@ from finray.config.redact import (
     tokens_in,
     variable_in,
 )
+from tests.support.examples import examples
 
 _PEM = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQC7VJTUt9Us8cKj"
 # Of providers' own documentation, put together so that no scanner takes this file for a leak.
@@ -126,7 +127,7 @@ def forms() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", forms())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(drawn=st.data())
 def test_a_text_of_each_form_is_masked_whole(name: str, drawn: st.DataObject) -> None:
     """That is: the words by which a form is chosen are in each of its texts, and it is one of Python's."""

@@ -14,6 +14,7 @@ from finray.config.load import build_config, load_config, parse_yaml, read_yaml
 from finray.config.schema import Config
 from finray.errors import ConfigError, FinrayError
 from tests.support import runs
+from tests.support.examples import examples
 
 SMALL: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}}
 _FIELDS = st.sampled_from(
@@ -63,7 +64,7 @@ def _built(plain: dict[str, Any]) -> tuple[Config | None, str]:
         return None, str(error)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(_YAML)
 def test_any_text_is_a_value_or_one_error(text: str) -> None:
     try:
@@ -75,7 +76,7 @@ def test_any_text_is_a_value_or_one_error(text: str) -> None:
     assert len(said) < 30_000
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(_FIELDS, _VALUES, max_size=4))
 # A number as a name would be text in the run's own file, and so another configuration when it continues.
 @example({"model.chat_template_arguments": {"": {0: None}}})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from finray.data.sources import readers
 from finray.data.sources.readers import ByteRange, Reading, read_array
 from finray.errors import DataError
+from tests.support.examples import examples
 
 TEXTS = st.text(st.sampled_from('ab "\\{}[],:\né😀'), max_size=8)
 LEAVES = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | TEXTS
@@ -20,7 +21,7 @@ INSIDE = st.recursive(LEAVES | st.floats(allow_nan=False, allow_infinity=False),
 ROWS = st.dictionaries(TEXTS, INSIDE, max_size=3)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(
     rows=st.lists(ROWS | LEAVES | st.lists(LEAVES, max_size=3), max_size=6),
     space=st.sampled_from(["", " ", "\n\t "]),

@@ -25,6 +25,7 @@ from finray.data.sources.readers import ByteRange, Reading, read_array
 from finray.data.sources.resolve import resolve
 from finray.errors import DataError
 from tests.support import tiny
+from tests.support.examples import examples
 from tests.support.preparing import Preparing, Write, bad_rows_of, ids, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -390,7 +391,7 @@ def anything(tiny_model_dir: Path, tokenizer: Any) -> Callable[..., None]:
     return prepare
 
 
-_quickly = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+_quickly = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @_quickly
@@ -422,7 +423,7 @@ def test_random_rows_end_in_rows_or_in_a_data_error(
     anything(lines(rows).encode(), ".jsonl", format=wanted)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     rows=st.lists(st.fixed_dictionaries({"text": st.text(alphabet='o"\\{}[],é😀\n', max_size=30)}), max_size=6),
     window=st.integers(1, 40),

@@ -15,6 +15,7 @@ from finray.data.tokenize.chat import ChatRenderer
 from finray.data.tokenize.encode import Tokenizer, Tokens
 from finray.errors import DataError
 from tests.support import tiny
+from tests.support.examples import examples
 from tests.support.talk import mask_of, rows_of
 
 # Shapes of families' templates, with the special tokens of the test tokenizer.
@@ -133,7 +134,7 @@ def test_what_is_trained_continues_the_prompt_that_is_served(tokenizer: Any) -> 
 _word = st.text(alphabet="abc dé\n☃{}<|", min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(_word, _word), min_size=1, max_size=3))
 def test_random_conversations_learn_exactly_the_answers(turns: list[tuple[str, str]]) -> None:
     """An independent check: learned text, put together again, is the answers with their end-of-turn."""
@@ -283,7 +284,7 @@ def test_all_tokens_of_text_are_learned_and_long_text_is_cut_into_pieces(tokeniz
     assert rows[0].supervised == 7
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(words=st.integers(1, 60), limit=st.integers(3, 20), overlap=st.integers(0, 18))
 def test_each_token_of_a_long_text_is_learned_once_whatever_its_pieces_share(
     words: int, limit: int, overlap: int

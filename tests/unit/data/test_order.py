@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from finray.data.sampling.order import Order, derive_key, micro_batches, mix, permutation, total_steps
 from finray.data.sampling.splits import hold_out
 from finray.errors import DataError
+from tests.support.examples import examples
 
 
 def reference_splitmix(value: int) -> int:
@@ -39,7 +40,7 @@ def test_every_epoch_holds_every_item_once(count: int, seed: int, epoch: int) ->
     assert sorted(order.batch(epoch * count, count)) == list(range(count))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     count=st.integers(1, 60),
     seed=st.integers(0, 1000),

@@ -21,6 +21,7 @@ from finray.data.sources.pieces import plan_parts, read, read_piece, row_number
 from finray.data.sources.readers import ByteRange, Reading
 from finray.data.sources.resolve import Slice, Source, resolve, split_name
 from finray.errors import DataError
+from tests.support.examples import examples
 from tests.support.preparing import Preparing, Write, bad_rows_of, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -52,7 +53,7 @@ def values(items: Any, first: int) -> list[tuple[int, Any]]:
     return [(first + number, None if isinstance(value, DataError) else value) for number, value in items]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(content=_content, cuts=st.lists(st.integers(1, 400), max_size=6))
 def test_any_cut_reads_every_row_once_under_its_number(content: bytes, cuts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +69,7 @@ def test_any_cut_reads_every_row_once_under_its_number(content: bytes, cuts: lis
     assert found == expected(content)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(content=_content, size=st.integers(5, 300), low=st.integers(-15, 15), high=st.integers(-15, 15))
 def test_slices_of_planned_pieces_are_those_of_the_list_of_rows(content: bytes, size: int, low: int, high: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -85,7 +86,7 @@ def test_slices_of_planned_pieces_are_those_of_the_list_of_rows(content: bytes, 
     assert found == rows[slice(low, high)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(rows=st.integers(0, 3000), low=st.integers(0, 100), high=st.integers(0, 100), sign=st.booleans())
 def test_percentages_are_rounded_as_datasets_rounds_them(rows: int, low: int, high: int, sign: bool) -> None:
     spec = f"train[{low}%:{-high if sign and high else high}%]"

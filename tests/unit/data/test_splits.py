@@ -16,6 +16,7 @@ from finray.data.dataset.prepared import Splits
 from finray.data.sampling.splits import Chosen, hold_out, mixed, sample, sizes_of_mix
 from finray.data.sources import pieces
 from finray.errors import DataError, FinrayError
+from tests.support.examples import examples
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -29,7 +30,7 @@ def sides(chosen: Chosen) -> list[set[int]]:
     return [set(side.tolist()) for side in (chosen.train, chosen.eval, chosen.test)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(groups=_groups, eval_ratio=_ratios, test_ratio=_ratios, seed=_seeds)
 def test_held_out_rows(groups: list[int], eval_ratio: float, test_ratio: float, seed: int) -> None:
     array = np.array(groups, dtype=np.int64)
@@ -61,7 +62,7 @@ def test_held_out_rows(groups: list[int], eval_ratio: float, test_ratio: float, 
     assert sides(again) == found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(groups=_groups, order=st.randoms(use_true_random=False), seed=_seeds)
 def test_the_side_of_a_group_does_not_depend_on_the_order_of_its_rows(groups: list[int], order: Any, seed: int) -> None:
     assume(len(set(groups)) > 2)
@@ -213,7 +214,7 @@ def test_slices_of_sources_that_share_some_files_are_taken_for_the_whole(prepari
 _sizes = st.lists(st.integers(1, 500), min_size=1, max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), available=_sizes)
 def test_sizes_of_a_mix(data: Any, available: list[int]) -> None:
     kinds = data.draw(
@@ -239,7 +240,7 @@ def test_sizes_of_a_mix(data: Any, available: list[int]) -> None:
             assert abs(wanted[at] - total * weight / math.fsum(weights[at] for at in weighed)) < 1.001
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data(), available=_sizes, seed=_seeds)
 def test_rows_of_a_mix(data: Any, available: list[int], seed: int) -> None:
     streams = np.repeat(np.arange(len(available)), available)

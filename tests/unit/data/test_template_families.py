@@ -20,6 +20,7 @@ from finray.data.tokenize.chat import ChatRenderer
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
+from tests.support.examples import examples
 from tests.support.talk import TOOLS, assistant, calling, learned_runs, mask_of, result, rows_of, system, user
 from tests.support.written_out import WRITTEN, Segment, Tools, joined
 
@@ -302,7 +303,7 @@ _TURNS = st.lists(st.tuples(_TEXT, _TEXT, st.booleans()), min_size=1, max_size=3
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(turns=_TURNS, first=st.none() | _TEXT, train_on=st.sampled_from(TRAIN_ON), prompt=st.integers(0, 4))
 def test_random_conversations(
     name: str, turns: list[tuple[str, str, bool]], first: str | None, train_on: str, prompt: int
@@ -318,7 +319,7 @@ _REASONING = st.none() | st.sampled_from(["", "it barks", "\nit\n\nbarks\n", " "
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     exchanges=st.lists(_EXCHANGE, min_size=1, max_size=3),
     reasoning=st.lists(_REASONING, min_size=12, max_size=12),

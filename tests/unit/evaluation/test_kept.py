@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from finray.errors import FinrayError
 from finray.evaluation.kept import Kept
+from tests.support.examples import examples
 
 BELONGS = {"model": "m", "sampling": {"seed": 1}}
 
@@ -54,7 +55,7 @@ def test_the_file_says_what_it_belongs_to_once_and_who_made_the_lines_when_that_
     assert kept.found == {row: row for row in range(4)}
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(40))
 @given(cut=st.integers(0, 400))
 def test_after_a_kill_at_any_byte_whole_lines_are_there_and_the_rest_is_computed_again(
     tmp_path_factory: pytest.TempPathFactory, cut: int

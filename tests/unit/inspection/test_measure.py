@@ -20,6 +20,7 @@ from finray.inspection.measure import histogram, last_question, packing
 from finray.inspection.result import findings, verdict
 from finray.inspection.show import length_bars
 from finray.inspection.tokens import special_tokens, token_texts
+from tests.support.examples import examples
 from tests.support.rows import ListRows, chat_row, completion_row, inspect_rows, parity_of
 from tests.support.tiny import WORDS
 
@@ -60,7 +61,7 @@ def test_counts_are_those_of_the_rows(tokenizer: Any) -> None:
     assert train.packing.packs >= sum(lengths) / 64
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=300))
 def test_histogram_counts_every_row_once(lengths: list[int]) -> None:
     found = histogram(np.array(lengths))
@@ -252,7 +253,7 @@ def test_chosen_rows_are_shown(tokenizer: Any) -> None:
             inspect_rows(tokenizer, splits, chosen=[wrong])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 @given(st.text(max_size=80))
 def test_the_texts_of_tokens_are_the_text(text: str) -> None:
     tokenizer = _TOKENIZERS[0]

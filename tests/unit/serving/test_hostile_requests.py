@@ -19,6 +19,7 @@ from finray.serving import answering, server
 from finray.serving.models import Settings
 from finray.serving.server import Server
 from tests.support import served
+from tests.support.examples import examples
 
 HERE = "http://127.0.0.1:8000"
 JSON = {"content-type": "application/json"}
@@ -203,7 +204,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), path=st.sampled_from(["completions", "chat/completions", "adapters", "unload_lora_adapter"]))
 def test_no_body_makes_the_server_fail(client: TestClient, data: st.DataObject, path: str) -> None:
     """Any JSON in any field, beside a request that is right, which is answered as always."""
@@ -220,7 +221,7 @@ def test_no_body_makes_the_server_fail(client: TestClient, data: st.DataObject, 
     assert client.get("/health").json()["status"] == "ok"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=40) | SOME.map(lambda one: json.dumps(one).encode()))
 def test_no_bytes_make_the_server_fail(client: TestClient, body: bytes) -> None:
     for path in ("completions", "chat/completions", "classify", "adapters", "load_lora_adapter"):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from finray.data.sampling.order import Order
 from finray.data.sampling.packing import PackPlan, one_row_each, plan_packs
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
+from tests.support.examples import examples
 
 
 class Rows(tuple[int, ...]):
@@ -35,7 +36,7 @@ def loader(lengths: list[int], plan: PackPlan, *, total: int | None = None, **fi
     return StepLoader(split, plan, Order(len(plan), seed=5, total=total), collate=Rows, weight=weight, **settings)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
     position=st.integers(0, 60),

@@ -15,6 +15,7 @@ from finray.errors import TrainingError
 from finray.training import nonfinite
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.state import TrainState
+from tests.support.examples import examples
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def test_the_scale_begins_and_grows_as_torchs_does() -> None:
     assert nonfinite.FIRST_SCALE / 2**nonfinite.MOST_SKIPPED == 2.0**-4
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(overflows=st.lists(st.booleans(), max_size=24), interval=st.integers(1, 4), read=st.integers(1, 5))
 def test_the_scale_follows_torchs_rule_and_is_the_same_after_a_resume(
     overflows: list[bool], interval: int, read: int
