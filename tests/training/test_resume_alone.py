@@ -75,7 +75,6 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(undisturbed: Path, plai
     [
         pytest.param(change_counter(position=0), id="cursor"),
         pytest.param(change_counter(random_key=1), id="random key"),
-        pytest.param(change_counter(updates=0), id="schedule"),
         pytest.param(change_moments("exp_avg"), id="first moments"),
         pytest.param(change_moments("exp_avg_sq"), id="second moments"),
         pytest.param(change_moments("/step"), id="update counts"),

@@ -71,10 +71,10 @@ def go_on(
             repair=f"set evaluation.early_stopping.patience to more than {state.stale_evaluations}, or "
             "evaluation.early_stopping to null",
         )
-    rate, old_rate = (learning_rate(train, update=state.updates, total=number) for number in (steps, before))
+    rate, old_rate = (learning_rate(train, update=state.step, total=number) for number in (steps, before))
     change = f"the {train.schedule} schedule is unchanged"
     if not math.isclose(rate, old_rate):
-        last = learning_rate(train, update=max(0, state.updates - 1), total=before)
+        last = learning_rate(train, update=max(0, state.step - 1), total=before)
         change = (
             f"the learning rate of the {train.schedule} schedule changes from {last:.2e} to {rate:.2e}, and now ends "
             f"at step {steps:,}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,11 +29,49 @@ from finray.training.profile import Profiler
 from finray.training.pulse import Pulse
 from finray.training.schedule import learning_rate, passes_multiple
 from finray.training.state import TrainState
-from finray.training.step import EVALUATED, REQUESTED, StepResult, evaluate, train_step
+from finray.training.step import Signals, StepResult, evaluate, train_step
 from finray.training.task import Task
 
 # How long to wait for evaluations before reporting it, and the polling interval.
 _PATIENCE_S, _PAUSE_S = 10.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """What is saved after a step.
+
+    Attributes:
+        storage: whether a checkpoint is written to storage, and whether training waits for it.
+        in_memory: a checkpoint is kept in memory.
+        is_stopped: the run ends here on request, before its last step.
+    """
+
+    storage: Literal["none", "background", "wait"]
+    in_memory: bool
+    is_stopped: bool
+
+
+def decide_saving(
+    *, is_last: bool, is_due: bool, save_requested: bool, end_requested: bool, asynchronous: bool, memory_due: bool
+) -> Saving:
+    """What to save after a step.
+
+    Args:
+        is_last: the run ends here anyway.
+        is_due: a checkpoint is due, by its interval or for an evaluation.
+        save_requested: a checkpoint was requested.
+        end_requested: the end of the run was requested.
+        asynchronous: ``checkpoint.asynchronous``.
+        memory_due: a checkpoint in memory is due.
+    """
+    is_stopped = end_requested and not is_last
+    storage: Literal["none", "background", "wait"] = "none"
+    if is_last or is_stopped or save_requested:
+        storage = "wait"
+    elif is_due:
+        storage = "background" if asynchronous else "wait"
+    # A checkpoint written in the background may still fail.
+    return Saving(storage, memory_due and storage != "wait", is_stopped)
 
 
 @dataclass
@@ -99,9 +137,9 @@ class Loop:
     def __post_init__(self) -> None:
         self.first_step = self.state.step + 1
         self._window = _Window()
-        self._signals = _Signals()
+        self._signals = _SignalReader()
         self._waiting: list[Evaluated] = []
-        self._saves = False
+        self._is_save_requested = False
         self._best = self.task.spec.chosen(self.config.evaluation)
         (metric, mode), before = self._best, (self.state.metric, self.state.metric_mode)
         message = ""
@@ -125,7 +163,7 @@ class Loop:
         """
         config, state = self.config, self.state
         try:
-            self._count(self.evaluated, is_logged=True)
+            self._record_evaluations(self.evaluated, is_logged=True)
             if not self._is_over():
                 if self.evaluation is not None and config.evaluation.on_start and state.step == 0:
                     self._begin_evaluation(self.evaluation)
@@ -156,7 +194,7 @@ class Loop:
                 with self.profiler.parts("data wait"):
                     data = data_ahead.take(last=state.step + 1 == self.total_steps)
                 waited = data_ahead.waited - waited
-                rate = learning_rate(config.train, update=state.updates, total=self.total_steps)
+                rate = learning_rate(config.train, update=state.step, total=self.total_steps)
                 result = train_step(
                     self.task,
                     self.strategy,
@@ -166,9 +204,7 @@ class Loop:
                     self._guard,
                     learning_rate=rate,
                     max_grad_norm=config.train.max_grad_norm,
-                    signal=float(self.writer.is_done)
-                    + REQUESTED * self.has_request()
-                    + EVALUATED * self._has_results(),
+                    signals=Signals(self.writer.is_done, self.has_request(), self._has_results()),
                     parts=self.profiler.parts,
                     pulse=self.pulse,
                 )
@@ -176,12 +212,12 @@ class Loop:
                 self._window.add(data, result, waited)
                 numbers = None
                 signals = self._signals.read(result.signals)
-                has_request, came = signals % EVALUATED >= REQUESTED, signals >= EVALUATED
                 # A checkpoint with a pending evaluation is committed at once.
-                came = came or (bool(state.evaluating) and round(signals % REQUESTED) == self.strategy.world_size)
+                is_written = bool(state.evaluating) and signals.written == self.strategy.world_size
+                has_news = bool(signals.requested or signals.evaluated or is_written)
                 due = state.step == self.total_steps or any(state.step % every == 0 for every in reading)
-                due = due or any(self._is_due(one, data.items) for one in (config.checkpoint, config.evaluation))
-                if has_request or came or due:
+                due = due or any(self._is_due(part, data.items) for part in (config.checkpoint, config.evaluation))
+                if has_news or due:
                     numbers = self._window.read(result)
                     self._guard.raise_if_bad(state)
                     if self.first_loss is None:
@@ -196,7 +232,7 @@ class Loop:
                 self.phases["data_wait"] += waited
                 self.profiler.after(state.step)
                 if numbers is not None:
-                    self._after_step(data, rate, numbers, has_request=has_request, came=came)
+                    self._after_step(data, rate, numbers, signals)
         finally:
             data_ahead.close()
             self.profiler.close()
@@ -216,62 +252,73 @@ class Loop:
         every, position = section.every_epochs * len(self.loader.plan), self.state.position
         return passes_multiple(position - items, position, every)
 
-    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, has_request: bool, came: bool) -> None:
+    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, signals: Signals) -> None:
         """Log, evaluate and save, if due; if the run is stopped, log the rest and save."""
         config, state = self.config, self.state
-        request = self.strategy.broadcast_object(self.take_request()) if has_request else ""
+        request = self.strategy.broadcast_object(self.take_request()) if signals.requested else ""
         # Waiting for evaluations may set it too.
-        self._saves = request == "save"
-        if came:
-            self._count(self._fetch())
-        if round(numbers.signals % REQUESTED) == self.strategy.world_size:
+        self._is_save_requested = request == "save"
+        if signals.evaluated:
+            self._record_evaluations(self._fetch_evaluations())
+        if numbers.signals.written == self.strategy.world_size:
             self._finish_saving()
-        last = state.step == self.total_steps
-        if last or state.step % config.tracking.log_every == 0:
+        is_last = state.step == self.total_steps
+        if is_last or state.step % config.tracking.log_every == 0:
             self._log_step(data, rate, numbers)
-        self.last_metrics, is_wanted = {}, False
-        if self.evaluation is not None and (last or self._is_due(config.evaluation, data.items)):
+        is_due = self._is_due(config.checkpoint, data.items)
+        self.last_metrics = {}
+        if self.evaluation is not None and (is_last or self._is_due(config.evaluation, data.items)):
             self.last_metrics = self._begin_evaluation(self.evaluation)
-            # Only checkpoints are evaluated during training.
-            is_wanted = self._is_best(self.last_metrics) and config.checkpoint.keep_best if self.last_metrics else True
-        if self._has_stopped() and not last:
-            last = True
-            if self._window.tokens:
-                self._log_step(data, rate, numbers)
-            metric, _ = self._best
-            rule = config.evaluation.early_stopping
-            gain = f" by more than {rule.min_gain:g}" if rule is not None and rule.min_gain else ""
-            message = (
-                f"stopped early at step {state.step} of {self.total_steps}: {metric} has not improved{gain} in "
-                f"{state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is {state.best:.4f}"
-            )
-            self.trackers.log(Note(message, state.step))
+            # Asynchronous evaluations need a checkpoint.
+            is_wanted = not self.last_metrics or (self._is_best(self.last_metrics) and config.checkpoint.keep_best)
+            is_due = is_due or is_wanted
+        if self._has_stopped() and not is_last:
+            is_last = True
+            self._log_step(data, rate, numbers)
+            self._note_early_stopping()
         if request not in ("", "save"):
             self.ended_by = request
-        self.stopped = bool(self.ended_by) and not last
-        due = self._is_due(config.checkpoint, data.items) or is_wanted or self._saves
-        is_stored = last or due or self.stopped
-        behind = config.checkpoint.asynchronous and not (last or self.stopped or self._saves)
-        # A checkpoint written in the background may still fail.
-        memory = self.memory if behind or not is_stored else None
-        memory = memory if memory is not None and state.step % memory.interval == 0 else None
-        if (is_stored or memory is not None) and self._window.tokens:
+        saving = decide_saving(
+            is_last=is_last,
+            is_due=is_due,
+            save_requested=self._is_save_requested,
+            end_requested=bool(self.ended_by),
+            asynchronous=config.checkpoint.asynchronous,
+            memory_due=self.memory is not None and state.step % self.memory.interval == 0,
+        )
+        self.stopped = saving.is_stopped
+        if saving.storage != "none" or saving.in_memory:
             # A run that continues from here begins with an empty window.
             self._log_step(data, rate, numbers)
-        if memory is not None:
             started = self.clock()
-            if memory.ready(is_whole=not self.trackers.is_behind):
-                memory.begin(self._snapshot(memory.buffers), state.step)
+            if saving.in_memory:
+                self._save_in_memory()
+            if saving.storage != "none":
+                self._save(in_background=saving.storage == "background")
             self.phases["checkpoint"] += self.clock() - started
-        if not is_stored:
-            return
-        started = self.clock()
+
+    def _note_early_stopping(self) -> None:
+        metric, _ = self._best
+        stopping = self.config.evaluation.early_stopping
+        gain = f" by more than {stopping.min_gain:g}" if stopping is not None and stopping.min_gain else ""
+        message = (
+            f"stopped early at step {self.state.step} of {self.total_steps}: {metric} has not improved{gain} in "
+            f"{self.state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is "
+            f"{self.state.best:.4f}"
+        )
+        self.trackers.log(Note(message, self.state.step))
+
+    def _save_in_memory(self) -> None:
+        assert self.memory is not None
+        if self.memory.ready(is_whole=not self.trackers.is_behind):
+            self.memory.begin(self._snapshot(self.memory.buffers), self.state.step)
+
+    def _save(self, *, in_background: bool) -> None:
         self._finish_saving()
-        snapshot = self._snapshot(self._copies if behind else None)
-        self.writer.begin(snapshot, step=state.step, metrics=self.last_metrics)
-        if not behind:
+        snapshot = self._snapshot(self._copies if in_background else None)
+        self.writer.begin(snapshot, step=self.state.step, metrics=self.last_metrics)
+        if not in_background:
             self._finish_saving()
-        self.phases["checkpoint"] += self.clock() - started
 
     def _snapshot(self, buffers: dict[str, torch.Tensor] | None) -> Snapshot:
         """This rank's part of a checkpoint of the current state. A collective."""
@@ -280,7 +327,11 @@ class Loop:
         )
 
     def _log_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
-        window, self._window = self._window, _Window()
+        """Log the steps since the last record, if there are any."""
+        window = self._window
+        if not window.tokens:
+            return
+        self._window = _Window()
         scaled = self.state.loss_scale is not None
         self.trackers.log(
             TrainRecord(
@@ -343,61 +394,65 @@ class Loop:
             self._waiting += self.evaluator.results()
         return bool(self._waiting)
 
-    def _fetch(self) -> list[Evaluated]:
+    def _fetch_evaluations(self) -> list[Evaluated]:
         """Results that have arrived on rank 0. A collective."""
         self._has_results()
-        evaluated, self._waiting = self._waiting, []
-        found: list[Evaluated] = self.strategy.broadcast_object(evaluated)
-        return found
+        results: list[Evaluated] = self.strategy.broadcast_object(self._waiting)
+        self._waiting = []
+        return results
 
     def _wait_for_evaluations(self, most: int) -> None:
         """Wait until at most ``most`` evaluations are pending, or the run is asked to stop. A collective.
 
         A request to save ends the wait too, except after the last step (``most`` is 0), when all is saved.
         """
-        if len(self.state.evaluating) <= most or (most and self._saves):
+        if len(self.state.evaluating) <= most or (most and self._is_save_requested):
             return
         # An unfinished checkpoint cannot be evaluated.
         self._finish_saving()
         started, is_reported = self.clock(), False
         while len(self.state.evaluating) > most and not self.stopped:
-            self._count(self._fetch())
+            self._record_evaluations(self._fetch_evaluations())
             request = self.strategy.broadcast_object(self.take_request() if self.has_request() else "")
             if request not in ("", "save"):
                 self.stopped, self.ended_by = True, request
             elif request and most:
-                self._saves = True
+                self._is_save_requested = True
                 break
             elif len(self.state.evaluating) > most and self.strategy.rank == 0:
                 if not is_reported and self.clock() - started > _PATIENCE_S:
                     steps = ", ".join(map(str, self.state.evaluating))
-                    what = f"training is waiting for evaluations that are behind (of step {steps}); "
-                    what += "evaluation.every_steps is small for the time that an evaluation takes"
-                    self.trackers.log(
-                        Note(what if most else f"waiting for the evaluation of step {steps}", self.state.step)
-                    )
+                    message = f"waiting for the evaluation of step {steps}"
+                    if most:
+                        message = (
+                            f"training is waiting for evaluations that are behind (of step {steps}); "
+                            "evaluation.every_steps is small for the time that an evaluation takes"
+                        )
+                    self.trackers.log(Note(message, self.state.step))
                     is_reported = True
                 self.pause(_PAUSE_S)
         self.phases["evaluate"] += self.clock() - started
 
-    def _count(self, results: Sequence[Evaluated], *, is_logged: bool = False) -> None:
+    def _record_evaluations(self, results: Sequence[Evaluated], *, is_logged: bool = False) -> None:
         """Log results of evaluations during training, and count them; the same on every rank.
 
         The record comes first: a resumed run counts what is in ``metrics.jsonl``, and repeats the other evaluations.
         """
-        for one in results:
-            self.state.evaluating.remove(one.step)
-            value = one.metrics.get(self._best[0], math.nan)
-            if one.failure or not math.isfinite(value):
-                why = one.failure or f"{self._best[0]} is {value}"
-                message = f"step {one.step} has no evaluation and cannot be the best checkpoint: {why}"
+        for result in results:
+            self.state.evaluating.remove(result.step)
+            value = result.metrics.get(self._best[0], math.nan)
+            if result.failure or not math.isfinite(value):
+                why = result.failure or f"{self._best[0]} is {value}"
+                message = f"step {result.step} has no evaluation and cannot be the best checkpoint: {why}"
                 self.trackers.log(Note(message, self.state.step, "warning"))
                 continue
             if not is_logged:
-                self.trackers.log(EvalRecord(one.step, one.metrics, one.targets, one.seconds, one.confusion))
-            if one.step:
-                self.writer.add_metrics(one.step, one.metrics)
-                self._is_best(one.metrics)
+                self.trackers.log(
+                    EvalRecord(result.step, result.metrics, result.targets, result.seconds, result.confusion)
+                )
+            if result.step:
+                self.writer.add_metrics(result.step, result.metrics)
+                self._is_best(result.metrics)
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Count an evaluation; returns whether the selection metric is the best so far."""
@@ -441,7 +496,7 @@ class _Numbers(NamedTuple):
     first_loss: float
     last_loss: float
     grad_norm: float
-    signals: float
+    signals: Signals
 
 
 @dataclass
@@ -472,28 +527,29 @@ class _Window:
     def read(self, result: StepResult) -> _Numbers:
         assert self.loss is not None
         assert self.first_loss is not None
-        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), result.signals]
-        return _Numbers(*torch.stack(values).tolist())
+        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), *result.signals]
+        loss, first_loss, last_loss, grad_norm, *signals = torch.stack(values).tolist()
+        return _Numbers(loss, first_loss, last_loss, grad_norm, Signals(*signals))
 
 
-class _Signals:
-    """Reads what the ranks said in a step: on a GPU one step late, so that the device always has work queued."""
+class _SignalReader:
+    """Reads the signals of a step: on a GPU one step late, so that the device always has work queued."""
 
     def __init__(self) -> None:
         self._before: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
-    def read(self, signals: torch.Tensor) -> float:
-        """The newest sum that can be read without waiting for the current step; the same on every rank."""
+    def read(self, signals: torch.Tensor) -> Signals:
+        """The newest signals that can be read without waiting for the current step; the same on every rank."""
         if signals.device.type != "cuda":
-            # On a CPU it is ready; `item()` is for devices that must be waited for, which tests count.
-            return float(signals.numpy())
+            # NumPy, because tests count the reads of tensors that must be waited for.
+            return Signals(*signals.numpy().tolist())
         before, event = self._before, torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._before = signals.to("cpu", non_blocking=True), event
         event.record()
         if before is None:
-            return 0.0
+            return Signals()
         before[1].synchronize()
-        return float(before[0])
+        return Signals(*before[0].tolist())
 
 
 def peak_memory(device: torch.device) -> int:

@@ -23,7 +23,6 @@ class TrainState:
 
     Attributes:
         position: items of the data stream consumed (the cursor; the epoch follows from it).
-        updates: updates that the schedule has counted.
         total_steps: planned steps of the run; 0 in files of older versions.
         random_key: seed of all random streams.
         data: digest of all rows of the prepared dataset. The cursor is only valid for these rows.
@@ -43,7 +42,6 @@ class TrainState:
 
     step: int = 0
     position: int = 0
-    updates: int = 0
     total_steps: int = 0
     random_key: int = 0
     data: str = ""
@@ -64,7 +62,6 @@ class TrainState:
     def advance(self, *, items: int, tokens: int, supervised: int) -> None:
         """Count a step."""
         self.step += 1
-        self.updates += 1
         self.position += items
         self.tokens += tokens
         self.supervised += supervised
@@ -88,7 +85,8 @@ class TrainState:
 
     def text(self) -> str:
         """The content of the state file in a checkpoint."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        # Earlier versions take the position in the schedule from `updates`.
+        return json.dumps({"updates": self.step, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def load(cls, folder: Path) -> TrainState:
@@ -100,6 +98,7 @@ class TrainState:
         path = folder / COUNTERS
         with _FILES.reading(path):
             plain = _FILES.json(path, dict[str, Any])
+            plain.pop("updates", None)
             if "best_eval_loss" in plain:
                 # Written by finray 0.1 before there was a second task.
                 plain["best"] = plain.pop("best_eval_loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,11 +34,21 @@ def reseed(key: int, step: int, micro_batch: int) -> None:
     random.seed(seed)
 
 
-# A rank with a request to stop adds this to what it says; there are never so many ranks. A separate element could
-# change the order in which a ring sums the loss, and its last bit.
-REQUESTED = 2.0**32
-# Rank 0 adds this when asynchronous evaluations have finished. Sums stay below 2**53, so they are exact.
-EVALUATED = 2.0**48
+class Signals(NamedTuple):
+    """What ranks tell each other with the loss of a step: each 0 or 1 of one rank, and then the number of ranks.
+
+    Attributes:
+        written: this rank has written its part of the pending checkpoint.
+        requested: this rank has received a request.
+        evaluated: asynchronous evaluations have finished; on rank 0.
+    """
+
+    written: float = 0.0
+    requested: float = 0.0
+    evaluated: float = 0.0
+
+
+NO_SIGNALS = Signals()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +57,7 @@ class StepResult:
 
     loss: torch.Tensor  # fp64, mean over the global batch
     grad_norm: torch.Tensor  # before clipping
-    signals: torch.Tensor  # fp64, the sum of what the ranks said
+    signals: torch.Tensor  # fp64, the fields of `Signals`, summed over the ranks
 
 
 def train_step(
@@ -59,7 +70,7 @@ def train_step(
     *,
     learning_rate: float,
     max_grad_norm: float | None,
-    signal: float = 0.0,
+    signals: Signals = NO_SIGNALS,
     parts: Parts = no_parts,
     pulse: Pulse | None = None,
 ) -> StepResult:
@@ -69,10 +80,13 @@ def train_step(
     is the gradient of one mean over the global batch, however it was split. The weight is known from the prepared rows,
     without communication. With a mean of means, the weight of a token would depend on its micro-batch.
 
-    ``signal`` is summed over the ranks with the loss, and ``pulse`` is told when this rank has finished its part.
+    ``signals`` are summed over the ranks with the loss, and ``pulse`` is told when this rank has finished its part.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
-    total[1] = signal
+    # The loss comes first: a ring sums the first element in the same order, however many follow.
+    total = torch.zeros(1 + len(signals), dtype=torch.float64, device=strategy.device)
+    for position, value in enumerate(signals, start=1):
+        if value:
+            total[position] = value
     left = len(data.micro_batches) + len(data.dummy_batches)
     for index, batch in data.micro_batches:
         reseed(state.random_key, state.step, index)
@@ -97,7 +111,7 @@ def train_step(
     mean = total[0] / data.weight
     with parts("optimizer"):
         optimizer.step(learning_rate, found_inf=guard.observe(state.step + 1, mean, norm, data.samples))
-    return StepResult(mean, norm.detach(), total[1])
+    return StepResult(mean, norm.detach(), total[1:])
 
 
 @torch.no_grad()

@@ -41,8 +41,8 @@ def extended(
 
 def test_nothing_is_said_of_a_run_that_is_as_long_as_before() -> None:
     for before in (0, 5):
-        assert extended(TrainState(step=3, position=24, updates=3, total_steps=before), 40, 5) == (5, [])
-        assert extended(TrainState(step=3, position=24, updates=3, total_steps=before), None, 5) == (5, [])
+        assert extended(TrainState(step=3, position=24, total_steps=before), 40, 5) == (5, [])
+        assert extended(TrainState(step=3, position=24, total_steps=before), None, 5) == (5, [])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_nothing_is_said_of_a_run_that_is_as_long_as_before() -> None:
 def test_the_steps_of_a_longer_run(
     state: TrainState, total: int | None, planned: int, newest: int, steps: int, more: str | None
 ) -> None:
-    state.updates, state.total_steps = state.step, 4
+    state.total_steps = 4
     found, said = extended(state, total, planned, newest=newest)
     assert found == steps
     assert said[0] == f"the run is extended from 4 to {steps:,} steps; the constant schedule is unchanged"
@@ -72,7 +72,7 @@ def test_the_steps_of_a_longer_run(
 def test_where_the_rate_jumps_both_rates_are_said() -> None:
     """Linear from 1 to 0: the last of four updates has 1/4, the fifth of eight 4/8."""
     settings = config(schedule="linear", learning_rate=1.0, min_learning_rate=0.0, max_steps=8)
-    state = TrainState(step=4, position=32, updates=4, total_steps=4)
+    state = TrainState(step=4, position=32, total_steps=4)
     _, (said,) = extended(state, None, 8, settings=settings)
     assert said == (
         "the run is extended from 4 to 8 steps; the learning rate of the linear schedule changes from 2.50e-01 to "
@@ -84,13 +84,13 @@ def test_where_the_rate_jumps_both_rates_are_said() -> None:
     # With a warm-up that is a part of the run, that one is another in a longer run.
     settings = config(learning_rate=1.0, max_steps=8, warmup_steps=None, warmup_ratio=0.5)
     for updates, change in ((0, "5.00e-01 to 2.50e-01"), (1, "5.00e-01 to 5.00e-01"), (2, "1.00e+00 to 7.50e-01")):
-        state = TrainState(step=updates, position=8 * updates, updates=updates, total_steps=4)
+        state = TrainState(step=updates, position=8 * updates, total_steps=4)
         _, (said,) = extended(state, None, 8, settings=settings)
         assert f"schedule changes from {change}, and now ends at step 8" in said
 
 
 def test_a_shorter_run_is_refused_with_both_lengths() -> None:
-    state = TrainState(step=3, position=24, updates=3, total_steps=5)
+    state = TrainState(step=3, position=24, total_steps=5)
     with pytest.raises(FinrayError) as caught:
         extended(state, None, 4, settings=config(max_steps=4))
     assert "the run was to have 5 steps, and train.max_steps=4 is 4" in str(caught.value)
@@ -98,7 +98,7 @@ def test_a_shorter_run_is_refused_with_both_lengths() -> None:
 
 @pytest.mark.parametrize(("stale", "refused"), [(1, False), (2, True), (3, True)])
 def test_a_run_that_stopped_early_is_not_extended_to_stop_again(stale: int, refused: bool) -> None:
-    state = TrainState(step=3, position=24, updates=3, total_steps=5, stale_evaluations=stale)
+    state = TrainState(step=3, position=24, total_steps=5, stale_evaluations=stale)
     settings = config(max_steps=9, patience=2)
     if not refused:
         assert extended(state, None, 9, settings=settings)[0] == 9

@@ -14,8 +14,9 @@ from finray.errors import TrainingError
 from finray.records import EvalRecord, Note, TrainRecord
 from finray.training import loop as module
 from finray.training.evaluator import Evaluated
-from finray.training.loop import peak_memory
+from finray.training.loop import decide_saving, peak_memory
 from finray.training.state import TrainState
+from finray.training.step import Signals
 from tests.support.made_up_run import CPU, LOSSES, WEIGHTS, Make, Run
 
 
@@ -66,13 +67,13 @@ def test_fp16_records_its_scale_and_what_it_skipped(make: Make) -> None:
 
 
 def test_a_run_goes_on_where_its_state_stands(make: Make) -> None:
-    state = TrainState(step=6, position=18, updates=6, tokens=1000, seconds=50.0)
+    state = TrainState(step=6, position=18, tokens=1000, seconds=50.0)
     made = make(state=state).run()
     assert [record.step for record in made.of(TrainRecord)] == [7, 8, 9, 10]
     assert [record.seconds for record in made.of(TrainRecord)] == [52.0, 54.0, 56.0, 58.0]
     assert made.of(TrainRecord)[0].tokens == 1700
     assert (made.loop.first_loss, made.loop.first_step) == (LOSSES[6], 7)
-    over = make(state=TrainState(step=10, position=30, updates=10))
+    over = make(state=TrainState(step=10, position=30))
     over.loop.run()
     assert (over.loop.summary().first_loss, over.loop.summary().first_step) == (None, 11)
     assert (over.said, over.saved) == (["closed"], [])
@@ -99,7 +100,7 @@ def test_evaluations_come_at_the_start_at_intervals_and_at_the_end(
     assert made.loop.phases["evaluate"] == 5.0 * len(values)
     assert made.loop.phases["train"] == 20.0
     # A continued run does not begin with one.
-    again = make(held_out=[1.0], state=TrainState(step=9, position=27, updates=9))
+    again = make(held_out=[1.0], state=TrainState(step=9, position=27))
     assert [record.step for record in again.run().of(EvalRecord)] == [10]
 
 
@@ -298,7 +299,7 @@ def test_an_evaluation_that_failed_is_a_warning_and_chooses_nothing(make: Make) 
 
 
 def test_what_was_known_at_the_start_counts_and_is_not_written_again(make: Make) -> None:
-    made = make(held_out=[], evaluation=ASYNC, state=TrainState(step=4, position=12, updates=4, evaluating=[0, 4]))
+    made = make(held_out=[], evaluation=ASYNC, state=TrainState(step=4, position=12, evaluating=[0, 4]))
     behind = Behind(made, 3.0, VALUES, {})
     made.loop.evaluated = [Evaluated(4, {"eval_loss": 0.5}), Evaluated(0, {"eval_loss": 0.1})]
     made.run()
@@ -448,6 +449,33 @@ def test_the_summary_says_what_the_run_came_to(make: Make) -> None:
     assert make(state=TrainState(step=10)).loop.summary().tokens_per_s == 0.0
 
 
+@pytest.mark.parametrize(
+    ("given", "asynchronous", "otherwise"),
+    [
+        # (storage, in memory, stopped) of a run whose checkpoints are written in the background, and of one that waits.
+        ("", ("none", False, False), None),
+        ("memory_due", ("none", True, False), None),
+        ("is_due", ("background", False, False), ("wait", False, False)),
+        ("is_due memory_due", ("background", True, False), ("wait", False, False)),
+        ("save_requested memory_due", ("wait", False, False), None),
+        ("save_requested is_due", ("wait", False, False), None),
+        ("end_requested memory_due", ("wait", False, True), None),
+        ("end_requested is_due", ("wait", False, True), None),
+        ("is_last memory_due", ("wait", False, False), None),
+        ("is_last end_requested is_due", ("wait", False, False), None),
+        ("is_last save_requested", ("wait", False, False), None),
+    ],
+)
+def test_what_is_saved_after_a_step(
+    given: str, asynchronous: tuple[Any, ...], otherwise: tuple[Any, ...] | None
+) -> None:
+    names = ("is_last", "is_due", "save_requested", "end_requested", "memory_due")
+    for background, expected in ((True, asynchronous), (False, otherwise or asynchronous)):
+        options = {name: name in given.split() for name in names}
+        found = decide_saving(**options, asynchronous=background)
+        assert (found.storage, found.in_memory, found.is_stopped) == expected
+
+
 # --- what is read of the machine --------------------------------------------------------------------------------------
 
 
@@ -488,14 +516,14 @@ def test_on_a_gpu_what_the_ranks_said_is_read_one_step_later_without_waiting(mon
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
 
-    def said(value: float) -> Any:
+    def of_step(step: int) -> Any:
         def to(device: str, *, non_blocking: bool) -> torch.Tensor:
             assert (device, non_blocking) == ("cpu", True)
-            return torch.tensor(value)
+            return torch.tensor([step, 0, 2])
 
         return SimpleNamespace(device=torch.device("cuda"), to=to)
 
-    reader = module._Signals()
-    assert [reader.read(said(value)) for value in (1.0, 2.0, 3.0)] == [0.0, 1.0, 2.0]
+    reader = module._SignalReader()
+    assert [reader.read(of_step(step)) for step in (1, 2, 3)] == [(0, 0, 0), (1, 0, 2), (2, 0, 2)]
     assert waited == [1, 2]
-    assert module._Signals().read(torch.tensor(4.0)) == 4.0
+    assert module._SignalReader().read(torch.tensor([4, 0, 1])) == Signals(written=4, evaluated=1)

@@ -238,7 +238,7 @@ def test_the_best_value_of_another_metric_or_direction_is_forgotten(
     make: Make, metric: str, mode: str, said: str
 ) -> None:
     known: dict[str, Any] = {"metric": metric, "metric_mode": mode, "best": 0.5, "stale_evaluations": 3}
-    state = TrainState(step=9, position=27, updates=9, **known)
+    state = TrainState(step=9, position=27, **known)
     made = make(held_out=[1.0], state=state)
     assert made.said == ([Note(f"{said}; its best value starts over", 9)] if said else [])
     assert (state.metric, state.metric_mode) == ("eval_loss", "min")

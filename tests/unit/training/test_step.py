@@ -14,7 +14,7 @@ import torch
 from finray.training.loader import StepData
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.state import TrainState
-from finray.training.step import evaluate, reseed, train_step
+from finray.training.step import Signals, evaluate, reseed, train_step
 
 CPU = torch.device("cpu")
 
@@ -89,7 +89,7 @@ def test_a_step_is_one_mean_over_all_micro_batches_and_the_last_backward_pass_is
     pulse: Any = SimpleNamespace(waits=lambda: strategy.asked.append("waits"))
     task: Any = SimpleNamespace(loss_sum=loss_sum)
     guard = NonFiniteGuard(state, CPU, scaled=scaled)
-    options: Any = {"learning_rate": 0.5, "max_grad_norm": 0.25, "signal": 3.0, "pulse": pulse}
+    options: Any = {"learning_rate": 0.5, "max_grad_norm": 0.25, "signals": Signals(1, 0, 3), "pulse": pulse}
     found = train_step(task, strategy, optimizer, data, state, guard, **options)  # type: ignore[arg-type]
     # Divided by the weight of the whole step, not by that of this rank; what is ignored counts as nothing.
     factor = 8.0 if scaled else 1.0
@@ -102,7 +102,7 @@ def test_a_step_is_one_mean_over_all_micro_batches_and_the_last_backward_pass_is
     assert steps == [(0.5, 0.0, pytest.approx(gradient))]
     assert float(found.loss) == pytest.approx(2 * 3.0 * sum(values) / 10)
     assert float(found.grad_norm) == pytest.approx(gradient)
-    assert float(found.signals) == 6.0
+    assert found.signals.tolist() == [2.0, 0.0, 6.0]
     assert draws[:real] == [seed(11, 6, 4 + 2 * at) for at in range(real)]
 
 
@@ -119,7 +119,7 @@ def test_without_a_signal_or_a_pulse_nothing_is_said() -> None:
     data = StepData([(0, batch(2.0))], 1.0, 1, 1, (1,), 1)
     guard = NonFiniteGuard(state, CPU, scaled=False)
     found = train_step(task, strategy, optimizer, data, state, guard, learning_rate=1.0, max_grad_norm=None)  # type: ignore[arg-type]
-    assert float(found.signals) == 0.0
+    assert found.signals.tolist() == [0.0] * 3
     assert strategy.asked == [("backward", 6.0, True), "all_reduce", ("clip", None)]
 
 
