@@ -1,4 +1,4 @@
-"""The interface of trackers; isolates a run from their failures."""
+"""Passes records to trackers, and isolates a run from their failures."""
 
 from __future__ import annotations
 
@@ -6,53 +6,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
 
 from finray.config.extensions import load_named
 from finray.config.redact import redact_text
 from finray.errors import ConfigError
-from finray.records import Metrics, RunHeader
+from finray.records import Metrics
 from finray.tracking.follow import PATIENCE_S as FOLLOWER_PATIENCE_S
 from finray.tracking.follow import Follower, Service
 from finray.tracking.jsonl import JsonlTracker
+from finray.tracking.protocol import RunInfo, Tracker
 from finray.tracking.system import Sampler
 
 # Maximum backlog of records for a slow tracker, before the oldest are dropped.
 BACKLOG = 10_000
 # Seconds after which a call counts as hanging, and that the end of a run waits for each tracker.
 PATIENCE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """The start of a run, as passed to trackers.
-
-    Attributes:
-        run_id: the same at every start of the run.
-        resume_step: optimizer steps done; later records will be logged again.
-        config: plain, secrets masked.
-    """
-
-    run_id: str
-    run_dir: Path
-    resume_step: int
-    config: dict[str, Any]
-    header: RunHeader
-
-
-class Tracker(Protocol):
-    """A destination for metrics. Created without arguments, on rank 0 only; called from one thread."""
-
-    def start(self, run: RunInfo) -> None:
-        """Called at each start of the workers."""
-
-    def log(self, record: Metrics) -> None:
-        """Log one record."""
-
-    def finish(self) -> None:
-        """Flush and close; the run has ended, for good or for now."""
 
 
 def make_tracker(name: str) -> Tracker | Service:
@@ -129,17 +97,17 @@ class Trackers:
 
     def log(self, record: Metrics) -> None:
         """Pass a record to all of them."""
-        for one in [*([] if self._machine is None else self._machine.take(record.step)), record]:
+        for metrics in [*([] if self._machine is None else self._machine.take(record.step)), record]:
             if self._records is not None:
-                self._records.log(one)
-            self._each(lambda tracker, one=one: tracker.log(one))  # type: ignore[misc]
-        self._listen()
+                self._records.log(metrics)
+            self._each(lambda tracker, metrics=metrics: tracker.log(metrics))  # type: ignore[misc]
+        self._warn_of_followers()
 
     def keep(self) -> None:
-        """See that the run's own file has every record, on disk.
+        """Write every record to the disk in the run's own file.
 
         Raises:
-            CheckpointError: it has not.
+            CheckpointError: that failed.
         """
         if self._records is not None:
             self._records.keep()
@@ -160,13 +128,13 @@ class Trackers:
             follower.end(complete=complete, patience_s=patience_s)
         for follower in self._followers:
             follower.join()
-        self._listen()
+        self._warn_of_followers()
         until = self._clock() + self._patience_s
-        for name, one in list(self._background.items()):
-            one.stop(max(0.0, until - self._clock()))
-            self._look_at(name, one, patience_s=0.0)
+        for name, tracker in list(self._background.items()):
+            tracker.stop(max(0.0, until - self._clock()))
+            self._leave_out_if_failed(name, tracker, patience_s=0.0)
 
-    def _listen(self) -> None:
+    def _warn_of_followers(self) -> None:
         for follower in self._followers:
             if (message := follower.warning()) is not None:
                 self._warn(message)
@@ -179,15 +147,15 @@ class Trackers:
                 # A tracker may raise anything: the run is worth more than its records.
                 del self._inline[name]
                 self._leave_out(name, _failed(error))
-        for name, one in list(self._background.items()):
-            one.put(call)
-            self._look_at(name, one, patience_s=self._patience_s)
+        for name, background in list(self._background.items()):
+            background.put(call)
+            self._leave_out_if_failed(name, background, patience_s=self._patience_s)
 
-    def _look_at(self, name: str, one: _Background, *, patience_s: float) -> None:
-        if one.error is not None:
-            reason = _failed(one.error)
-        elif one.busy_for() > patience_s:
-            reason = f"has not answered for {one.busy_for():.0f} s"
+    def _leave_out_if_failed(self, name: str, tracker: _Background, *, patience_s: float) -> None:
+        if tracker.error is not None:
+            reason = _failed(tracker.error)
+        elif tracker.busy_for() > patience_s:
+            reason = f"has not answered for {tracker.busy_for():.0f} s"
         else:
             return
         del self._background[name]

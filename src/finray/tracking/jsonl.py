@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 from finray.errors import CheckpointError
 from finray.files import LINE_BYTES, Appending, lines_of, loads, opened, replacing
 from finray.records import Metrics, TrainRecord
+from finray.tracking.protocol import RunInfo
 
 if TYPE_CHECKING:
     import pandas
-
-    from finray.tracking.base import RunInfo
 
 FILE = "metrics.jsonl"
 
@@ -109,10 +108,10 @@ class JsonlTracker:
                 self._warn(f"{self._path} can be written again, and has every record")
 
     def keep(self) -> None:
-        """See that every record is on disk, as a checkpoint must not be ahead of the records.
+        """Write every record to the disk: a checkpoint must not be ahead of the records.
 
         Raises:
-            CheckpointError: one is not.
+            CheckpointError: that failed.
         """
         was_behind = self.is_behind
         try:
@@ -161,13 +160,14 @@ def metrics_table(run_dir: Path) -> pandas.DataFrame:
     have it, for a metric of a task from outside that has the name of a column of training."""
     import pandas
 
-    own = {one.name for one in fields(TrainRecord)}
+    columns = {field.name for field in fields(TrainRecord)}
     rows: dict[int, dict[str, Any]] = {}
     for record in read_records(run_dir / FILE):
         if (kind := record.pop("kind")) in ("train", "eval"):
             record.pop("time", None)
             row = rows.setdefault(record.pop("step"), {})
-            row |= {f"eval/{name}" if kind == "eval" and name in own else name: one for name, one in record.items()}
+            for name, value in record.items():
+                row[f"eval/{name}" if kind == "eval" and name in columns else name] = value
     return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("step").sort_index()
 
 
@@ -198,9 +198,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_whole(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Records of a file, if it exists, and the number of damaged lines, which are skipped."""
-    found = [record for _, record in _lines(path)]
-    records = [record for record in found if record is not None]
-    return records, len(found) - len(records)
+    parsed_lines = [record for _, record in _lines(path)]
+    records = [record for record in parsed_lines if record is not None]
+    return records, len(parsed_lines) - len(records)
 
 
 def read_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from finray.files import Appending, lines_of, loads, opened, typed
 from finray.records import Metrics, RunHeader
-from finray.tracking.base import RunInfo
+from finray.tracking.protocol import RunInfo
 
 FILE = "starts.jsonl"
 _PACKAGES = ("finray", "torch", "transformers", "peft", "ray", "deepspeed", "bitsandbytes")

@@ -9,8 +9,8 @@ import yaml
 
 from finray.config.identity import flatten
 from finray.records import Metrics, SystemRecord
-from finray.tracking.base import RunInfo
 from finray.tracking.jsonl import totals
+from finray.tracking.protocol import RunInfo
 
 FOLDER = "tensorboard"
 
@@ -34,8 +34,8 @@ class TensorBoardTracker:
         values = {path: _plain(value) for path, value in flatten(run.config).items() if value is not None}
         # In these files: `add_hparams` would create others, which TensorBoard shows as another run.
         begin, values_now, self._end = make(values, {"train/loss": 0.0, "eval/eval_loss": 0.0})
-        for one in (begin, values_now):
-            self._writer.file_writer.add_summary(one)
+        for event in (begin, values_now):
+            self._writer.file_writer.add_summary(event)
 
     def log(self, record: Metrics) -> None:
         """Write one record."""

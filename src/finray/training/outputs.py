@@ -25,9 +25,10 @@ from finray.errors import TrainingError
 from finray.files import FileKind, replace_text
 from finray.parallel.base import Strategy
 from finray.records import Metrics, Record, RunHeader, SystemRecord, TrainRecord
-from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
+from finray.tracking.base import Trackers, make_tracker
 from finray.tracking.follow import Followed, Follower, Sending, Service
 from finray.tracking.jsonl import JsonlTracker
+from finray.tracking.protocol import RunInfo, Tracker
 from finray.tracking.starts import StartsTracker
 from finray.tracking.system import Sampler, System, find_nvml
 from finray.training.loader import EvalLoader, StepLoader

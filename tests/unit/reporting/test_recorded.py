@@ -14,7 +14,7 @@ from finray.evaluation.subjects import files_of
 from finray.records import Note
 from finray.reporting import recorded
 from finray.reporting.recorded import EARLIER_WEIGHTS, is_held, read_run, runs_in, size_of, state_of
-from finray.tracking.base import RunInfo
+from finray.tracking.protocol import RunInfo
 from finray.tracking.starts import StartsTracker, read_starts
 from tests.support.recorded import at_work, header, prediction, write_evaluation, write_run
 

@@ -18,9 +18,10 @@ from rich.console import Console
 from finray.errors import CheckpointError, ConfigError
 from finray.files import Appending
 from finray.records import EvalProgress, EvalRecord, Metrics, Note, RunHeader, TrainRecord
-from finray.tracking.base import RunInfo, Trackers, make_tracker
+from finray.tracking.base import Trackers, make_tracker
 from finray.tracking.console import ConsoleTracker, RunView, describe, duration, header_lines
 from finray.tracking.jsonl import JsonlTracker, mean_loss, metrics_table, read_records
+from finray.tracking.protocol import RunInfo
 from finray.tracking.starts import StartsTracker, read_starts
 from finray.tracking.tensorboard import TensorBoardTracker
 from tests.support import damaged
