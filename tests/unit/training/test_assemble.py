@@ -13,15 +13,12 @@ import pytest
 import torch
 
 from finray.config.load import build_config
-from finray.config.paths import local_dir_of
-from finray.config.resolved import Resolved, Settled
+from finray.config.resolved import Resolved
 from finray.data.sampling.order import Order
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
-from finray.records import EvalRecord, Note, TrainRecord
-from finray.tracking.follow import Service
-from finray.tracking.jsonl import JsonlTracker
-from finray.training import assemble, outputs
+from finray.records import EvalRecord, TrainRecord
+from finray.training import outputs
 from finray.training.assemble import _take_up, require_same_data
 from finray.training.evaluator import Evaluated
 from finray.training.loader import EvalLoader, StepLoader
@@ -102,34 +99,6 @@ def test_every_tracker_is_made_once_and_told_of_the_run(
     assert (tmp_path / "run_id").read_text() == run_id
 
 
-def test_a_service_follows_the_files_of_the_run_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service: Any = type("Asked", (Service,), {})
-    service.__abstractmethods__ = frozenset()
-    services = {name: service() for name in ("m:A", "m:B")}
-    followed: list[Any] = []
-
-    def follower(sending: Any) -> Any:
-        followed.append(sending)
-        return SimpleNamespace(warning=lambda: None, end=lambda **_: None, join=lambda: None)
-
-    monkeypatch.setattr(outputs, "make_tracker", services.__getitem__)
-    monkeypatch.setattr(outputs, "Follower", follower)
-    settings = config(tracking={"trackers": ["m:A", "m:B"], "tensorboard": False})
-    header: Any = SimpleNamespace(step=7)
-    outputs.start_trackers(settings, tmp_path, header, lambda record: None, lambda text, step=0: None).finish()
-    assert [(one.name, one.service) for one in followed] == list(services.items())
-    for one in followed:
-        assert (one.run.run_id, one.run.run_dir) == ((tmp_path / "run_id").read_text(), tmp_path)
-        assert one.run.config["model"]["name"] == "m"
-
-
-def test_other_records_are_shown_as_they_are(tmp_path: Path) -> None:
-    shown: list[Any] = []
-    record = EvalRecord(3, {"eval_loss": 1.0}, 5, 1.0)
-    outputs._Notifier(shown.append).log(record)
-    assert shown == [record]
-
-
 def test_an_id_that_cannot_be_read_says_what_to_do(tmp_path: Path, made: list[str]) -> None:
     (tmp_path / "run_id").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(TrainingError) as caught:
@@ -170,35 +139,6 @@ def test_the_notes_of_a_classifier_have_its_labels_and_its_tokenizer_can_pad(tmp
     notes = json.loads((tmp_path / "finray.json").read_text())
     assert (notes["problem"], notes["labels"]) == ("single_label", ["no", "yes"])
     assert tokenizer.pad_token == (pad or "</s>")
-
-
-@pytest.mark.parametrize("every_s", [None, 2.5])
-def test_what_trackers_are_made_of(
-    tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, every_s: float | None
-) -> None:
-    given: list[Any] = []
-
-    class Made:
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            given.append((arguments, options))
-
-        def start(self, run: Any) -> None: ...
-
-    monkeypatch.setattr(outputs, "Trackers", Made)
-    monkeypatch.setattr(outputs, "find_nvml", lambda: "nvml")
-    system: Any = SimpleNamespace(sample="sample")
-    monkeypatch.setattr(outputs, "System", lambda folder, *, nvml: given.append((folder, nvml)) or system)
-    monkeypatch.setattr(outputs, "Sampler", lambda sample, seconds: (sample, seconds))
-    header: Any = SimpleNamespace(step=7)
-    settings = config(tracking={"system_every_seconds": every_s, "trackers": ["m:A"]})
-    outputs.start_trackers(settings, tmp_path, header, print, print)
-    (inline, background), options = given.pop()
-    assert list(inline) == ["console", "starts.jsonl"]
-    assert isinstance(options["records"], JsonlTracker)
-    assert list(background) == ["tensorboard", "m:A"]
-    assert options["warn"] is print
-    assert options["machine"] == (None if every_s is None else ("sample", 2.5))
-    assert given == ([] if every_s is None else [(tmp_path, "nvml")])
 
 
 def test_a_worker_is_named_as_torchs_launchers_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,48 +253,3 @@ def test_evaluations_that_were_out_come_from_the_records_or_are_made_again_or_ar
     none = SimpleNamespace(evaluation=None, config=settings, known="known")
     assert _take_up(none, state, store, lambda known: evaluator) == (None, [])  # type: ignore[arg-type]
     assert _take_up(loaded, TrainState(), store, None) == (None, [])
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_each_rank_compares_its_share_of_the_data_while_the_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, known: bool
-) -> None:
-    asked: list[Any] = []
-
-    class Refusing:
-        def __init__(self, location: Any, *, local_dir: Path | None) -> None:
-            asked.append((location, local_dir))
-
-        def verify(self, **share: int) -> None:
-            asked.append(share)
-
-        def require_kind(self, spec: Any) -> None:
-            raise DataError(f"of another kind than {spec}")
-
-    monkeypatch.setattr(assemble, "PreparedDataset", Refusing)
-    monkeypatch.setattr(assemble, "_model", lambda *_: (SimpleNamespace(spec="causal"), None))
-    resolved = Resolved("bf16", None, "finray_packed", True, "ddp", 2, False, global_batch_size=8, epochs=1.0)
-    prepared: Any = (lambda: Settled("there", resolved)) if known else "there"
-    settings = config(prepare={"local_dir": str(tmp_path)})
-    strategy: Any = SimpleNamespace(rank=1, world_size=3, all_gather_object=lambda value: [value])
-    with pytest.raises(DataError, match="of another kind than causal"):
-        assemble._load(settings, resolved, prepared, strategy, lambda text: None, lambda: 0.0)
-    assert asked == [("there", local_dir_of(settings)), {"rank": 1, "world_size": 3}]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_first_rank_says_what_is_done_and_warns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
-) -> None:
-    def load(config: Any, resolved: Any, prepared: Any, strategy: Any, warn: Any, clock: Any) -> None:
-        warn("careful")
-        raise DataError("the end")
-
-    monkeypatch.setattr(assemble, "_load", load)
-    said: list[Any] = []
-    strategy: Any = SimpleNamespace(rank=rank, world_size=2)
-    monkeypatch.setattr(assemble, "open_store", lambda *_: None)
-    resolved: Any = None
-    with pytest.raises(DataError, match="the end"):
-        assemble.assemble(config(), resolved, prepared="there", run_dir=tmp_path, strategy=strategy, notify=said.append)
-    assert said == ([] if rank else [Note("loading m"), Note("careful", level="warning")])

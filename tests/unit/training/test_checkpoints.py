@@ -19,11 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import PieceReader
-from finray.checkpoint.remote import FOLLOWING
 from finray.config.schema import CheckpointConfig
 from finray.errors import CheckpointError, ModelError, StorageError
 from finray.sharding import FlatShard
-from finray.training import checkpointing
 from finray.training.checkpointing import (
     CheckpointWriter,
     Saved,
@@ -168,15 +166,6 @@ def test_a_rank_without_moments_writes_no_file_of_them_but_the_first(tmp_path: P
     assert list((tmp_path / "1" / "training_state").iterdir()) == []
 
 
-def test_what_a_library_wrote_moves_into_the_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "zero.pt").touch()
-    (tmp_path / "c").mkdir()
-    Snapshot({}, [], "optimizer.safetensors", library=tmp_path / "own").write(tmp_path / "c")
-    assert (tmp_path / "c" / "deepspeed" / "zero.pt").exists()
-    assert not (tmp_path / "own").exists()
-
-
 def test_copies_are_made_into_the_same_memory_each_time_and_stay_as_they_were() -> None:
     layout, buffers = Layout("model"), dict[str, torch.Tensor]()
     (first,) = snapshots(layout, 1, buffers)
@@ -287,16 +276,6 @@ def test_where_the_checkpoint_cannot_be_made_all_fail_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_fails_does_not_wait_for_what_is_being_written(tmp_path: Path) -> None:
-    wanted = threading.Event()
-    strategy: Any = Group(1).rank(0)
-    writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, CheckpointConfig(), best=("loss", "min"))
-    writer.begin(Snapshot({}, [], "", others=lambda folder: wanted.wait(10) and None), step=4, metrics={})
-    writer.close()
-    assert not writer.is_done
-    wanted.set()
-
-
 # --- whose a run is ---------------------------------------------------------------------------------------------------
 
 
@@ -329,40 +308,6 @@ def test_ranks_that_see_each_others_files_are_known_and_leave_none(tmp_path: Pat
     # Its own mark is there before the others look, and until they have.
     assert seen == [[f"{names[0]}-1"], [f"{names[0]}-1", f"{names[0]}-3"]]
     assert [path.name for path in folder.iterdir()] == [f"{names[0]}-3"]
-
-
-@pytest.mark.parametrize(("rank", "others"), [(0, [3]), (2, [3]), (3, [2])])
-def test_behind_a_url_the_ranks_of_a_disk_share_the_work_and_the_first_takes_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, others: list[int]
-) -> None:
-    said: list[Any] = []
-
-    class Store:
-        def __init__(self, *given: Any, **options: Any) -> None:
-            said.append((given, options))
-
-        def take(self) -> None:
-            said.append("taken over")
-
-        def clear_url(self) -> None:
-            said.append("cleared behind the URL")
-
-        def clear(self) -> None:
-            said.append("cleared here")
-
-    monkeypatch.setattr(checkpointing, "ranks_here", lambda strategy, folder: sorted([rank, *others]))
-    monkeypatch.setattr(checkpointing, "Objects", lambda url, *, patient: (url, patient))
-    monkeypatch.setattr(checkpointing, "RemoteStore", Store)
-    monkeypatch.setattr(checkpointing, "pull", lambda *given: said.append(given))
-    strategy: Any = SimpleNamespace(
-        rank=rank, broadcast_object=lambda value: "attempt", all_gather_object=lambda value: [value]
-    )
-    assert isinstance(open_store(tmp_path, "s3://b/run", strategy), Store)
-    objects = ("s3://b/run", True)
-    assert said[0] == ((tmp_path, objects), {"attempt": "attempt", "first": rank == 0, "share": (rank // 3, 2)})
-    taken = ["taken over", (tmp_path, objects, FOLLOWING), "cleared behind the URL"] if rank == 0 else []
-    # The first rank on each disk, once the run is taken over.
-    assert said[1:] == [*taken, *(["cleared here"] if rank < 3 else [])]
 
 
 # --- finding ----------------------------------------------------------------------------------------------------------
@@ -451,20 +396,6 @@ def test_later_metrics_choose_the_best_and_what_is_in_use_stays_until_it_is_used
     # The first is the best of all until the second is known.
     assert kept == {"first": [1, 2, 3, 4], "second": [2, 3, 4], "third": [2, 4]}
     assert CheckpointStore(tmp_path).content(2)["metrics"] == {"a": 1.0, "loss": 2.0}
-
-
-def test_metrics_that_cannot_be_written_end_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise CheckpointError("no space left on the device")
-
-    monkeypatch.setattr(CheckpointStore, "add_metrics", fails)
-
-    def run(strategy: Any) -> None:
-        writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, CheckpointConfig(), best=("loss", "min"))
-        writer.add_metrics(1, {})
-
-    found = Group(2).run(run)
-    assert all(isinstance(one, CheckpointError) and "no space left" in str(one) for one in found)
 
 
 def test_a_part_is_done_when_it_is_written_and_before_it_is_a_checkpoint(tmp_path: Path) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finray.errors import CheckpointError, TrainingError
 from finray.records import EvalRecord, Note, TrainRecord
-from finray.training import loop as module
-from finray.training.evaluator import Evaluated
 from finray.training.pulse import Pulse
 from finray.training.state import TrainState
-from tests.support.made_up_run import LOSSES, WEIGHTS, Make, Run
+from tests.support.made_up_run import Make, Run
 
 
 @pytest.fixture
@@ -123,66 +119,6 @@ def test_checkpoints_and_evaluations_come_with_the_step_that_ends_a_part_of_an_e
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_seconds_are_rounded_to_micros_and_rates_to_thousandths(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow:
-        """Each step is waited for."""
-
-        def __init__(self, at: Any, position: int, *, clock: Any) -> None:
-            self.at, self.position, self.waited = at, position, 0.0
-
-        def take(self, *, last: bool) -> Any:
-            made.now += 0.1000011234
-            self.waited += 0.1000011234
-            assert last is (self.position == 27)
-            data = self.at(self.position)
-            self.position += data.items
-            return data
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(module, "Prefetcher", Slow)
-    evaluation = {"every_steps": 5, "on_start": False}
-    made = make(passes_s=0.3, scores_s=0.7000011234, held_out=[2.0, 1.0], evaluation=evaluation)
-    made.run()
-    records = made.of(TrainRecord)
-    for step, record in enumerate(records, start=1):
-        assert record.seconds == pytest.approx(0.4000011234 * step, abs=6e-7)
-        assert record.seconds == round(record.seconds, 6)
-        assert record.tokens_per_s == pytest.approx(100 * step / 0.4000011234, abs=5e-4)
-        assert record.tokens_per_s == round(record.tokens_per_s, 3)
-        assert record.data_wait_s == 0.100001
-    assert {record.seconds for record in made.of(EvalRecord)} == {0.700001}
-    assert made.loop.phases["data_wait"] == pytest.approx(1.000011234)
-    assert made.loop.phases["train"] == pytest.approx(4.000011234)
-    assert made.loop.state.seconds == made.loop.phases["train"]
-
-
-@pytest.mark.parametrize(("seconds", "notes"), [(11.0, 0), (12.0, 1)])
-def test_waiting_for_an_evaluation_is_said_after_more_than_ten_seconds(make: Make, seconds: float, notes: int) -> None:
-    """It is looked for once a second here, and for the last time a second before it is there."""
-    made = make(held_out=[], evaluation={"mode": "async", "every_steps": None, "on_start": False})
-    begun: list[float] = []
-
-    def results() -> list[Evaluated]:
-        if not begun or made.now < begun[0] + seconds:
-            return []
-        begun.clear()
-        return [Evaluated(10, {"eval_loss": 1.0})]
-
-    def submit(step: int, checkpoint: Any) -> None:
-        begun.append(made.now)
-
-    def pause(_: float) -> None:
-        made.now += 1.0
-
-    made.loop.evaluator = SimpleNamespace(results=results, submit=submit, close=lambda: None)  # type: ignore[assignment]
-    made.loop.writer.add_metrics = lambda step, metrics: None  # type: ignore[method-assign]
-    made.loop.pause = pause
-    made.run()
-    assert [note.message for note in made.of(Note)] == ["waiting for the evaluation of step 10"] * notes
-    assert made.loop.phases["evaluate"] == seconds
-
-
 # --- evaluations ------------------------------------------------------------------------------------------------------
 
 
@@ -247,29 +183,3 @@ def test_the_best_value_of_another_metric_or_direction_is_forgotten(
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
-
-
-def test_a_profiler_is_told_of_every_step_and_of_its_parts(make: Make) -> None:
-    made = make(steps=2)
-    told: list[Any] = []
-
-    @contextmanager
-    def parts(name: str) -> Any:
-        told.append(name)
-        yield
-
-    profiler: Any = SimpleNamespace(parts=parts, close=lambda: told.append("closed"))
-    profiler.before = lambda step: told.append(("before", step))
-    profiler.after = lambda step: told.append(("after", step))
-    made.loop.profiler = profiler
-    made.run()
-    within = ["data wait", "forward", "backward", "all_reduce", "clip", "optimizer"]
-    assert told == [("before", 1), *within, ("after", 1), ("before", 2), *within, ("after", 2), "closed"]
-
-
-def test_a_window_that_ends_the_run_has_the_loss_of_its_first_and_of_its_last_step(make: Make) -> None:
-    made = make(steps=4, tracking={"log_every": 50}).run()
-    (record,) = made.of(TrainRecord)
-    mean = sum(a * b for a, b in zip(LOSSES[:4], WEIGHTS[:4], strict=True)) / sum(WEIGHTS[:4])
-    assert record.loss == pytest.approx(mean, rel=1e-12)
-    assert (made.loop.first_loss, made.loop.final_loss) == (LOSSES[0], LOSSES[3])

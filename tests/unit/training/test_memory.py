@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from finray.checkpoint import Checkpoint
-from finray.checkpoint.pieces import Piece
 from finray.training import memory as module
 from finray.training.checkpointing import Snapshot
 from finray.training.memory import MemoryWriter, Part, _scratch_root, fetch_newest, whole
@@ -161,14 +160,6 @@ def test_a_part_that_would_be_ahead_of_the_records_is_stored_by_no_rank(tmp_path
     assert Group(2).run(run) == [False, False]
 
 
-def test_records_that_are_the_same_are_not_written_again(tmp_path: Path) -> None:
-    memory = stored(tmp_path / "run", [2, 4])
-    path = tmp_path / "run" / "metrics.jsonl"
-    os.utime(path, (0, 0))
-    fetched(memory, tmp_path / "run")
-    assert (path.stat().st_mtime, path.read_text()) == (0, "0\n1\n2\n3\n")
-
-
 def test_a_machine_without_records_takes_them_over_where_the_first_rank_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,21 +176,6 @@ def test_a_machine_without_records_takes_them_over_where_the_first_rank_is(
     assert [one.step for one in found] == [4, 4]
     assert (tmp_path / "run-0" / "metrics.jsonl").read_text() == "0\n1\n2\n3\n"
     assert list((tmp_path / "run-1").iterdir()) == []
-
-
-def test_the_first_rank_alone_asks_which_parts_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time goes to all machines."""
-    memory, asked = stored(tmp_path / "run", [2]), list[int]()
-    parts = memory.parts
-
-    def counted() -> Sequence[Part]:
-        asked.append(1)
-        return parts()
-
-    monkeypatch.setattr(memory, "parts", counted)
-    found, _ = fetched(memory, tmp_path / "run", world=3)
-    assert [one.step for one in found] == [2, 2, 2]
-    assert asked == [1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -245,22 +221,6 @@ def test_two_parts_are_stored_in_the_steps_that_may_be_lost(tmp_path: Path, ever
     writer.close()
 
 
-def test_what_cannot_be_stored_is_a_warning_once(tmp_path: Path) -> None:
-    class Full(Kept):
-        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
-            raise MemoryError
-
-    warned: list[str] = []
-    strategy: Any = SimpleNamespace(rank=0, world_size=1, all_gather_object=lambda value: [value])
-    writer = MemoryWriter(Full(), strategy, tmp_path, 4, warned.append, "a")
-    for step in (2, 4):
-        writer.begin(Snapshot(weights(0), [], ""), step)
-        writer.ready()
-    writer.close()
-    (said,) = warned
-    assert said.startswith("a checkpoint is not in memory as it should be: MemoryError; ")
-
-
 def test_storing_that_fails_works_and_fails_again_is_a_warning_each_time(tmp_path: Path) -> None:
     class Now(Kept):
         def put(self, part: Part, files: Mapping[str, bytes]) -> None:
@@ -296,31 +256,6 @@ def test_a_part_that_could_not_be_stored_takes_no_memory_afterwards(tmp_path: Pa
     writer.close()
 
 
-def test_room_is_looked_for_by_the_bytes_of_weights_and_moments_and_then_of_all_parts(
-    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    memory, strategy = Kept(), Group(1).rank(0)
-
-    def root(size: int) -> Path:
-        asked.append(size)
-        return scratch
-
-    monkeypatch.setattr(module, "_scratch_root", root)
-    writer = MemoryWriter(memory, strategy, tmp_path, 1, pytest.fail, "a")
-    moments = [Piece("w/m", torch.zeros(7), 0, (7,)), Piece("w/v", torch.zeros(5, dtype=torch.uint8), 0, (5,))]
-    tensors = {"w": torch.zeros(3), "x": torch.zeros(2, dtype=torch.bfloat16)}
-    writer.begin(Snapshot({"model.safetensors": tensors}, moments, "moments"), 2)
-    writer.close()
-    assert asked == [3 * 4 + 2 * 2 + 7 * 4 + 5]
-    # Without the records, which go into the run's own directory.
-    memory = stored(tmp_path / "run", [2])
-    sizes = [len(one) for _, files in memory.held.values() for name, one in files.items() if name != "metrics.jsonl"]
-    asked.clear()
-    fetch_newest(memory, strategy, tmp_path / "run", after=0, warn=pytest.fail)
-    assert asked[-1] == sum(sizes)
-
-
 def test_files_in_folders_within_folders_come_back(tmp_path: Path) -> None:
     """As the library of a strategy writes them."""
     (tmp_path / "run").mkdir()
@@ -335,19 +270,6 @@ def test_files_in_folders_within_folders_come_back(tmp_path: Path) -> None:
     assert found is not None
     assert found.files == ("deepspeed/shards/0/zero.pt",)
     assert (found.path / "deepspeed" / "shards" / "0" / "zero.pt").read_bytes() == b"moments"
-
-
-def test_a_writer_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
-    def threads() -> list[str]:
-        return [one.name for one in threading.enumerate() if one.name.startswith("finray-memory")]
-
-    strategy: Any = SimpleNamespace(rank=0, world_size=1)
-    before = threads()
-    writer = MemoryWriter(Kept(), strategy, tmp_path, 4, pytest.fail, "a")
-    writer.begin(Snapshot(weights(0), [], ""), 2)
-    assert len(threads()) == len(before) + 1
-    writer.close()
-    assert threads() == before
 
 
 def part(step: int, rank: int, *, attempt: str = "a", world: int = 2) -> Part:
@@ -368,29 +290,6 @@ def test_a_checkpoint_is_whole_where_one_attempt_has_the_parts_of_all_ranks() ->
 
 
 # --- who waits for whom -----------------------------------------------------------------------------------------------
-
-
-def test_no_rank_goes_on_before_all_have_cleaned_up(tmp_path: Path, scratch: Path) -> None:
-    """Directories that lie there whenever the ranks wait for each other; the newest checkpoint is not whole."""
-    memory = stored(tmp_path / "run", [2, 4])
-    memory.lost.append((4, 1))
-    (scratch / f"{module._prefix(tmp_path / 'run')}rest").mkdir()
-    seen: list[int] = []
-
-    def gather(value: Any) -> list[Any]:
-        seen.append(len(list(scratch.iterdir())))
-        return [value, None]
-
-    strategy: Any = SimpleNamespace(
-        rank=0, world_size=2, all_gather_object=gather, broadcast_object=lambda value: value
-    )
-    found = fetch_newest(memory, strategy, tmp_path / "run", after=0, warn=lambda text: None)
-    assert found is not None
-    assert found.step == 2
-    # Of each: before the directory is made and after it, twice while it is seen who shares it, and once all have filled
-    # it.
-    one, damaged = [0, 1, 1, 1, 1], [0]
-    assert seen == [0, 0, *one, *damaged, *one]
 
 
 def test_a_part_is_waited_for_where_no_step_may_be_lost(tmp_path: Path) -> None:

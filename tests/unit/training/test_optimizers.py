@@ -6,7 +6,6 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.load import build_config
 from finray.errors import CheckpointError, ConfigError
 from finray.models.roles import roles_of
-from finray.training.optim import sharded
 from finray.training.optim.adamw_8bit import pack, unpack
 from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings_of
 from tests.support import tiny
@@ -429,30 +427,6 @@ def test_8_bits_of_a_weight_without_state_are_zeros_of_the_right_kind() -> None:
     state = bytes_only.sharded_state()
     assert (state["matrix/state1"].dtype, int(state["matrix/state1"].count_nonzero())) == (torch.uint8, 0)
     assert (state["matrix/absmax1"].dtype, tuple(state["matrix/absmax1"].shape)) == (torch.float32, (1, 24))
-
-
-def test_sums_of_sharded_weights_go_over_the_ranks_at_once_and_back_to_their_places(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[Any] = []
-
-    def sum_over_shards(flat: torch.Tensor, parameter: Any) -> None:
-        asked.append((len(flat), parameter))
-        flat.mul_(2).add_(1)
-
-    monkeypatch.setattr(sharded, "sum_over_shards", sum_over_shards)
-    shapes: list[list[tuple[int, ...]]] = [[(), (3,)], [(1, 2), (), (2, 2)], []]
-    sums = [[torch.randn(shape) for shape in own] for own in shapes]
-    wanted = [[one * 2 + 1 for one in own] for own in sums]
-    updates: Any = [SimpleNamespace(parameter=name) for name in "abc"]
-    sharded._sum_together(updates, sums)
-    assert asked == [(11, "a")]
-    for own, expected in zip(sums, wanted, strict=True):
-        assert [one.shape for one in own] == [one.shape for one in expected]
-        for one, other in zip(own, expected, strict=True):
-            torch.testing.assert_close(one, other)
-    sharded._sum_together([], [])
-    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

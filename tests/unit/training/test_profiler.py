@@ -126,30 +126,3 @@ def test_a_run_that_is_continued_among_the_steps_profiles_what_is_left_of_them(
     made.close()
     assert len(told) == 1
     assert not (tmp_path / "other").exists()
-
-
-def test_on_a_gpu_parts_are_timed_by_its_events_and_waited_for_twice(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-            self.at: float | None = None
-
-        def record(self) -> None:
-            self.at = clock[0]
-
-        def elapsed_time(self, end: Any) -> float:
-            assert self.at is not None
-            return float(end.at - self.at) * 1000
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(clock[0]))
-    told: list[str] = []
-    made = profiler(tmp_path, told, device="cuda")
-    run(made, clock, range(1, 6), {"forward": 0.5, "backward": 0.5, "optimizer": 0.125})
-    assert told == [SUMMARY.replace("self_cpu", "self_device")]
-    assert waits == [1.625, 4.875]
-    assert Recorder.made[0].activities == {"CPU", "CUDA"}

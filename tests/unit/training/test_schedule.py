@@ -78,12 +78,6 @@ def test_every_schedule_is_compared_with_transformers() -> None:
     assert set(SCHEDULES) == set(TrainConfig.model_fields["schedule"].annotation.__args__)  # type: ignore[union-attr]
 
 
-def test_without_warm_up_inverse_sqrt_has_transformers_timescale_and_a_floor() -> None:
-    values = rates(30_001, schedule="inverse_sqrt", warmup_steps=0, min_learning_rate=0.6)
-    assert values[5_000] == pytest.approx(1.5**-0.5)
-    assert values[30_000] == 0.6
-
-
 @pytest.mark.parametrize(
     ("fields", "last"),
     [
