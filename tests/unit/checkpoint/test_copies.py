@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from finray.checkpoint import copies, manifest
-from finray.checkpoint.copies import bring_back, local_copy, move_aside, pull, pull_folder, push, push_folder
+from finray.checkpoint.copies import bring_back, local_copy, move_aside, pull, pull_folder, push_folder
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
 from finray.config.paths import copy_path
@@ -47,17 +47,6 @@ def uploads(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(objects, "upload", lambda path, name: (done.append(name), upload(path, name)))
     monkeypatch.setattr(objects, "remove", lambda *names: (done.extend(f"-{one}" for one in names), remove(*names)))
     return done
-
-
-def test_files_and_folders_go_behind_the_url_where_they_are_there(objects: Objects, tmp_path: Path) -> None:
-    (tmp_path / "evaluation" / "train").mkdir(parents=True)
-    (tmp_path / "evaluation" / "train" / "metrics.json").write_bytes(b"1")
-    (tmp_path / "evaluation" / "a").write_bytes(b"2")
-    (tmp_path / "report.html").write_bytes(b"3")
-    (tmp_path / "other").write_bytes(b"4")
-    push(tmp_path, objects, ["evaluation", "report.html", "missing"])
-    assert objects.files() == ["evaluation/a", "evaluation/train/metrics.json", "report.html"]
-    assert objects.read("evaluation/train/metrics.json") == b"1"
 
 
 def test_a_folder_is_there_when_its_manifest_is(
@@ -180,13 +169,6 @@ def test_a_local_copy_of_what_is_there(
     for name, expected in named.items():
         assert local_copy(name) == expected
         assert (place / "final" / "weights").read_bytes() == b"w"
-
-
-def test_a_folder_of_which_a_file_is_missing_does_not_go_behind_the_url(objects: Objects, tmp_path: Path) -> None:
-    (listed(tmp_path / "final", {"a": b"1", "b": b"2"}) / "b").unlink()
-    with pytest.raises(CheckpointError, match="final/b: is missing"):
-        push_folder(tmp_path, objects, "final")
-    assert objects.files() == []
 
 
 def test_reading_a_run_leaves_the_copy_that_its_workers_write_alone(

@@ -11,10 +11,9 @@ from typing import Any
 
 import fsspec
 import pytest
-from aiohttp import ClientTimeout
 
 from finray.checkpoint import objects as module
-from finray.checkpoint.objects import Objects, _pauses, open_filesystem
+from finray.checkpoint.objects import Objects, open_filesystem
 from finray.errors import CheckpointError, StorageError
 
 
@@ -172,32 +171,12 @@ def test_what_another_try_would_meet_again_is_not_tried_again(url: str, error: E
     assert (len(called), slept) == (1, [])
 
 
-def test_an_error_without_words_is_named_by_its_type(url: str) -> None:
-    objects, _ = made(url, tries=1)
-    failing(objects, "cat_file", [ConnectionError()])
-    with pytest.raises(StorageError) as caught:
-        objects.read("a")
-    assert caught.value.message == "the storage failed 1 times: ConnectionError"
-
-
 def test_a_bucket_that_is_not_there_is_named(url: str) -> None:
     objects, _ = made(url)
     failing(objects, "put_file", [FileNotFoundError("no bucket")])
     with pytest.raises(StorageError, match="cannot write there: no bucket") as caught:
         objects.write("a", b"x")
     assert caught.value.repair == "create the bucket"
-
-
-def test_pauses_double_up_to_a_limit_and_are_spread() -> None:
-    found = [list(_pauses(8)) for _ in range(20)]
-    for pauses in found:
-        assert pauses[-1] is None
-        for number, pause in enumerate(pauses[:-1]):
-            whole = min(20.0, 2.0**number)
-            assert pause is not None
-            assert 0.5 * whole <= pause <= 1.5 * whole
-    assert len({pauses[0] for pauses in found}) > 1
-    assert list(_pauses(1)) == [None]
 
 
 # --- what the storage says of an upload -----------------------------------------------------------------------------
@@ -270,54 +249,7 @@ def test_an_upload_that_arrives_cut_off_or_changed_is_sent_again(url: str) -> No
     assert (caught.value.where, caught.value.repair) == (f"{url}/a", "run the same command again")
 
 
-def test_large_files_go_in_parts_of_which_there_are_not_too_many(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S3 alone is told how large they are."""
-    objects, _ = made(url)
-    seen: list[dict[str, Any]] = []
-    there = objects._fs
-
-    def put(*arguments: Any, **options: Any) -> None:
-        seen.append(options)
-        there.put_file(*arguments)
-
-    objects._fs = SimpleNamespace(**{one: getattr(there, one) for one in METHODS} | {"put_file": put})
-    objects.write("a", CONTENT)
-    objects.url = "s3://bucket"
-    objects.write("a", CONTENT)
-    monkeypatch.setattr(module, "_PART", 2)
-    monkeypatch.setattr(module, "_PARTS", 3)
-    objects.write("a", CONTENT)
-    assert seen == [{}, {"chunksize": 64 * 2**20}, {"chunksize": 4}]
-
-
 # --- file systems ---------------------------------------------------------------------------------------------------
-
-
-def test_s3_is_tried_once_by_its_library_and_asked_at_the_endpoint_of_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: dict[str, Any] = {}
-    fs = SimpleNamespace(retries=5)
-    monkeypatch.setattr(
-        fsspec.core, "url_to_fs", lambda url, **options: (seen.update(options), (fs, "bucket/path/"))[1]
-    )
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one")
-    assert open_filesystem("s3://bucket/path/") == (fs, "bucket/path")
-    limits = {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 1}}
-    assert seen == {"use_listings_cache": False, "config_kwargs": limits, "endpoint_url": "http://one"}
-    assert fs.retries == 1
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two")
-    open_filesystem("s3://bucket")
-    assert seen["endpoint_url"] == "http://two"
-    seen.clear()
-    fs.retries = 5
-    open_filesystem("gs://bucket")
-    assert seen.pop("session_kwargs")["timeout"] == ClientTimeout(total=None, sock_connect=5, sock_read=15)
-    assert seen == {"use_listings_cache": False}
-    assert fs.retries == 5
 
 
 @pytest.mark.parametrize(

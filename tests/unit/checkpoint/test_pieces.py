@@ -12,15 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.errors import CheckpointError
 from tests.support.examples import examples
-
-
-def test_files_are_numbered_from_one() -> None:
-    assert file_name("optimizer", rank=1, world_size=4) == "optimizer-00002-of-00004.safetensors"
 
 
 def write_all(folder: Path, ranks: list[list[Piece]], stem: str = "optimizer") -> list[str]:
@@ -132,8 +127,3 @@ def test_a_file_that_is_not_whole_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         PieceReader(tmp_path, "optimizer", [name])
     assert str(path) in str(caught.value)
-
-
-def test_a_file_without_a_header_holds_nothing(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "optimizer-00001-of-00001.safetensors")
-    assert PieceReader(tmp_path, "optimizer", ["optimizer-00001-of-00001.safetensors"]).shapes == {}

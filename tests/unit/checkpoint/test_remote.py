@@ -123,13 +123,6 @@ def test_without_an_index_what_was_finished_is_found_by_its_manifest(other: Remo
     assert other.places() == {4: folder(4), 6: folder(6)}
 
 
-def test_ranks_take_over_what_the_first_found(other: RemoteStore) -> None:
-    found = {4: folder(4)}
-    other.learn(found)
-    found[9] = "changed later"
-    assert other.steps() == [4]
-
-
 def test_the_fence_stops_an_attempt_that_was_overtaken(store: RemoteStore, url: str, tmp_path: Path) -> None:
     store.check()
     RemoteStore(tmp_path / "second", Objects(url), attempt="second").take()
@@ -177,15 +170,6 @@ def test_other_files_of_the_run_follow_where_they_have_changed(store: RemoteStor
     store.follow()
     assert Objects(url).read("metrics.jsonl") == b"1\n2\n"
     assert not config.exists()
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_the_first_rank_alone_brings_the_other_files(url: str, tmp_path: Path, first: bool) -> None:
-    store = RemoteStore(tmp_path / "run", Objects(url), attempt="a", first=first)
-    store.take()
-    (store.run_dir / "metrics.jsonl").write_bytes(b"1\n")
-    store.fill(store.begin(2), 2, fill(2))
-    assert (Objects(url).read("metrics.jsonl") is not None) == first
 
 
 def test_a_damaged_checkpoint_is_named_no_more_and_what_is_left_of_it_stays(store: RemoteStore, url: str) -> None:
@@ -334,22 +318,6 @@ def test_what_a_killed_attempt_uploaded_is_removed_after_a_day(
     # What was finished stays, and what is kept of a damaged one.
     assert set(Objects(url).files()) == (before if days < 1 else before - unfinished)
     assert after.steps() == [2, 6]
-
-
-def test_an_object_has_an_age(store: RemoteStore, url: str) -> None:
-    assert 0 < Objects(url).age_s(INDEX) < 60
-    # Nobody knows it: it counts as new.
-    assert Objects(url).age_s("nothing") == 0
-
-
-def test_storage_that_fails_keeps_what_is_left(
-    store: RemoteStore, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: Objects) -> list[str]:
-        raise StorageError("the storage failed 6 times")
-
-    monkeypatch.setattr(Objects, "folders", fail)
-    RemoteStore(tmp_path / "after", Objects(url)).clear_url()
 
 
 def test_the_scratch_of_a_killed_attempt_is_removed_on_its_machine(store: RemoteStore, url: str) -> None:

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from finray.checkpoint import CheckpointStore
-from finray.checkpoint.rundir import RunDir, open_run
-from finray.checkpoint.store import Fence
-from tests.support import runs
+from finray.checkpoint.rundir import RunDir
 
 
 def committed(store: CheckpointStore, *steps: int) -> CheckpointStore:
@@ -65,21 +63,3 @@ def test_what_cannot_be_deleted_ends_no_run(tmp_path: Path, what: Any, stuck: li
     assert stuck == []
     what(store)
     assert stuck
-
-
-def test_an_attempt_takes_a_run_whose_directory_is_not_there_yet(tmp_path: Path) -> None:
-    for _ in range(2):
-        fence = Fence(tmp_path / "deep" / "run")
-        fence.take()
-        fence.check()
-
-
-def test_a_run_is_opened_in_a_directory_that_is_not_there_yet_and_again(tmp_path: Path) -> None:
-    where = {"name": "r", "output_dir": str(tmp_path / "a" / "b")}
-    config = runs.config_of({"model": {"name": "m"}, "data": {"source": "d"}, "run": where})
-    for _ in range(2):
-        with open_run(config, fresh=False, notify=lambda text: None) as run:
-            assert (run.path / "config.yaml").exists()
-            (run.path / ".tmp-old").mkdir(exist_ok=True)
-    with open_run(config, fresh=False, notify=lambda text: None) as run:
-        assert not (run.path / ".tmp-old").exists()

@@ -152,14 +152,6 @@ def test_runs_that_are_moved_aside_in_one_second_are_numbered(tmp_path: Path, mo
     assert said == [f"the earlier run was moved to {tmp_path / name}" for name in names]
 
 
-def test_what_the_resolved_file_says_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    (tmp_path / "resolved.json").write_text("[", encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        RunDir(tmp_path).resolved()
-    assert caught.value.where == str(tmp_path / "resolved.json")
-    assert "delete the file" in str(caught.value.repair)
-
-
 def test_two_drivers_cannot_have_one_run(tmp_path: Path) -> None:
     with (
         open_run(config(tmp_path), fresh=False, notify=nobody),
@@ -365,30 +357,6 @@ def test_a_longer_run_that_fails_after_a_checkpoint_is_not_finished(tmp_path: Pa
     assert saved_config(run) == config(tmp_path, epochs=3)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"run": {"name": "postgres-sql"}},
-        {"data": {"source": "/srv/postgres/rows.jsonl"}},
-        {"data": {"source": "postgres.jsonl"}},
-        {"model": {"name": "m", "chat_template_arguments": {"eos_token": "</s>", "pad_token": "<pad>"}}},
-        {
-            "model": {"name": "m", "task": "sequence_classification"},
-            "classification": {"class_weights": {"password": 3.0, "token": 1.0, "secret": 2.0}},
-        },
-    ],
-    ids=str,
-)
-def test_what_only_looks_like_a_secret_is_read_back_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, object]]
-) -> None:
-    monkeypatch.setenv("POSTGRES_PASSWORD", "postgres")
-    plain = config(tmp_path).plain()
-    made = build_config({**plain, **{name: {**plain[name], **part} for name, part in changes.items()}}, source="test")
-    with open_run(made, fresh=False, notify=nobody) as run:
-        assert saved_config(run) == made
-
-
 def test_a_random_value_of_a_secret_variable_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "9f3c" * 8
     monkeypatch.setenv("MY_TOKEN", secret)
@@ -510,6 +478,7 @@ def test_what_auto_came_to_that_cannot_be_read_is_one_message(tmp_path: Path, co
     with pytest.raises(ConfigError) as caught:
         RunDir(tmp_path).resolved()
     assert caught.value.where == str(file)
+    assert "delete the file" in str(caught.value.repair)
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

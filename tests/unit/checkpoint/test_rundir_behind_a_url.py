@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from finray.checkpoint import CheckpointStore, objects, rundir
+from finray.checkpoint import CheckpointStore, rundir
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
-from finray.checkpoint.rundir import RunDir, check_output, open_run
+from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.load import build_config
-from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ConfigError, StorageError
 from tests.unit.checkpoint.test_remote import save
@@ -190,29 +189,6 @@ def test_a_first_start_that_was_refused_leaves_nothing_behind_the_url(url: str, 
         assert Objects(str(run.url)).files() == ["config.sig", "config.yaml"]
 
 
-def test_an_output_url_is_written_to_and_left_as_it_was(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, done = config(url, tmp_path), list[str]()
-    write = Objects.write
-    monkeypatch.setattr(Objects, "write", lambda *of: (done.append(of[0].at(of[1])), write(*of)))
-    check_output(own)
-    (probe,) = done
-    assert probe.startswith(f"{url}/.finray-write-probe-")
-    assert Objects(url).files() == []
-    tried: list[str] = []
-
-    def refuse(path: str, *_: object) -> None:
-        tried.append(path)
-        raise OSError("away")
-
-    monkeypatch.setattr(Objects(url)._fs, "put_file", refuse)
-    monkeypatch.setattr(objects, "_LONGEST_PAUSE_S", 0.0)
-    with pytest.raises(StorageError, match="failed 2 times: OSError: away"):
-        check_output(own)
-    assert len(tried) == 2
-
-
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("share", [None, (0, 2), (1, 2)])
 def test_the_first_rank_of_a_machine_brings_its_logs_and_profile(
@@ -230,40 +206,3 @@ def test_the_first_rank_of_a_machine_brings_its_logs_and_profile(
 
 
 # --- what auto came to ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("chosen", [None, RESOLVED])
-@pytest.mark.parametrize("steps", [(), (2,)])
-def test_what_is_auto_may_be_set_until_a_checkpoint_is_there(
-    tmp_path: Path, chosen: Resolved | None, steps: tuple[int, ...]
-) -> None:
-    def local(**train: object) -> Config:
-        plain = {"run": {"output_dir": str(tmp_path)}, "model": {"name": "m"}, "data": {"source": "d"}, "train": train}
-        return build_config(plain, source="test")
-
-    with open_run(local(), fresh=False, notify=nobody) as run:
-        for step in steps:
-            store = CheckpointStore(run.path)
-            scratch = store.begin(step)
-            store.commit(scratch, step, [], metrics={})
-        if chosen is not None:
-            run.keep_resolved(chosen)
-    other = local(global_batch_size=RESOLVED.global_batch_size + 1)
-    if not steps:
-        with open_run(other, fresh=False, notify=lambda text: None) as run:
-            assert run.resolved() is None
-    else:
-        with pytest.raises(ConfigError, match=r"train\.global_batch_size"), open_run(other, fresh=False, notify=nobody):
-            pass
-
-
-def test_the_checkpoints_of_a_run_are_found_by_who_waits_for_storage_that_is_away_for_a_moment(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunDir(tmp_path / "copy", f"{url}/r")
-    trained(run, 4)
-    monkeypatch.setattr(objects.remote, "silence", lambda fs, scheme: ("somewhere", "no answer within 6 s"))
-    with pytest.raises(StorageError, match="no answer within 6 s"):
-        run.store()
-    # As a training does, that asks again itself.
-    assert run.store(patient=True).steps() == [4]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from finray.checkpoint.rundir import Earlier, RunDir, check_output, earlier_of, 
 from finray.config.load import build_config
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError
-from tests.unit.checkpoint.test_rundir import RESOLVED, SUMMARY, config, finish, nobody
+from tests.unit.checkpoint.test_rundir import RESOLVED, config, finish, nobody
 
 # The name of Ray Train's own file.
 RAYS = "checkpoint_manager_snapshot.json"
@@ -108,11 +107,6 @@ def test_steps_in_the_place_of_epochs_are_compared_with_those_that_were_done(
     assert said == [f"train.epochs was 2, train.max_steps is now {steps}: the run continues to that step"]
 
 
-def test_a_run_that_somebody_holds_is_waited_for_fifteen_seconds() -> None:
-    """As the page on resuming says."""
-    assert signature(open_run).parameters["wait_s"].default == 15
-
-
 @pytest.mark.parametrize("folder", ["", "a", "a/b/c"])
 def test_an_output_directory_is_tried_and_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
@@ -138,23 +132,6 @@ def test_an_output_directory_is_tried_and_left_as_it_was(
 
 
 # --- the finished model -----------------------------------------------------------------------------------------------
-
-
-def test_another_checkpoint_becomes_final_whole_where_the_best_is_damaged(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
-        save(run.store(), step, eval_loss=loss)
-    (tmp_path / "checkpoint-000002" / "model.safetensors").write_bytes(b"damaged")
-    assert run.make_final(best=("eval_loss", "min"), warn=lambda text: None) == 3
-    content = manifest.verify(run.final)
-    assert (content["step"], content["metrics"]) == (3, {"eval_loss": 2.0})
-    assert (run.final / "model.safetensors").read_bytes() == b"weights of 3"
-
-
-def test_the_last_becomes_final_where_no_checkpoint_has_the_metric(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(CheckpointStore(tmp_path), step)
-    assert RunDir(tmp_path).make_final(best=("eval_loss", "min"), warn=nobody) == 2
 
 
 def test_what_a_killed_attempt_left_of_a_final_model_is_not_part_of_it(tmp_path: Path) -> None:
@@ -203,21 +180,6 @@ def test_what_was_pushed_is_remembered(tmp_path: Path) -> None:
         assert run.pushed() == json.loads((tmp_path / "pushed.json").read_text()) == record
     (tmp_path / "pushed.json").write_text("[")
     assert run.pushed() is None, "it is pushed again"
-
-
-def test_a_summary_of_a_run_that_is_refused_stays(tmp_path: Path) -> None:
-    with open_run(config(tmp_path, max_steps=20), fresh=False, notify=nobody) as run:
-        run.finish({"chosen_step": 2, "summary": SUMMARY.json()})
-    before = run.summary_file.read_bytes()
-    refused = pytest.raises(ConfigError, match="the workers")
-    with refused, open_run(config(tmp_path, max_steps=30), fresh=False, notify=lambda text: None):
-        save(run.store(), 25)
-        raise ConfigError("the workers refuse it")
-    assert not run.summary_file.exists(), "it has grown"
-    run.summary_file.write_bytes(before)
-    with refused, open_run(config(tmp_path, max_steps=30), fresh=False, notify=lambda text: None):
-        raise ConfigError("the workers refuse it")
-    assert run.summary_file.read_bytes() == before
 
 
 @pytest.mark.parametrize("error", [ClusterError("a node is lost"), ConfigError("the workers refuse it")], ids=repr)
