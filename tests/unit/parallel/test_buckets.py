@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,34 +167,6 @@ def test_one_process_alone_has_no_buckets_and_gives_zeros_for_what_has_no_gradie
     torch.testing.assert_close(own[1].grad, 4 * own[1].detach())
     assert (strategy.is_alone, strategy.rank, strategy.world_size) == (True, 0, 1)
     assert (strategy.broadcast_object({"a": 1}), strategy.all_gather_object(3)) == ({"a": 1}, [3])
-
-
-def test_what_ranks_tell_each_other_goes_over_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broadcast(values: list[Any], src: int) -> None:
-        values[0] = f"of rank {src}, not {values[0]}"
-
-    def gather(values: list[Any], own: Any) -> None:
-        assert values == [None] * 4
-        values[:] = [own if rank == 2 else f"of rank {rank}" for rank in range(4)]
-
-    monkeypatch.setattr(base.dist, "broadcast_object_list", broadcast)
-    monkeypatch.setattr(base.dist, "all_gather_object", gather)
-    monkeypatch.setattr(base.dist, "all_reduce", lambda values: values.mul_(4))
-    for world, rank in ((4, 2), (1, 0)):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        try:
-            group = ProcessGroup(CPU)
-        finally:
-            dist.destroy_process_group()
-        assert (group.is_alone, group.rank, group.world_size, group.device) == (world == 1, rank, world, CPU)
-        values = torch.ones(2)
-        assert group.all_reduce(values) is values
-        assert values.tolist() == [float(world)] * 2
-        assert group.broadcast_object("mine") == ("mine" if world == 1 else "of rank 0, not mine")
-        others = ["of rank 0", "of rank 1", "mine", "of rank 3"]
-        assert group.all_gather_object("mine") == (["mine"] if world == 1 else others)
-        # A library's own strategy has more to write, and shares out what is trained.
-        assert (group.save_own(Path("none")), group.lockstep, group.shards_weights) == (False, False, False)
 
 
 # --- what all strategies share ----------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,6 @@ from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.deepspeed import strategy as module
 from finray.parallel.deepspeed.state import Place, ZeroOptimizer, ZeroWeight
 from finray.parallel.deepspeed.strategy import DeepSpeedStrategy, _OneByOne
-from finray.sharding import store_of
 from tests.support import runs
 
 CPU = torch.device("cpu")
@@ -74,25 +71,6 @@ def strategy(no_library: Any) -> DeepSpeedStrategy:
     return made
 
 
-def test_the_loss_is_multiplied_by_the_ranks_whose_mean_is_taken(strategy: DeepSpeedStrategy) -> None:
-    said: list[Any] = []
-    strategy._engine = SimpleNamespace(
-        set_gradient_accumulation_boundary=said.append,
-        backward=lambda loss, **options: said.append((float(loss), options)),
-    )
-    for last in (False, True):
-        strategy.backward(torch.tensor(0.5), last=last)
-    passed = (2.0, {"scale_wrt_gas": False})
-    assert said == [False, passed, True, passed]
-
-
-def test_gradients_are_summed_already_and_the_rest_is_summed_here(strategy: DeepSpeedStrategy) -> None:
-    weight, extra = torch.nn.Parameter(torch.zeros(2)), torch.tensor([3.0])
-    strategy.is_alone = True
-    assert strategy.all_reduce_gradients([weight], extra) is extra
-    assert weight.grad is None, "DeepSpeed keeps them elsewhere"
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_sizes_that_follow_from_a_model_are_those_of_its_text_model(
     strategy: DeepSpeedStrategy, precision: str
@@ -125,67 +103,6 @@ def test_the_norm_is_without_the_scale_and_not_finite_where_deepspeed_says_minus
     zero.loss_scale = zero.loss_scaler.cur_scale
     found = float(strategy.clip_grad_norm([], 1.0))
     assert found == norm / 3 if norm >= 0 else found != found
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_deepspeeds_own_files_are_written_where_they_are_wanted(
-    strategy: DeepSpeedStrategy, keep: bool, tmp_path: Path
-) -> None:
-    asked: list[Any] = []
-    strategy._config = config(keep_deepspeed_shards=keep)
-    strategy._engine = SimpleNamespace(save_checkpoint=lambda folder, **options: asked.append((folder, options)))
-    folder = tmp_path / "own"
-    assert strategy.save_own(folder) is keep
-    assert folder.is_dir() is keep
-    assert asked == ([(str(folder), {"tag": "shards", "exclude_frozen_parameters": True})] if keep else [])
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "dtype"), [(3, "bf16", torch.bfloat16), (3, "fp32", None), (2, "bf16", None)]
-)
-def test_under_stage_3_deepspeed_shares_the_weights_and_knows_the_value_of_each(
-    strategy: DeepSpeedStrategy, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str, dtype: torch.dtype | None
-) -> None:
-    given: list[dict[str, Any]] = []
-    strategy.stage, strategy.shards_weights, strategy._precision = stage, stage == 3, precision
-    strategy._deepspeed = SimpleNamespace(zero=SimpleNamespace(Init=lambda **options: given.append(options)))
-    monkeypatch.setattr(strategy, "_settings", lambda module: {"of": module})
-    net = torch.nn.Linear(2, 3)
-    strategy.shard(net, [])
-    assert [isinstance(store_of(one), ZeroWeight) for one in net.parameters()] == [stage == 3] * 2
-    if stage != 3:
-        assert given == []
-        return
-    ((one_by_one, settings),) = [(one["module"], one["config_dict_or_path"]) for one in given]
-    assert (one_by_one._module, one_by_one._device, settings) == ([net], CPU, {"of": net})
-    assert one_by_one._dtype is dtype
-
-
-@pytest.mark.parametrize("theirs", [True, False])
-def test_deepspeed_is_given_the_optimizer_or_the_groups_for_its_own(
-    strategy: DeepSpeedStrategy, theirs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, Any] = {}
-
-    def initialize(**options: Any) -> Any:
-        given.update(options)
-        return ("engine", 1, 2, 3)
-
-    settings = {"optimizer": {}} if theirs else {}
-    weight = torch.nn.Parameter(torch.zeros(2))
-    group = {"params": [weight], "lr": 0.1, "weight_decay": 0.2, "lr_scale": 3.0, "use_muon": True}
-    optimizer: Any = SimpleNamespace(parameters={"w": weight}, inner=SimpleNamespace(param_groups=[group]))
-    strategy._deepspeed = SimpleNamespace(initialize=initialize)
-    monkeypatch.setattr(strategy, "_settings", lambda module: settings)
-    monkeypatch.setattr(module, "ZeroOptimizer", lambda engine, parameters: (engine, parameters))
-    net = torch.nn.Linear(2, 2)
-    assert strategy.prepare(net, optimizer) == ("engine", ("engine", {"w": weight}))
-    assert given["model"] is net
-    assert given["config"] is settings
-    assert given["dist_init_required"] is False
-    assert given["optimizer"] is (None if theirs else optimizer.inner)
-    kept = {name: group[name] for name in ("params", "lr", "weight_decay", "lr_scale")}
-    assert given["model_parameters"] == ([kept] if theirs else None)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -344,31 +261,3 @@ def test_an_auto_that_is_deepspeeds_to_decide_is_left_out(tmp_path: Path) -> Non
         assert ("communication_data_type" in given) is (precision != "fp32")
         assert ("data_types" in given) is sums
         assert given["fp16"]["enabled"] is (precision == "fp16")
-
-
-def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "mine")
-    begun: list[dict[str, Any]] = []
-    fake = SimpleNamespace(init_distributed=lambda **options: begun.append(options))
-    monkeypatch.setitem(__import__("sys").modules, "deepspeed", fake)
-    levels: list[int] = []
-    logger = logging.getLogger("DeepSpeed")
-    monkeypatch.setattr(logger, "level", logging.DEBUG)
-    monkeypatch.setattr(module.compat, "without_compiled_collectives", lambda: levels.append(logger.level))
-    monkeypatch.setenv("LOCAL_RANK", "7")
-    assert module._library(CPU, fp16=False) is fake
-    assert (os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"]) == ("mine", "0")
-    # It takes the group that there is, and says nothing below an error.
-    assert begun == [{"auto_mpi_discovery": False, "dist_init_required": False, "verbose": False}]
-    assert levels == [logging.ERROR]
-    allowed: list[str] = []
-    monkeypatch.setattr(module.compat, "allow_fp16_on_cpu", lambda: allowed.append("cpu"))
-    monkeypatch.delenv("DS_ACCELERATOR")
-    for device in ("cuda:3", "cpu"):
-        module._library(torch.device(device), fp16=True)
-    assert allowed == ["cpu"]
-    monkeypatch.setenv("LOCAL_RANK", "7")
-    module._library(torch.device("cuda", 3), fp16=False)
-    assert os.environ["LOCAL_RANK"] == "3"
-    module._library(CPU, fp16=False)
-    assert (os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"]) == ("cuda", "0")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finray.config.schema import ParallelConfig
-from finray.parallel import ddp, fsdp, make_strategy
+from finray.parallel import make_strategy
 from finray.parallel.ddp import DDPStrategy
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.fsdp import FSDPStrategy, _own_table
@@ -71,52 +70,12 @@ def test_gathered_weights_are_freed_after_the_forward_pass_where_that_is_asked_f
     assert not isinstance(net.head.weight, DTensor)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("offload", [False, True])
-def test_fsdp_is_told_of_precision_and_offload(
-    four: None, monkeypatch: pytest.MonkeyPatch, precision: str, offload: bool
-) -> None:
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(fsdp, "fully_shard", lambda module, **options: given.append(options))
-    sharded(precision, cpu_offload=offload)
-    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    # Two blocks, and the rest, which the backward pass needs at once.
-    assert [options["reshard_after_forward"] for options in given] == [True, True, False]
-    assert len({id(options["mesh"]) for options in given}) == 1
-    for options in given:
-        policy = options["mp_policy"]
-        # Gradients are summed in fp32 whatever the weights are gathered in.
-        assert (policy.param_dtype, policy.reduce_dtype) == (dtype, None if dtype is None else torch.float32)
-        assert isinstance(options["offload_policy"], CPUOffloadPolicy) is offload
-        # Tokens and lengths, and what attention is told, stay as they are.
-        assert policy.cast_forward_inputs is (dtype is None)
-
-
-def test_gradients_of_shards_are_summed_and_not_averaged(four: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss is divided by the targets of the whole step already."""
-    asked: list[tuple[str, FSDPModule, Any]] = []
-    for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
-        monkeypatch.setattr(FSDPModule, name, lambda part, given, name=name: asked.append((name, part, given)))
-    net: Any = sharded()
-    for name, given in (("set_gradient_divide_factor", 1.0), ("set_force_sum_reduction_for_comms", True)):
-        found = {part: value for what, part, value in asked if what == name}
-        assert found == dict.fromkeys((net, *net.blocks), given)
-
-
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_the_strategy_is_the_resolved_one(four: None, name: str) -> None:
     config = runs.config_of({**PLAIN, "parallel": {"strategy": "fsdp", "shard_size": 2}})
     made = make_strategy(config, SimpleNamespace(strategy=name, precision="bf16"), CPU)  # type: ignore[arg-type]
     assert type(made) is {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[name]
     assert (made.rank, made.world_size, made.shards_weights) == (0, 4, name == "fsdp")
-
-
-def test_ddp_takes_the_first_values_of_rank_0(four: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[torch.Tensor, int]] = []
-    monkeypatch.setattr(ddp.dist, "broadcast", lambda tensor, src: sent.append((tensor, src)))
-    parameters = list(Net().parameters())
-    DDPStrategy(CPU).broadcast_parameters(parameters)
-    assert [(id(one), 0) for one in parameters] == [(id(tensor), source) for tensor, source in sent]
 
 
 @pytest.mark.parametrize("most", [0.01, 1e3, None])
@@ -157,15 +116,6 @@ def test_deepspeed_is_told_of_stage_offload_and_steps(stage: int, offload: bool,
     assert (settings["bf16"]["enabled"], settings["fp16"]["enabled"]) == (True, False)
     plain = runs.config_of({**PLAIN, "parallel": parallel, "train": {"global_batch_size": 8, "max_grad_norm": None}})
     assert deepspeed_config.filled(plain, precision="fp32", workers=2, width=10)["gradient_clipping"] == 0.0
-
-
-def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
-    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1, "sub_group_size": 7}}')
-    parallel = {"strategy": "deepspeed", "deepspeed_config": str(tmp_path / "own.json")}
-    found = deepspeed_config.filled(
-        runs.config_of({**PLAIN, "parallel": parallel}), precision="fp32", workers=1, width=10
-    )
-    assert (found["zero_optimization"]["stage"], found["zero_optimization"]["sub_group_size"]) == (1, 7)
 
 
 class Tables(torch.nn.Module):

@@ -114,16 +114,6 @@ def test_steps_that_a_resume_does_again_are_not_sent_again(tmp_path: Path) -> No
     assert second.opened[0].run == "its-id"
 
 
-def test_without_its_cursor_the_service_gets_everything_twice(tmp_path: Path) -> None:
-    service = Recording()
-    write(tmp_path, *train(1, 2))
-    for _ in range(2):
-        with following(service, tmp_path):
-            pass
-        Cursors(tmp_path, "svc").path.unlink()
-    assert service.got == train(1, 2, 1, 2)
-
-
 def test_a_key_is_masked_where_the_error_that_quotes_it_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

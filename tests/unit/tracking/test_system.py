@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 
 from finray.records import TrainRecord
-from finray.tracking import system
 from finray.tracking.base import Trackers
 from finray.tracking.system import Sampler, System
 from tests.unit.tracking.test_trackers import record
@@ -120,8 +119,3 @@ def test_samples_are_written_with_the_step_that_is_logged_next(tmp_path: Path) -
         "system": {"kind": "system", "step": 5, "cpu_percent": 3.0, "time": 7.0}
     }
     assert isinstance(last, TrainRecord)
-
-
-def test_without_nvidias_library_nothing_is_said_of_gpus(monkeypatch: Any) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
-    assert system.find_nvml() is None
