@@ -119,18 +119,6 @@ def test_so_many_prompts_are_answered_together(
     assert max(together) == size
 
 
-def test_an_evaluation_says_how_far_it_has_come(plain: Plain, tmp_path: Path) -> None:
-    asks = changed(asking(plain), {"train.max_steps": 2})
-    assembled = runs.assemble_alone(asks, tmp_path, answering=Answers(runs.config_of(plain), "fp32"))
-    told: list[tuple[str, float]] = []
-    assembled.loop.pulse.evaluates = lambda part, share: told.append((part, share))  # type: ignore[method-assign]
-    assembled.loop.run()
-    # Six packs, and three prompts.
-    passes = [("evaluating", number / 6) for number in range(6)]
-    answers = [("answering prompts", number / 3) for number in (1, 2, 3)]
-    assert told == [*passes, *answers, ("", 0.0)]
-
-
 def test_a_metric_of_answers_chooses_the_checkpoint_and_stops_the_run(plain: Plain, tmp_path: Path) -> None:
     stopping = asking(plain, every_steps=1, metric="seen", early_stopping={"patience": 2})
     stopping = changed(stopping, {"train.max_steps": 8})
@@ -157,19 +145,6 @@ def test_a_killed_run_goes_on_counting_a_metric_that_is_maximized(plain: Plain, 
     assert assembled.loop.state.step == 6
     # With `min` it is always better, so that the run is not stopped: what the mode decides.
     assert run(changed(stopping, {"evaluation.metric_mode": "min"}), tmp_path / "min").loop.state.step == 12
-
-
-def test_a_run_that_goes_on_with_another_metric_says_so_and_looks_for_its_best_anew(
-    plain: Plain, tmp_path: Path
-) -> None:
-    run(asking(plain), tmp_path / "run")
-    longer = changed(asking(plain, metric="perplexity"), {"train.max_steps": 6})
-    longer["evaluation"]["metrics"] = ["exact_match"]
-    assembled = run(longer, tmp_path / "run")
-    assert assembled.loop.state.metric == "perplexity"
-    assert assembled.loop.state.best == runs.records(tmp_path / "run", "eval")[-1]["perplexity"]
-    notes = [one["message"] for one in runs.records(tmp_path / "run", "note")]
-    assert any("perplexity now chooses the best checkpoint, instead of eval_loss" in one for one in notes)
 
 
 def test_a_metric_that_fails_is_one_message_and_the_checkpoints_stand(plain: Plain, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -197,25 +196,6 @@ def test_results_that_tell_of_no_gain_end_the_run_at_the_next_step(plain: Plain,
     assert beside(stopping, tmp_path / "run", 0).submitted == []
 
 
-def test_what_fails_for_good_is_a_warning_and_is_not_chosen(plain: Plain, inline: Path, tmp_path: Path) -> None:
-    losses = {step: found[0] for step, found in evaluations(inline).items() if step not in (0, 10)}
-    bad = min(losses, key=lambda step: losses[step])
-
-    def fail(found: Evaluated) -> Evaluated:
-        if found.step == bad:
-            return Evaluated(bad, failure="the disk is full")
-        return replace(found, metrics={"eval_loss": float("nan")}) if found.step == 10 else found
-
-    beside(plain, tmp_path / "run", 0, change=fail)
-    warnings = [one["message"] for one in runs.records(tmp_path / "run", "warning")]
-    assert warnings == [
-        f"step {bad} has no evaluation and cannot be the best checkpoint: the disk is full",
-        "step 10 has no evaluation and cannot be the best checkpoint: eval_loss is nan",
-    ]
-    assert CheckpointStore(tmp_path / "run").best("eval_loss", "min") not in (bad, 10, None)
-    assert runs.trace(tmp_path / "run") == runs.trace(inline)
-
-
 def test_checkpoints_are_kept_until_they_are_evaluated_and_training_waits_for_the_oldest(
     plain: Plain, inline: Path, tmp_path: Path
 ) -> None:
@@ -228,26 +208,3 @@ def test_checkpoints_are_kept_until_they_are_evaluated_and_training_waits_for_th
     assert CheckpointStore(tmp_path / "run").steps() == sorted({best, 10})
     for step in {best, 10}:
         assert manifest.verify(tmp_path / "run" / f"checkpoint-{step:06d}")["metrics"].keys() >= {"eval_loss"}
-
-
-def test_a_checkpoint_that_is_gone_cannot_be_evaluated_again(plain: Plain, tmp_path: Path) -> None:
-    beside(plain, tmp_path / "run", 60)
-    cut = runs.cut(tmp_path / "run", tmp_path / "cut", step=6)
-    (cut / "metrics.jsonl").unlink()
-    shutil.rmtree(cut / "checkpoint-000004")
-    again = beside(plain, cut, 0)
-    assert again.submitted == [0, 2, 6, 8, 10]
-    (warning,) = runs.records(cut, "warning")
-    assert "step 4 has no evaluation" in warning["message"]
-    assert "the checkpoint is gone" in warning["message"]
-
-
-def test_a_run_that_goes_on_inline_says_what_was_not_evaluated(plain: Plain, tmp_path: Path) -> None:
-    beside(plain, tmp_path / "run", 60)
-    cut = runs.cut(tmp_path / "run", tmp_path / "cut", step=6)
-    lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (cut / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 6' not in line or "eval" not in line))
-    runs.run_alone(plain, cut)
-    (warning,) = runs.records(cut, "warning")
-    assert "step 6 has no evaluation" in warning["message"]
-    assert list(evaluations(cut)) == [0, 2, 4, 8, 10]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from finray.checkpoint import CheckpointStore
-from finray.training import loop
 from tests.support import runs
 from tests.support.runs import Plain, changed
 
@@ -62,15 +61,3 @@ def test_a_killed_run_has_not_forgotten_how_long_it_waited(plain: Plain, tmp_pat
     assert (assembled.loop.state.step, assembled.loop.state.stale_evaluations) == (4, 1)
     assembled.loop.run()
     assert assembled.loop.state.step == 6
-
-
-@pytest.mark.parametrize(("keep_best", "kept"), [(True, [2, 6]), (False, [6])])
-def test_the_lowest_evaluation_loss_is_saved_wherever_it_is(
-    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool, kept: list[int]
-) -> None:
-    losses = iter([1.0, 1.5, 1.2])
-    monkeypatch.setattr(loop, "evaluate", lambda *arguments: ({"eval_loss": next(losses)}, []))
-    rare = {"checkpoint": {"every_steps": 100, "keep_last": 1, "keep_best": keep_best}, "train.max_steps": 6}
-    runs.run_alone(changed(plain, rare), tmp_path / "run")
-    assert CheckpointStore(tmp_path / "run").steps() == kept
-    assert CheckpointStore(tmp_path / "run").best("eval_loss", "min") == kept[0]

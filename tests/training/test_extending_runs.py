@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from finray.errors import ConfigError
 from finray.records import Note
 from finray.training.checkpointing import MOMENTS
 from tests.support import runs
@@ -100,23 +99,3 @@ def test_without_an_earlier_checkpoint_it_goes_on_from_the_short_step_and_every_
     # The same from a checkpoint of the longer run.
     again = Path(shutil.copytree(tmp_path / "run", tmp_path / "again"))
     assert not any("extended" in line for line in extended(plain, again, epochs=2))
-
-
-def test_a_run_is_not_made_shorter(plain: Plain, tmp_path: Path) -> None:
-    """Whether some epochs are fewer than some steps is only known with the data."""
-    runs.run_alone(changed(plain, {"train.max_steps": 8}), tmp_path / "run")
-    with pytest.raises(ConfigError, match="a different configuration") as caught:
-        extended(plain, tmp_path / "run", epochs=0.5)
-    for part in ("was to have 8 steps, and train.epochs=0.5 is 4", "--fresh", "longer, not shorter"):
-        assert part in str(caught.value)
-
-
-def test_a_run_that_stopped_early_is_not_extended_to_stop_again(plain: Plain, tmp_path: Path) -> None:
-    evaluation = {"every_steps": 1, "early_stopping": {"patience": 1, "min_gain": 100.0}}
-    plain = changed(plain, {"data.eval_ratio": 0.2, "evaluation": evaluation})
-    runs.run_alone(changed(plain, {"train.max_steps": 8}), tmp_path / "run")
-    assert runs.values(tmp_path / "run", "step") == [1, 2]
-    with pytest.raises(ConfigError, match=r"evaluation.early_stopping.*stopped early"):
-        extended(plain, tmp_path / "run", max_steps=12)
-    extended(changed(plain, {"evaluation.early_stopping.patience": 3}), tmp_path / "run", max_steps=12)
-    assert runs.values(tmp_path / "run", "step") == [1, 2, 3, 4]

@@ -17,7 +17,7 @@ from finray.parallel.ddp import DDPStrategy
 from finray.records import Note, Record, TrainRecord
 from finray.runtime.keepers import STEPS, Keeper
 from finray.training import memory as memories
-from finray.training.memory import Part, whole
+from finray.training.memory import Part
 from tests.support import damaged, runs
 
 
@@ -176,34 +176,6 @@ def test_damage_of_any_file_in_memory_is_named_and_the_checkpoint_before_is_used
     (warning,) = (one.message for one in told if isinstance(one, Note) and one.level == "warning")
     assert "skipped a checkpoint in memory" in warning
     assert "rank 0 is gone" in warning
-
-
-def test_memory_that_fails_does_not_end_a_run(plain: runs.Plain, tmp_path: Path) -> None:
-    class Failing(Kept):
-        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
-            raise RuntimeError("the node is gone")
-
-    told: list[Record] = []
-    loop = runs.run_alone(plain, tmp_path / "run", memory=Failing(), notify=told.append).loop
-    assert loop.state.step == 8
-    warnings = [one.message for one in told if isinstance(one, Note) and one.level == "warning"]
-    (said,) = warnings
-    assert said.startswith("a checkpoint is not in memory as it should be: the node is gone; ")
-
-
-def part(step: int, rank: int, *, attempt: str = "a", world_size: int = 2) -> Part:
-    return Part(attempt, step, rank, world_size, {}, 0)
-
-
-def test_parts_of_all_ranks_of_one_attempt_make_a_checkpoint() -> None:
-    both = [part(2, 0), part(2, 1)]
-    assert whole([], after=0) == []
-    assert whole([part(2, 1), part(2, 0), part(4, 0)], after=0) == [both]
-    assert whole([part(4, 0), part(4, 1, attempt="b"), *both], after=0) == [both]
-    alone = part(4, 0, attempt="b", world_size=1)
-    assert whole([alone, *both], after=0) == whole([*both, alone], after=0) == [[alone], both]
-    assert whole([alone, *both], after=2) == [[alone]]
-    assert whole([alone, *both], after=4) == []
 
 
 def test_a_keeper_keeps_the_newest_steps_and_forgets_what_is_done_again() -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants, snapshot_download
-from safetensors.torch import load, load_file, save_file
 
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.adapter_files import WEIGHTS
@@ -393,17 +392,6 @@ def test_weights_go_by_xet(trained: Path, hub: hubs.Hub, pushed_as: Any, xet: No
     assert hub.repos["ada/again"].files[WEIGHTS] == (trained / "final" / WEIGHTS).read_bytes()
 
 
-def test_bytes_that_xet_changed_would_be_seen(hub: hubs.Hub, xet: None) -> None:
-    class Damaging(dict[str, bytes]):
-        def __setitem__(self, name: str, xorb: bytes) -> None:
-            super().__setitem__(name, xorb[:-1] + bytes([xorb[-1] ^ 1]))
-
-    hub.xorbs = Damaging()
-    user = Hub(hub.token, endpoint=hub.url, wait=lambda seconds: False)
-    with pytest.raises(HubError, match="the Hub refuses with 400"):
-        user.push(user.check("ada/poems"), {"model.safetensors": random.Random(1).randbytes(10**5)}, message="Model")
-
-
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
@@ -441,40 +429,6 @@ def test_a_push_by_xet_that_was_given_up_goes_on(hub: hubs.Hub, xet: None) -> No
     assert hub.repos["ada/poems"].files["model.safetensors"] == files["model.safetensors"]
 
 
-def test_an_answer_that_xet_does_not_understand_is_no_traceback(hub: hubs.Hub, xet: None) -> None:
-    hub.fail("POST", "/cas/v2/shards", times=10**6, status=200)
-    user = Hub(hub.token, endpoint=hub.url, wait=lambda seconds: False)
-    with pytest.raises(HubError, match=r"the Hub cannot take it: .*Invalid response"):
-        user.push(user.check("ada/poems"), {"model.safetensors": random.Random(3).randbytes(10**5)}, message="Model")
-
-
-@pytest.mark.parametrize(
-    ("path", "status", "said"),
-    [
-        ("xet-write-token", 401, "the Hub rejects the token (401)"),
-        ("xet-write-token", 403, "the token has no permission for this (403)"),
-        ("/cas/", 403, "the token has no permission for this (403)"),
-        ("/cas/", 503, f"the Hub refuses with 503, {TRIES} times"),
-        ("/cas/", 429, f"the Hub refuses with 429, {TRIES} times"),
-        ("xet-write-token", None, f"the Hub does not answer, {TRIES} times"),
-    ],
-)
-def test_what_xet_is_refused_is_said_as_it_is_for_lfs(
-    hub: hubs.Hub, xet: None, path: str, status: int | None, said: str
-) -> None:
-    for method in ("GET", "POST"):
-        hub.fail(method, path, times=10**6, status=status)
-    user = Hub(hub.token, endpoint=hub.url, wait=lambda seconds: False)
-    with pytest.raises(HubError) as found:
-        user.push(user.check("ada/poems"), {"model.safetensors": bytes(10**5)}, message="Model")
-    assert hub.count("GET", "xet-write-token") > 0
-    assert said in found.value.message
-    assert ("the same command continues" in str(found.value.repair)) == ("times" in said)
-    assert hub.repos["ada/poems"].commits == ["first"]
-    assert hub.token not in str(found.value)
-    assert hubs.SIGNATURE not in str(found.value)
-
-
 def test_a_merged_model_is_not_merged_again_after_a_failed_push(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
     fault = hub.fail("PUT", "^/lfs/", times=10**6, status=500)
     with pytest.raises(HubError):
@@ -488,27 +442,6 @@ def test_a_merged_model_is_not_merged_again_after_a_failed_push(trained: Path, h
     assert not any("merging" in one for one in told)
     assert not kept.exists()
     assert before
-
-
-def test_a_model_that_was_merged_into_another_base_is_not_pushed(
-    trained: Path, hub: hubs.Hub, pushed_as: Any, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    other = Path(shutil.copytree(tiny_model_dir, tmp_path / "other"))
-    weights = load_file(other / "model.safetensors")
-    save_file({name: one + 1 for name, one in weights.items()}, other / "model.safetensors", metadata={"format": "pt"})
-    fault = hub.fail("PUT", "^/lfs/", times=10**6, status=500)
-    with pytest.raises(HubError):
-        pushed_as(trained, to="ada/whole", merged=True, dtype="fp32")
-    fault.times = 0
-    pushed_as(trained, to="ada/whole", merged=True, dtype="fp32", base=str(other))
-    pushed = load(hub.repos["ada/whole"].files["model.safetensors"])
-    assert torch.equal(pushed["model.norm.weight"], weights["model.norm.weight"] + 1)
-    # The other is kept for the push that it was made for.
-    told: list[str] = []
-    pushed_as(trained, to="ada/whole", merged=True, dtype="fp32", notify=told.append)
-    assert not any("merging" in one for one in told)
-    pushed = load(hub.repos["ada/whole"].files["model.safetensors"])
-    assert torch.equal(pushed["model.norm.weight"], weights["model.norm.weight"])
 
 
 def with_alpha(folder: Path) -> None:
@@ -778,26 +711,6 @@ def test_a_full_disk_leaves_nothing_of_a_pull_and_says_so_once(
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_two_pulls_of_one_name_do_not_disturb_each_other(
-    poems: dict[str, bytes], hub: hubs.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second begins, and ends, while the first copies; a third one's rest of a killed process is in its way."""
-    copy, done, run = shutil.copyfileobj, list[int](), tmp_path / "run"
-
-    def meanwhile(source: Any, target: Any, size: int) -> None:
-        if not done:
-            done.append(0)
-            done[0] = pull("ada/poems", output=run).step
-        copy(source, target, size)
-
-    monkeypatch.setattr(shutil, "copyfileobj", meanwhile)
-    with pytest.raises(HubError, match="the directory exists by now"):
-        pull("ada/poems", output=run)
-    assert done == [2]
-    assert RunDir(run).store().verify(2)["step"] == 2
-    assert list(tmp_path.glob(".tmp-pull-*")) == []
-
-
 def test_what_the_manifest_of_a_pulled_checkpoint_does_not_list_is_not_brought_along(
     poems: dict[str, bytes], hub: hubs.Hub, tmp_path: Path
 ) -> None:
@@ -845,37 +758,3 @@ def test_a_failure_in_the_background_is_said_and_the_next_checkpoint_is_tried(
     until(lambda: hub.repos.get("ada/poems", hubs.Repo(True)).commits[1:])
     one.close(wait_s=120)
     assert len(warn) == 1
-
-
-def test_a_checkpoint_that_waits_at_the_end_is_pushed_unless_nobody_waits_for_it(
-    trained: Path, hub: hubs.Hub, tmp_path: Path
-) -> None:
-    for name, wait_s, expected in (("ada/poems", 120, 3), ("ada/left", 0, 2)):
-        warn, go = Told(), threading.Event()
-        fault = hub.fail("POST", "/commit/", hold=go)
-        one = pusher(hub, warn, name)
-        one.offer(trained / "checkpoint-000001")
-        until(lambda: hub.count("POST", "/commit/"))
-        one.offer(trained / "checkpoint-000002")
-        closing = threading.Thread(target=one.close, kwargs={"wait_s": wait_s})
-        closing.start()
-        if not wait_s:
-            closing.join(120)
-        go.set()
-        closing.join(120)
-        one._thread.join(120)
-        assert len(hub.repos[name].commits) == expected
-        assert not warn
-        fault.times = 0
-        hub.asked.clear()
-
-
-def test_closing_ends_what_is_tried_again(trained: Path, hub: hubs.Hub) -> None:
-    warn = Told()
-    one = pusher(hub, warn)
-    hub.fail("POST", "repos/create", times=10**6, status=503, headers={"Retry-After": "100000"})
-    one.offer(trained / "checkpoint-000001")
-    until(lambda: hub.count("POST", "repos/create"))
-    one.close(wait_s=120)
-    assert not one._thread.is_alive()
-    assert not warn, "the run is over; that is no failure"

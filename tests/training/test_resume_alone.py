@@ -183,16 +183,6 @@ def test_checkpointing_is_the_same_run_and_offload_needs_a_gpu(undisturbed: Path
         runs.assemble_alone(changed(plain, {"train.activation_offload": True}), tmp_path / "offload")
 
 
-def test_records_of_several_steps_are_those_of_an_undisturbed_run_after_a_kill(plain: Plain, tmp_path: Path) -> None:
-    """Checkpoints are due at 4 and 8: a record ends there too."""
-    logged = changed(plain, {"tracking.log_every": 3})
-    runs.run_alone(logged, tmp_path / "whole")
-    run_dir = runs.cut(tmp_path / "whole", tmp_path / "run")
-    runs.run_alone(logged, run_dir)
-    assert runs.values(run_dir, "step") == [3, 4, 6, 8]
-    assert runs.trace(run_dir) == runs.trace(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("log_every", [1, 3])
 def test_a_run_that_is_asked_to_stop_saves_at_that_step_and_goes_on_to_the_same_bits(
     plain: Plain, undisturbed: Path, tmp_path: Path, log_every: int

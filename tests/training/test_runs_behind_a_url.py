@@ -8,18 +8,17 @@ import importlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from finray.checkpoint import CheckpointStore, manifest
-from finray.checkpoint.copies import local_copy
+from finray.checkpoint import manifest
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import INDEX, RemoteStore
-from finray.checkpoint.rundir import RunDir, check_output, open_run
+from finray.checkpoint.rundir import check_output
 from finray.config.paths import with_absolute_paths
 from finray.errors import CheckpointError, StorageError
 from finray.records import Note, Record
@@ -101,45 +100,6 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_is_the_same_run_to_tra
         assert (tmp_path / folder / "run_id").read_text() == first
 
 
-def test_what_workers_print_is_behind_the_url_and_ranks_on_other_machines_bring_their_own(
-    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
-) -> None:
-    """A machine that is lost takes its logs with it."""
-    objects = Objects(bucket.url("runs/run"))
-    stores = {}
-    for rank, share in ((0, (0, 2)), (1, (1, 2)), (2, (0, 1))):
-        # Ranks 0 and 1 are on one machine.
-        here = tmp_path / f"machine{rank // 2}"
-        (here / "logs").mkdir(parents=True, exist_ok=True)
-        (here / "logs" / f"rank-{rank:05d}.log").write_text(f"I am {rank}\n")
-        (here / "metrics.jsonl").write_text(f"of {rank // 2}\n")
-        stores[rank] = RemoteStore(here, objects, attempt="a" * 32, first=rank == 0, share=share)
-    stores[0].take()
-    mark = bucket.mark()
-    for _ in range(2):
-        for one in stores.values():
-            one.follow()
-    logs = {f"logs/aaaaaaaa/rank-{rank:05d}.log": f"I am {rank}\n".encode() for rank in range(3)}
-    assert bucket.content("runs/run/") == {"attempt": b"a" * 32, "metrics.jsonl": b"of 0\n", **logs}
-    assert len(bucket.asked("PUT", mark)) == 4
-    # The next attempt has rank 1 on another machine, and overwrites nothing.
-    later = RemoteStore(tmp_path / "machine1", objects, attempt="b" * 32, first=True, share=(0, 1))
-    later.take()
-    later.follow()
-    assert bucket.content("runs/run/logs/aaaaaaaa/").keys() == {name.rpartition("/")[2] for name in logs}
-    (tmp_path / "machine0" / "logs" / "rank-00001.log").write_text("late")
-    with pytest.raises(CheckpointError, match="another process"):
-        stores[0].follow()
-
-
-def test_retention_deletes_behind_the_url_and_here(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
-    plain = runs.changed(tiny_on_s3, {"checkpoint.keep_last": 1})
-    runs.run_alone(plain, tmp_path / "run")
-    folders = {key.split("/")[2] for key in bucket.keys("runs/run/checkpoint-")}
-    assert [name.rpartition("-")[0] for name in folders] == ["checkpoint-000008"]
-    assert CheckpointStore(tmp_path / "run").steps() == [8]
-
-
 def test_a_run_that_was_taken_over_writes_nothing_more(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
     url = bucket.url("runs/run")
 
@@ -163,15 +123,6 @@ def test_damage_of_any_file_of_a_checkpoint_behind_a_url(
     objects = Objects(bucket.url("runs/run"))
     names = damaged.check_that_all_damage_behind_a_url_is_named(objects, bucket, tmp_path / "copy")
     assert {weights, "training_state/state.json", "manifest.json"} <= {*names}
-
-
-@pytest.mark.parametrize("method", ["lora", "none"])
-def test_damage_of_any_file_of_a_local_checkpoint(tiny_run: Callable[..., Plain], tmp_path: Path, method: str) -> None:
-    plain = tiny_run({"adapter.method": method, "train.max_steps": 4, "checkpoint.every_steps": 2})
-    runs.run_alone(plain, tmp_path / "run")
-    names = damaged.check_that_all_damage_is_named(tmp_path / "run")
-    weights = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
-    assert {weights, "config.json" if method == "none" else "adapter_config.json", "manifest.json"} <= {*names}
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_and_never_anew(
@@ -198,33 +149,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_never_anew(
         runs.assemble_alone(tiny_on_s3, tmp_path / "new")
 
 
-def test_a_damaged_copy_is_fetched_again(tiny_on_s3: Plain, tmp_path: Path) -> None:
-    killed_after(tiny_on_s3, tmp_path / "run", 4)
-    path = tmp_path / "run" / "checkpoint-000004" / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-8])
-    loop = runs.assemble_alone(tiny_on_s3, tmp_path / "run", notify=lambda record: None).loop
-    assert loop.state.step == 4
-
-
-def test_a_run_that_lost_its_config_or_all_of_it_is_not_begun_anew(
-    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
-) -> None:
-    plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies")})
-    config = with_absolute_paths(runs.config_of(plain))
-    with open_run(config, fresh=False, notify=pytest.fail) as run:
-        pass
-    runs.run_alone(runs.changed(plain, {"train.max_steps": 2}), run.path)
-    bucket.delete("runs/run/config.yaml")
-    with pytest.raises(CheckpointError, match=r"config\.yaml is missing"), open_run(config, fresh=False, notify=print):
-        pass
-    for key in bucket.keys("runs/run/"):
-        bucket.delete(key)
-    with pytest.raises(CheckpointError, match="no run at the URL"), open_run(config, fresh=False, notify=print):
-        pass
-    with open_run(config, fresh=True, notify=print) as run:
-        assert run.store().steps() == []
-
-
 def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Plain, s3_server: s3.Server) -> None:
     for url, said in (
         ("s3://finray-tests-of-nobody/runs", "cannot write there"),
@@ -234,21 +158,6 @@ def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Pla
         with pytest.raises(StorageError, match=said) as caught:
             check_output(config)
         assert caught.value.repair
-
-
-def test_an_earlier_run_is_moved_aside_behind_the_url(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
-    plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies"), "train.max_steps": 2})
-    config = with_absolute_paths(runs.config_of(plain))
-    with open_run(config, fresh=False, notify=pytest.fail) as run:
-        runs.run_alone(plain, run.path)
-    before = {key.removeprefix("runs/run/"): bucket.get(key) for key in bucket.keys("runs/run/")}
-    said: list[str] = []
-    with open_run(config, fresh=True, notify=said.append) as run:
-        assert run.store().steps() == []
-    (moved,) = said
-    aside = moved.rpartition("/")[2]
-    assert bucket.content(f"runs/{aside}/") == before
-    assert [key.removeprefix("runs/run/") for key in bucket.keys("runs/run/")] == ["config.sig", "config.yaml"]
 
 
 # --- storage on a bad day -------------------------------------------------------------------------------------------
@@ -299,17 +208,6 @@ def test_old_listings_hide_nothing_and_show_nothing_that_is_gone(
     # Negative control: by the listing alone it would be another.
     bucket.delete(f"runs/run/{INDEX}")
     assert RemoteStore(tmp_path / "other", Objects(url)).steps() == []
-
-
-def test_a_checkpoint_whose_name_did_not_get_into_the_index_is_found(
-    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
-) -> None:
-    killed_after(tiny_on_s3, tmp_path / "run", 2)
-    index = bucket.get(f"runs/run/{INDEX}")
-    killed_after(tiny_on_s3, tmp_path / "run", 4)
-    for content in (index, b"{}", b""):
-        bucket.put(f"runs/run/{INDEX}", content)
-        assert RemoteStore(tmp_path / "other", Objects(bucket.url("runs/run"))).steps() == [2, 4]
 
 
 def test_storage_that_fails_for_good_ends_the_run_and_is_named(
@@ -393,44 +291,6 @@ def test_a_run_is_kept_by_any_file_system_of_fsspec(
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
-
-
-def test_a_local_copy_has_what_a_command_needs(
-    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies"), "train.max_steps": 4})
-    url = bucket.url("runs/run")
-    with pytest.raises(CheckpointError, match="the run does not exist"):
-        local_copy(url)
-    with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, notify=pytest.fail) as run:
-        runs.run_alone(plain, run.path)
-    small = Path(local_copy(url, weights=False))
-    records = {"metrics.jsonl", "starts.jsonl"}
-    assert {one.name for one in small.iterdir()} == {"config.sig", "config.yaml", "attempt", "run_id", *records}
-    # Not finished yet: the newest checkpoint.
-    path = Path(local_copy(url))
-    assert [one.name for one in path.glob("checkpoint-*")] == ["checkpoint-000004"]
-    assert run.make_final(best=None, warn=pytest.fail) == 4
-    shutil.rmtree(path)
-    path = Path(local_copy(f"{url}/"))
-    manifest.verify(path / "final")
-    assert Path(local_copy(f"{url}/final")) == path / "final"
-    assert not (path / "checkpoint-000004" / "adapter_model.safetensors").exists()
-    older = Path(local_copy(f"{url}/checkpoint-000002"))
-    manifest.verify(older)
-    assert older == path / "checkpoint-000002"
-    # What is changed here is fetched again, what is not is not.
-    changed: Any = path / "final" / "adapter_model.safetensors"
-    changed.unlink()
-    changed.write_bytes(b"other")
-    mark = bucket.mark()
-    local_copy(url)
-    manifest.verify(path / "final")
-    fetched = [one for one in bucket.asked("GET", mark) if "/final/" in one and not one.endswith("manifest.json")]
-    assert fetched == ["runs/run/final/adapter_model.safetensors"]
-    assert json.loads(bucket.get("runs/run/final/manifest.json"))["step"] == 4
-    assert RunDir(path).finished() is None
 
 
 def test_runs_behind_a_url_are_reported_listed_and_compared(

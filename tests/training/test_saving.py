@@ -155,18 +155,6 @@ def test_a_save_is_waited_for_where_it_is_not_asynchronous(plain: Plain, tmp_pat
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
 
 
-def test_an_attempt_that_was_overtaken_writes_no_checkpoint(plain: Plain, tmp_path: Path) -> None:
-    """A process that was cut off and comes back: the run belongs to the one that was assembled last."""
-    old, new = (runs.assemble_alone(plain, tmp_path / "run") for _ in range(2))
-    with pytest.raises(CheckpointError, match="another process"):
-        old.loop.run()
-    assert CheckpointStore(tmp_path / "run").steps() == []
-    new.loop.run()
-    assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
-    for one in (old, new):
-        one.loop.trackers.finish()
-
-
 def test_a_checkpoint_written_behind_is_the_one_written_at_once(plain: Plain, tmp_path: Path) -> None:
     now = changed(plain, {"checkpoint.asynchronous": False})
     runs.run_alone(plain, tmp_path / "behind")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -39,26 +37,6 @@ def test_epochs_say_how_many_rows_are_seen(plain: Plain, tmp_path: Path) -> None
     assert sorted(seen) == list(range(20))
     assert Counter(seen.values()) == {1: 14, 2: 6}
     assert runs.values(tmp_path, "epoch")[-1] == 1.3
-
-
-@pytest.mark.parametrize(("kept", "steps"), [(1, [5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
-def test_so_many_checkpoints_are_kept(plain: Plain, tmp_path: Path, kept: int, steps: list[int]) -> None:
-    settings = {"train.max_steps": 5, "checkpoint": {"every_steps": 1, "keep_last": kept}}
-    runs.run_alone(changed(plain, settings), tmp_path)
-    assert sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*")) == steps
-
-
-@pytest.mark.parametrize(("every", "steps"), [(1, [5, 9, 12]), (0.5, [3, 5, 7, 9, 12])])
-def test_checkpoints_and_evaluations_by_the_epoch(plain: Plain, tmp_path: Path, every: float, steps: list[int]) -> None:
-    """Of 18 rows, four at a time: an epoch ends within the fifth step, the second one with the ninth."""
-    by_epoch = {"checkpoint": {"every_epochs": every, "every_steps": 1, "keep_last": 9, "keep_best": False}}
-    settings = {"train.max_steps": 12, "data.eval_ratio": 0.1, "evaluation.every_epochs": every}
-    runs.run_alone(changed(plain, settings, by_epoch), tmp_path)
-    ends = [runs.values(tmp_path, "epoch")[step - 1] for step in steps]
-    assert all(end >= (at + 1) * every for at, end in enumerate(ends[:-1]))
-    saved = sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
-    evaluated = [record["step"] for record in runs.records(tmp_path, "eval")]
-    assert (saved, evaluated) == (steps, steps)
 
 
 class Operations(TorchDispatchMode):
@@ -196,35 +174,6 @@ def test_another_seed_begins_with_another_adapter(plain: Plain, tmp_path: Path) 
     one, again, other = begun(5, "one"), begun(5, "again"), begun(6, "other")
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_speed_is_tokens_by_the_clock(plain: Plain, tmp_path: Path) -> None:
-    """A clock that continues by three seconds whenever it is read."""
-    settings = changed(plain, {"train.max_steps": 6, "tracking.log_every": 2, "checkpoint.every_steps": 4})
-    found = runs.assemble_alone(settings, tmp_path)
-    found.loop.clock = map(float, itertools.count(0, 3)).__next__
-    found.loop.run()
-    found.loop.trackers.finish()
-    records = runs.records(tmp_path)
-    assert [one["step"] for one in records] == [2, 4, 6]
-    before = {"tokens": 0, "seconds": 0.0}
-    for record in records:
-        seconds = record["seconds"] - before["seconds"]
-        assert seconds >= 6
-        assert record["tokens_per_s"] == pytest.approx((record["tokens"] - before["tokens"]) / seconds, abs=1e-3)
-        assert 0 < record["data_wait_s"] < seconds
-        before = record
-    summary = found.loop.summary()
-    assert summary.train_seconds == before["seconds"] == summary.phases["train"]
-    assert summary.tokens_per_s == pytest.approx(summary.tokens / summary.train_seconds)
-    assert summary.phases["checkpoint"] > 0
-
-    # The time before a checkpoint counts for a run that continues.
-    runs.keep_until(tmp_path, 4)
-    again = runs.assemble_alone(settings, tmp_path)
-    assert again.loop.state.seconds == records[1]["seconds"]
-    again.loop.trackers.finish()
-    assert math.isclose(again.loop.state.tokens, records[1]["tokens"])
 
 
 def test_a_revision_of_the_hub_goes_from_the_config_to_whoever_loads_the_adapter(
