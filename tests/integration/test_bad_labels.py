@@ -32,18 +32,6 @@ CASES: dict[str, tuple[dict[str, Any], list[Any] | None, list[Any] | None, list[
         ["held.jsonl:9: the label `mineral`", "which have animal, neither, plant"],
     ),
     "one class only": ({}, texts("animal"), None, ["all 8 rows to train on have the label `animal`"]),
-    "numbers with decimals": (
-        {"classification.problem": "single_label"},
-        texts(0.5),
-        None,
-        ["own.jsonl:1: the label is 0.5", "set classification.problem to regression"],
-    ),
-    "no column of labels": (
-        {},
-        [{"text": "a", "klass": "x", "id": 1}],
-        None,
-        ["there is no column with the labels (columns: text, klass, id)", "{label: COLUMN}"],
-    ),
     "a label that is null": ({}, [*texts("animal"), *texts(None)], None, ["own.jsonl:9: the column `label` is null"]),
     "rows beyond the positions": (
         {"data.max_length": 100},
@@ -51,35 +39,11 @@ CASES: dict[str, tuple[dict[str, Any], list[Any] | None, list[Any] | None, list[
         [LONG],
         ["the longest row has 100 tokens, but the model has 80 positions", "data.max_length=80"],
     ),
-    "a metric of answers": (
-        {"evaluation.metric": "exact_match"},
-        None,
-        texts("animal"),
-        ["sequence_classification has no metric `exact_match`", "use one of: eval_loss, accuracy"],
-    ),
-    "a metric of numbers": (
-        {"evaluation.metric": "spearman"},
-        None,
-        texts("animal"),
-        ["there is no metric `spearman` for single_label labels"],
-    ),
     "a metric of no class": (
         {"evaluation.metric": "recall_mineral"},
         None,
         texts("animal"),
         ["no metric `recall_mineral` for single_label labels; the classes are animal, neither, plant"],
-    ),
-    "scores of answers": (
-        {"evaluation.metrics": ["rougeL"]},
-        None,
-        texts("animal"),
-        ["evaluation.metrics: ", "does not answer prompts", "its own metrics: eval_loss, accuracy"],
-    ),
-    "scores that nobody knows": (
-        {"evaluation.metrics": ["rouge"]},
-        None,
-        texts("animal"),
-        ["unknown name `rouge` (did you mean `rougeL`?)"],
     ),
 }
 

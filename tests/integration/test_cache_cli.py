@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from finray.data.dataset import cache
 from finray.data.dataset.manifest import MANIFEST, PartResult
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.prepare import is_prepared, prepare_here
+from finray.data.dataset.prepare import prepare_here
 from finray.data.storage import Folder
 from tests.support import runs, s3, tiny
 from tests.support.runs import Plain
@@ -97,13 +95,6 @@ def test_list_shows_what_there_is(plain: Plain, tmp_path: Path, monkeypatch: pyt
     assert f"2 in {whole.parent}" in output
 
 
-def test_a_name_that_is_not_there(tmp_path: Path) -> None:
-    code, output = cache_cli("cache", "list", str(tmp_path / "nowhere"))
-    assert code == 2
-    assert "does not exist" in output
-    assert "Traceback" not in output
-
-
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,15 +167,6 @@ def test_prune_takes_the_damaged_one_and_it_is_prepared_again(plain: Plain) -> N
     assert {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()} == content
 
 
-def test_prune_takes_all(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {prepared(plain).name, prepared(plain, max_length=48).name, killed(plain, monkeypatch, max_length=56).name}
-    root = Path(plain["run"]["output_dir"], ".prepared")
-    code, output = cache_cli("cache", "prune", "--all", root)
-    assert code == 0
-    assert {line.split()[1] for line in output.splitlines()[:-1]} == names
-    assert [path.name for path in root.iterdir() if not path.name.startswith((".locks", ".digests"))] == []
-
-
 def test_prune_goes_by_the_last_use_and_looking_is_no_use(plain: Plain) -> None:
     old, new = prepared(plain), prepared(plain, max_length=48)
     used = time.time() - 40 * DAY
@@ -212,31 +194,6 @@ def test_prune_leaves_a_preparation_that_is_under_way(plain: Plain, monkeypatch:
         assert cache_cli("cache", "prune", "--all", unfinished.parent) == (0, "0 removed\n")
     assert unfinished.is_dir()
     assert "1 removed" in cache_cli("cache", "prune", "--all", unfinished.parent)[1]
-
-
-@pytest.mark.parametrize("moment", ["before", "after the first file"])
-def test_prune_killed_half_way_leaves_nothing_that_is_in_the_way(
-    moment: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = prepared(plain)
-    content = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-
-    class Killed(BaseException):
-        pass
-
-    def die(*arguments: Any, **options: Any) -> None:
-        if moment != "before":
-            next(Path(arguments[0]).rglob("*.arrow")).unlink()
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", die)
-        with pytest.raises(Killed):
-            cache.prune(str(whole.parent), everything=True)
-    assert is_prepared(runs.config_of(plain)) is None
-    assert not any(entry.is_whole for entry in cache.entries(str(whole.parent)))
-    assert prepared(plain) == whole
-    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == content
 
 
 # --- the same on s3 -------------------------------------------------------------------------------------------------
@@ -282,42 +239,6 @@ def exported(folder: Path) -> dict[str, list[dict[str, str]]]:
         path.name: [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for path in folder.glob("*.jsonl")
     }
-
-
-def test_export_writes_every_row_once_by_split(plain: Plain, tmp_path: Path) -> None:
-    plain["data"] |= {"eval_ratio": 0.2, "test_ratio": 0.1}
-    prepared(plain)
-    config = runs.write_config(plain, tmp_path / "run.yaml")
-    code, output = cache_cli("prepare", config, "--export-jsonl", tmp_path / "rows")
-    assert code == 0, output
-    found = exported(tmp_path / "rows")
-    assert {name: len(rows) for name, rows in found.items()} == {
-        "training.jsonl": 28,
-        "validation.jsonl": 8,
-        "test.jsonl": 4,
-    }
-    assert all(f"wrote {len(rows)} rows to {tmp_path / 'rows' / name}" in output for name, rows in found.items())
-    expected = [
-        {
-            "input": f"<|im_start|>user\n{row['messages'][0]['content']}<|im_end|>\n<|im_start|>assistant\n",
-            "output": row["messages"][1]["content"],
-        }
-        for row in tiny.chat_rows(40)
-    ]
-    together = [row for rows in found.values() for row in rows]
-    assert sorted(map(json.dumps, together)) == sorted(map(json.dumps, expected))
-    order = [expected.index(row) for row in found["training.jsonl"]]
-    assert order == sorted(order)
-
-
-def test_an_export_replaces_the_one_before(plain: Plain, tmp_path: Path) -> None:
-    """Rows that were held out once and are trained on now must not be left in validation.jsonl."""
-    prepared(plain)
-    config = runs.write_config(plain, tmp_path / "run.yaml")
-    assert cache_cli("prepare", config, "data.eval_ratio=0.2", "--export-jsonl", tmp_path / "rows")[0] == 0
-    assert set(exported(tmp_path / "rows")) == {"training.jsonl", "validation.jsonl"}
-    assert cache_cli("prepare", config, "--export-jsonl", tmp_path / "rows")[0] == 0
-    assert {name: len(rows) for name, rows in exported(tmp_path / "rows").items()} == {"training.jsonl": 40}
 
 
 def test_export_follows_a_mix_and_leaves_out_what_was_left_out(

@@ -13,6 +13,7 @@ from tests.support.group import run_group
 from tests.support.runs import Plain, changed
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler, and there is none")
 def test_compiled_layers_give_the_same_curve(tmp_path: Path, tiny_run: Callable[..., Plain]) -> None:
     # Without an adapter all layers are alike, and are compiled once.

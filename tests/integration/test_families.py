@@ -15,6 +15,8 @@ from finray.data.dataset.prepared import PreparedDataset
 from tests.support import runs, tiny
 from tests.support.group import run_all
 
+# Those of the gate, and those of make test-nightly.
+GATE = ["llama", "gemma3", "gpt2"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma3", "phi3", "gpt2", "bloom", "opt"]
 STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3, "keep_deepspeed_shards": False}}
 # A module with parameters that these have, another family has too: DeepSpeed, which takes longest, gathers those.
@@ -35,17 +37,19 @@ def plain_of(family: str, strategy: str, folder: Path) -> runs.Plain:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """The runs of all families under all strategies, by two processes."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """The runs of all families that are asked for, under all strategies, by two processes."""
+    own = (item for item in request.session.items if item.path == request.path)
+    families = sorted({item.callspec.params["family"] for item in own if isinstance(item, pytest.Function)})
     folder = tmp_path_factory.mktemp("families")
     # Few enough that they come again: then the loss falls.
     tiny.write_chat_rows(folder, 14)
-    for family in FAMILIES:
+    for family in families:
         tiny.save_model(family, folder / family, tokenizer)
     run_all(
         [
             (plain_of(family, strategy, folder), folder / f"{family}-{strategy}")
-            for family in FAMILIES
+            for family in families
             for strategy in strategies(family)
         ],
         world_size=2,
@@ -75,7 +79,9 @@ def reference(family: str, folder: Path, steps: list[list[int]]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[] if one in GATE else [pytest.mark.nightly]) for one in FAMILIES]
+)
 def test_a_family_learns_what_its_unpacked_reference_does(folder: Path, family: str) -> None:
     steps = runs.values(folder / f"{family}-ddp", "samples")
     assert max(len(rows) for rows in steps) > 3, "packs must hold several rows"

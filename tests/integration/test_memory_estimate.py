@@ -26,10 +26,20 @@ _CHEAPER: dict[str, dict[str, Any]] = {
 # The median of three counts. Two workers under DDP hold a bucket of gradients at their peak or do not: 925 to 1100 MiB
 # were seen. Six runs with weights in bf16 took 1,357 to 1,718 MiB.
 _VARIES = ("two-layers-full-2-workers", "wide-bf16-true")
-_RUNS: dict[str, list[dict[str, Any]]] = {}
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the process and its heap are Linux's")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the process and its heap are Linux's"),
+]
 Check = Callable[[dict[str, Any]], bool]
+# What was measured of a setting, by its name.
+Runs = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def made() -> Runs:
+    """Those of all tests of this file."""
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def holds(benchmark_module: Callable[[str], Any], smollm2_dir: Path, folder: Path) -> Callable[[str, Check], bool]:
+def holds(
+    benchmark_module: Callable[[str], Any], smollm2_dir: Path, folder: Path, made: Runs
+) -> Callable[[str, Check], bool]:
     """Whether something holds for a setting of the benchmark: of the run with the median of what is measured.
 
     A check is given estimate, measurement, and the parts of the estimate, in bytes, and holds for one range of
@@ -55,20 +67,20 @@ def holds(benchmark_module: Callable[[str], Any], smollm2_dir: Path, folder: Pat
         return dict(memory.measure(bench(model=smollm2_dir, folder=folder, peer_python=""), setting))
 
     def decide(case: str, check: Check) -> bool:
-        made, most = _RUNS.setdefault(case, []), 3 if case in _VARIES else 1
-        while len(made) < most:
-            if sum(map(check, made)) > most // 2:
+        own, most = made.setdefault(case, []), 3 if case in _VARIES else 1
+        while len(own) < most:
+            if sum(map(check, own)) > most // 2:
                 return True
-            made.append(run(case))
-        return check(sorted(made, key=lambda run: float(run["measured"]))[most // 2])
+            own.append(run(case))
+        return check(sorted(own, key=lambda run: float(run["measured"]))[most // 2])
 
     return decide
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_estimate_is_within_15_percent(holds: Callable[[str, Check], bool], case: str) -> None:
-    assert holds(case, lambda run: abs(run["estimate"] / run["measured"] - 1) <= 0.15), _RUNS[case]
-    assert all(run["estimate"] == sum(run["parts"].values()) for run in _RUNS[case])
+def test_the_estimate_is_within_15_percent(holds: Callable[[str, Check], bool], made: Runs, case: str) -> None:
+    assert holds(case, lambda run: abs(run["estimate"] / run["measured"] - 1) <= 0.15), made[case]
+    assert all(run["estimate"] == sum(run["parts"].values()) for run in made[case])
 
 
 def test_state_that_is_forgotten_would_be_seen(holds: Callable[[str, Check], bool]) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,10 @@ from tokenizers.processors import TemplateProcessing
 
 from finray.config.schema import Config
 from finray.data.dataset.export import export_rows
-from finray.data.dataset.prepare import prepare_here, start_preparation
-from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sources import pieces
 from finray.data.sources.resolve import resolve
-from finray.runtime.prepare import prepare_on_ray
 from tests.support.preparing import Preparing, Write, ids, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -84,22 +81,6 @@ def test_name_config_and_split_are_those_that_the_hub_is_asked_for(preparing: Pr
     assert calls == [((name, "flan1m-alpaca-uncensored"), asked)]
 
 
-def test_ratios_hold_out_what_the_old_tool_held_out_seeded_and_again_the_same(preparing: Preparing, serve: Any) -> None:
-    serve(dolphin(200))
-
-    def sides(seed: int) -> list[set[str]]:
-        splits = preparing.splits("org/held-out", run={"seed": seed}, **RATIOS, **TEMPLATES)
-        return [set(preparing.said(one)) for one in (splits.train, splits.eval, splits.test)]
-
-    train, held, test = first = sides(16257)
-    assert [len(side) for side in first] == [180, 10, 10]
-    assert len(train | held | test) == 200
-    assert sides(16257) == first
-    other = sides(16258)
-    assert other[1] != held
-    assert other[2] != test
-
-
 def test_templates_with_written_out_newlines_and_renamed_columns(preparing: Preparing, put: Write) -> None:
     rows = [{"q": "what is", "ctx": "the {river}\\n", "a": 12}]
     source = put("rows.jsonl", lines(rows))
@@ -116,97 +97,12 @@ def test_templates_with_written_out_newlines_and_renamed_columns(preparing: Prep
     assert ids(split) == [(asked + answer, [0] * len(asked) + [1] * len(answer))]
 
 
-@pytest.mark.parametrize(("spoil", "message"), [({"input": None}, "`input` is null"), ({}, "`input` is missing")])
-def test_a_null_or_missing_field_is_named_with_its_row(
-    preparing: Preparing, put: Write, spoil: dict[str, None], message: str
-) -> None:
-    rows = dolphin(4)
-    del rows[2]["input"]
-    source = put("rows.jsonl", lines([*rows[:2], {**rows[2], **spoil}, rows[3]]))
-    error = preparing.refused(source, **TEMPLATES)
-    assert message in error.message
-    assert error.where == f"{source}:3"
-    # The old tool wrote the word None into the prompt.
-    assert not any("None" in text for text in preparing.texts(source, on_bad_row="drop", **TEMPLATES))
-
-
-def test_a_null_field_of_a_set_from_the_hub_is_named_too(preparing: Preparing, serve: Any) -> None:
-    serve([*dolphin(2), {**dolphin(3)[2], "output": None}])
-    error = preparing.refused("org/null", **TEMPLATES)
-    assert error.where == "org/null:3"
-    assert "`output` is null" in error.message
-
-
-def test_the_end_of_sequence_is_learned_and_a_cut_off_row_says_so(preparing: Preparing, put: Write) -> None:
-    source = put(
-        "rows.jsonl", lines([{"input": "one two ", "output": "three"}, {"input": "a ", "output": words(1, 40)}])
-    )
-    dataset = preparing.dataset(source, max_length=32, format="prompt_completion")
-    rows = dataset.all_rows("train")
-    end = preparing.tokenizer.eos_token_id
-    (short, mask), (long, _) = ids(rows)
-    assert (short[-1], mask[-1]) == (end, 1)
-    assert len(long) == 32
-    assert end not in long
-    assert dataset.manifest.splits["train"].truncated == 1
-
-
 CONVERTER = """
-import os, time
-
 def question_and_answer(row):
-    if "CONVERTER_LOG" in os.environ:
-        record(os.environ["CONVERTER_LOG"], int(os.environ["CONVERTER_PROCESSES"]))
     if row["output"] == "":
         return None
     return {"prompt": row["instruction"] + ": ", "completion": row["output"].upper()}
-
-def record(path, processes):
-    start, deadline = time.time(), time.time() + 180
-    while True:
-        with open(path, "a") as log:
-            log.write(f"[{os.getpid()}, {start}, {time.time()}]\\n")
-        with open(path) as log:
-            seen = {line.split(",")[0] for line in log}
-        if len(seen) >= processes or time.time() > deadline:
-            return
-        time.sleep(0.1)
 """
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_num_proc_is_the_number_of_workers(
-    workers: int, preparing: Preparing, put: Write, tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One process never has two rows at a time; with two, each row waits until there is another process."""
-    import ray
-
-    code = put("code/shaping_for_processes.py", CONVERTER).parent
-    monkeypatch.syspath_prepend(str(code))
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 200)
-    config = preparing.config(
-        put("rows.jsonl", lines(dolphin(40))), converter="shaping_for_processes:question_and_answer"
-    )
-    config = config.model_copy(
-        update={
-            "prepare": config.prepare.model_copy(update={"num_workers": workers}),
-            "run": config.run.model_copy(update={"output_dir": str(tmp_path / "runs")}),
-        }
-    )
-    log = tmp_path / "log"
-    log.write_text("")
-    path = os.pathsep.join([str(code), os.environ.get("PYTHONPATH", "")])
-    env = {"PYTHONPATH": path, "CONVERTER_LOG": str(log), "CONVERTER_PROCESSES": str(workers)}
-    for name in ("CONVERTER_LOG", "CONVERTER_PROCESSES"):
-        monkeypatch.setenv(name, env[name])
-    with start_preparation(config) as preparation:
-        prepare_on_ray(ray, preparation, env=env)
-    seen = [json.loads(line) for line in log.read_text().splitlines()]
-    if workers == 1:
-        spans = sorted((start, end) for _, start, end in seen)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    else:
-        assert len({process for process, _, _ in seen}) >= 2
 
 
 def test_a_converter_of_ones_own_and_the_exported_files(
@@ -254,33 +150,6 @@ def test_training_on_the_exported_files_gives_the_same_tokens(preparing: Prepari
     assert ids(after.eval) == ids(before.eval)
     assert ids(after.test) == ids(before.test)
     assert len(ids(after.train)) == 54
-
-
-def learned(split: PreparedSplit) -> list[list[int]]:
-    return [[token for token, mask in zip(*row, strict=True) if mask] for row in ids(split)]
-
-
-def test_conversations_are_exported_as_the_prompt_that_is_served_and_the_answer(
-    preparing: Preparing, put: Write, tmp_path: Path
-) -> None:
-    chats = [
-        {"messages": [{"role": "user", "content": words(at)}, {"role": "assistant", "content": words(at + 3)}]}
-        for at in range(6)
-    ]
-    config = preparing.config(put("rows.jsonl", lines(chats)))
-    before = exported(preparing, config, tmp_path / "out").splits(config.data, seed=0).train
-    rows = rows_of(tmp_path / "out/training.jsonl")
-    assert rows[0]["input"] == f"<|im_start|>user\n{words(0)}<|im_end|>\n<|im_start|>assistant\n"
-    assert [row["output"] for row in rows] == [words(at + 3) for at in range(6)]
-    assert learned(preparing.splits(tmp_path / "out").train) == learned(before)
-
-
-def test_an_export_leaves_no_file_of_an_earlier_one(preparing: Preparing, put: Write, tmp_path: Path) -> None:
-    source = put("rows.jsonl", lines(dolphin(60)))
-    exported(preparing, preparing.config(source, **RATIOS, **TEMPLATES), tmp_path / "out")
-    exported(preparing, preparing.config(source, **TEMPLATES), tmp_path / "out")
-    # Its rows are trained on now.
-    assert not (tmp_path / "out/test.jsonl").exists()
 
 
 def test_the_old_tools_own_files_are_read_as_they_are(preparing: Preparing, put: Write) -> None:
@@ -434,13 +303,6 @@ def test_reviews_are_learned_whole_at_512_tokens_with_a_tenth_held_out(
     assert len(splits.eval or ()) == pytest.approx(len(rows) / 10, abs=8)
 
 
-def test_the_end_of_a_text_that_just_fills_its_rows_is_learned(preparing: Preparing, put: Write) -> None:
-    text = " ".join(WORDS)
-    length = len(preparing.tokenizer(text, add_special_tokens=False)["input_ids"])
-    dataset = preparing.dataset(put("rows.jsonl", lines([{"text": text}])), max_length=length)
-    assert dataset.manifest.splits["train"].unlearnable == 0
-
-
 def test_the_named_test_split_of_the_reviews_and_their_labels(
     preparing: Preparing, reviews: Path, cached: Path
 ) -> None:
@@ -449,13 +311,6 @@ def test_the_named_test_split_of_the_reviews_and_their_labels(
     assert len(splits.train) == 5
     labelled = preparing.splits(reviews, format="labelled_text", max_length=512).train
     assert labelled.labels == [str(at % 2) for at in range(100)]
-
-
-def test_all_tokens_of_a_prompt_may_be_learned_too(preparing: Preparing, put: Write) -> None:
-    source = put("rows.jsonl", lines(dolphin(3)))
-    for train_on, share in (("all", {1}), ("completion", {0, 1})):
-        rows = ids(preparing.splits(source, train_on=train_on, **TEMPLATES).train)
-        assert {mark for _, mask in rows for mark in mask} == share
 
 
 def test_a_tokenizer_that_begins_every_text_begins_an_exported_one_once(

@@ -102,15 +102,3 @@ def test_a_training_pushes_and_keeps_the_token_to_itself(plain: runs.Plain, tmp_
     held = [str(path) for path in files if hub.token.encode() in path.read_bytes()]
     assert not held
     assert hub.token not in said + out + err
-
-
-def test_a_hub_that_is_not_there_stops_a_training_before_it_starts(
-    plain: runs.Plain, tmp_path: Path, hub: hubs.Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    code, out, err = runs.finray("train", runs.write_config(plain, tmp_path / "run.yaml"))
-    assert code == 2, out + err
-    assert "the Hub needs a token, and there is none" in out + err
-    assert not (Path(plain["run"]["output_dir"]) / "run").exists()
-    assert "HF_TOKEN" in out + err
-    assert hub.token not in out + err

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finray.data.sampling.order import permutation
 from tests.support import runs
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 8
 BATCH = 4
 PEAK = 1e-3

@@ -11,6 +11,8 @@ from finray.evaluation import statistics
 from finray.evaluation.scores.base import FloatArray
 from finray.evaluation.statistics import interval, paired
 
+pytestmark = pytest.mark.nightly
+
 TRIALS = 1000
 # Of each trial; the many trials make up for what a few resamples leave to chance.
 DRAWS = 400

@@ -9,7 +9,6 @@ import pytest
 
 from finray import train
 from tests.support import runs
-from tests.support.group import run_all
 from tests.support.runs import Plain, changed
 
 
@@ -44,16 +43,6 @@ def assert_same_run(actual: Path, expected: Path) -> None:
 def test_accumulation_changes_nothing(plain: Plain, alone: Path, tmp_path: Path, micro: int) -> None:
     runs.run_alone(with_micro(plain, micro), tmp_path / "run")
     assert_same_run(tmp_path / "run", alone)
-
-
-@pytest.mark.parametrize(("workers", "micros"), [(2, (1, 3)), (3, (4,))])
-def test_the_number_of_workers_changes_nothing(
-    plain: Plain, alone: Path, tmp_path: Path, workers: int, micros: tuple[int, ...]
-) -> None:
-    """Three workers and micro-batches of four leave one worker with nothing to do in every step."""
-    run_all([(with_micro(plain, micro), tmp_path / str(micro)) for micro in micros], world_size=workers)
-    for micro in micros:
-        assert_same_run(tmp_path / str(micro), alone)
 
 
 def test_a_run_under_ray_goes_on_at_other_world_sizes(

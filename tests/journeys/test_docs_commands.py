@@ -22,6 +22,8 @@ import pytest
 from tests.support import forks, tiny
 from tests.support.documents import FILE, FOREIGN, MODEL, PAGES, ROOT, blocks, name_of
 
+pytestmark = pytest.mark.nightly
+
 NEEDS = {"gpu", "network", "hosts", "server"}
 SHORT = (
     *("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1"),

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support import runs
 
+pytestmark = pytest.mark.nightly
+
 COLOURS = ("red", "green", "blue", "black", "white", "grey", "brown", "pink", "gold", "silver")
 THINGS = ("door", "boat", "coat", "cart", "bowl", "lamp", "roof", "gate", "sail", "wall")
 

@@ -15,6 +15,8 @@ import pytest
 from nbclient import NotebookClient
 from traitlets.config import Config
 
+pytestmark = pytest.mark.nightly
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 MODEL = "models--HuggingFaceTB--SmolLM2-135M-Instruct"
 

@@ -16,6 +16,8 @@ import pytest
 from finray.config.load import load_config
 from tests.support import forks, runs, tiny
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "cluster_lora": [{"instruction": f"say {at}", "input": "", "output": f"it is {at}"} for at in range(40)],

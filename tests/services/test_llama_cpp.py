@@ -19,6 +19,8 @@ from tests.support import runs
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="`make test-services` runs these in an environment of their own")
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 CONVERTER = Path(sys.prefix) / "converter" / "convert_hf_to_gguf.py"
 LENGTH = 40

@@ -72,6 +72,7 @@ def test_the_server_has_the_runs_numbers_config_and_tags(
     assert (step, mean) == (8, pytest.approx(weighted / sum(count for _, count, _ in targets)))
 
 
+@pytest.mark.nightly
 def test_a_kill_and_a_resume_are_one_run_and_no_step_is_there_twice(
     mlflow_server: Server,
     tiny_run: Callable[..., dict[str, Any]],
@@ -157,6 +158,7 @@ def test_a_server_that_stops_changes_no_bit_and_gets_what_it_missed(
     assert points(mlflow_server, "train/loss") == written(run_dir, "train", "loss")
 
 
+@pytest.mark.nightly
 def test_labels_that_no_name_may_have_and_more_numbers_than_a_request_takes(
     mlflow_server: Server, tmp_path: Path
 ) -> None:
@@ -189,6 +191,7 @@ def with_config(plain: dict[str, Any], run_dir: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.nightly
 def test_a_finished_run_is_handed_to_a_server_that_its_config_does_not_name(
     mlflow_server: Server,
     tiny_run: Callable[..., dict[str, Any]],

@@ -18,6 +18,8 @@ from tests.support.labelled import LABELS, bert_tokenizer, load_classifier, save
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="make test-services has an environment with ONNX Runtime")
 
+pytestmark = pytest.mark.nightly
+
 TEXTS = [" ".join(tiny.WORDS[:count]) for count in (1, 4, 9, 17)]
 
 

@@ -109,6 +109,7 @@ def test_its_files_have_the_run(tiny_run: Callable[..., dict[str, Any]], tmp_pat
     require_the_run(tmp_path / "run", eventually)
 
 
+@pytest.mark.nightly
 def test_after_a_kill_in_mid_run_its_files_have_one_run_and_no_step_twice(
     tiny_run: Callable[..., dict[str, Any]], tmp_path: Path, eventually: Any
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_kill_loses_nothing_and_the_run_is_one(service: Standin, tmp_path: Pat
     assert run["summary"]["train/mean_loss"] == pytest.approx(sum(1 / step for step in range(1, 11)) / 10)
 
 
+@pytest.mark.nightly
 def test_a_service_that_takes_nothing_ends_in_time_and_gets_everything_later(service: Standin, tmp_path: Path) -> None:
     write(tmp_path, 4)
     service.takes_rows = False
@@ -159,6 +161,7 @@ def test_a_service_that_takes_nothing_ends_in_time_and_gets_everything_later(ser
     assert service.steps(RUN_ID) == [1, 2, 3, 4]
 
 
+@pytest.mark.nightly
 def test_a_finished_run_is_handed_over_by_a_command(
     service: Standin, tiny_run: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

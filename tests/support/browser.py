@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-INSTALL = "`make browser`, or `apt-get install --no-install-recommends chromium`"
+INSTALL = "`INSTALL=1 make browser` installs it as root on Debian"
 # Milliseconds that anything may take; a machine that has other work is slow.
 PATIENCE = 120_000
 FLAGS = (
@@ -77,6 +77,20 @@ def opened(
     page.locator("figure.plot[aria-busy=true]").first.wait_for(state="detached")
     yield found
     page.close()
+
+
+def luminance(colour: Sequence[float]) -> float:
+    """Of red, green and blue from 0 to 255, as WCAG 2.2 has it."""
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (c / 255 for c in colour)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of two colours; text needs 4.5, and a part of a plot 3."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def violations(page: Page) -> list[str]:

@@ -61,7 +61,7 @@ def missing() -> str | None:
     path = f"{os.environ.get('PATH', '')}:/usr/sbin"
     lacking = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if lacking:
-        return f"no {', '.join(lacking)} (Debian: apt-get install slurmd slurmctld slurm-client munge)"
+        return f"no {', '.join(lacking)} (as root on Debian: INSTALL=1 .ci/slurm)"
     return None if os.geteuid() == 0 else "slurmd is run by root"
 
 
