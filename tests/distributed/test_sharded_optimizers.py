@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
+from finray.checkpoint.pieces import PieceReader, TensorPiece, file_name, write_pieces
 from finray.sharding import full_tensor, is_first_replica, is_sharded, local_rows
 from finray.training.optim.optimizer import Optimizer
 from tests.support import processes
@@ -46,7 +46,7 @@ def run(kind: str, folder: Path, *, mesh: DeviceMesh | None = None, start_from: 
             for name, value in optimizer.sharded_state().items():
                 local, start = local_rows(value)
                 if is_first_replica(value) and (rank == 0 or is_sharded(value)) and (local.numel() or not start):
-                    pieces.append(Piece(name, local, start, tuple(value.shape)))
+                    pieces.append(TensorPiece(name, local, start, tuple(value.shape)))
             write_pieces(folder / file_name("optimizer", rank=rank, world_size=ranks), pieces)
         if number in (HALF - 1, STEPS - 1):
             full = {name: full_tensor(one.detach()) for name, one in parameters.items()}

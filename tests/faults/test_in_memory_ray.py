@@ -17,7 +17,7 @@ import pytest
 from finray.errors import ClusterError
 from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
-from finray.training.memory import Part
+from finray.training.memory import MemoryPart
 from tests.support import runs
 
 KILL_AT = 6
@@ -76,7 +76,7 @@ def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
     try:
         keeper = ray.get_actor(name_of("a run", node))
         os.kill(ray.get(keeper.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-        memory, part = RayMemory("a run", [node], 0), Part("attempt", 3, 0, 1, {"file": "digest"}, 5)
+        memory, part = RayMemory("a run", [node], 0), MemoryPart("attempt", 3, 0, 1, {"file": "digest"}, 5)
         deadline = time.monotonic() + 60
         while not memory.parts():
             assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from finray.training.memory import Part
+from finray.training.memory import MemoryPart
 from tests.support import processes
 
 
@@ -27,11 +27,11 @@ class KeptInFiles:
     def __init__(self, run_dir: Path) -> None:
         self._root = run_dir.with_name(f"{run_dir.name}-memory")
 
-    def folder_of(self, part: Part) -> Path:
+    def folder_of(self, part: MemoryPart) -> Path:
         """Where the files of a part are."""
         return self._root / f"{part.attempt}-{part.step}-{part.rank}"
 
-    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+    def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
         """Keep a part, and name it last."""
         for name, content in files.items():
             path = self.folder_of(part) / name
@@ -39,11 +39,11 @@ class KeptInFiles:
             path.write_bytes(content)
         self.folder_of(part).with_suffix(".json").write_text(json.dumps(asdict(part)))
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MemoryPart]:
         """All that were kept."""
-        return [Part(**json.loads(one.read_text())) for one in sorted(self._root.glob("*.json"))]
+        return [MemoryPart(**json.loads(one.read_text())) for one in sorted(self._root.glob("*.json"))]
 
-    def get(self, part: Part) -> dict[str, bytes]:
+    def get(self, part: MemoryPart) -> dict[str, bytes]:
         """The files of a part."""
         folder = self.folder_of(part)
         files = (one for one in folder.rglob("*") if one.is_file())

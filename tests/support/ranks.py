@@ -29,7 +29,7 @@ class Group:
             world_size=self.world_size,
             all_gather_object=gather,
             broadcast_object=lambda value: gather(value)[0],
-            save_own=lambda folder: False,
+            save_library_checkpoint=lambda folder: False,
         )
 
     def run(self, action: Callable[[Any], Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import Settled
 from finray.training import loop as loop_module
 from finray.training.assemble import evaluate_checkpoint
-from finray.training.evaluator import MOST_OUT, Evaluated
+from finray.training.evaluator import MOST_OUT, CheckpointScores
 from finray.training.loop import Loop
 from tests.support import runs
 from tests.support.runs import Plain, changed
@@ -34,7 +34,10 @@ class Beside:
     """
 
     def __init__(
-        self, plain: Plain, *delays: int, change: Callable[[Evaluated], Evaluated | None] = lambda found: found
+        self,
+        plain: Plain,
+        *delays: int,
+        change: Callable[[CheckpointScores], CheckpointScores | None] = lambda found: found,
     ) -> None:
         self.config = runs.config_of(plain)
         self.submitted: list[int] = []
@@ -52,7 +55,7 @@ class Beside:
         self._out.append([delay, step, checkpoint])
         self.most = max(self.most, len(self._out))
 
-    def results(self) -> Sequence[Evaluated]:
+    def results(self) -> Sequence[CheckpointScores]:
         come = []
         while self._out and self._out[0][0] <= 0:
             _, step, checkpoint = self._out.popleft()
@@ -141,9 +144,9 @@ def test_a_classifiers_numbers_are_those_of_inline_too(classifier_run: Callable[
 
 def test_the_numbers_of_another_step_would_be_seen(plain: Plain, inline: Path, tmp_path: Path) -> None:
     """The negative control of the test above."""
-    before: list[Evaluated] = []
+    before: list[CheckpointScores] = []
 
-    def late(found: Evaluated) -> Evaluated:
+    def late(found: CheckpointScores) -> CheckpointScores:
         before.append(found)
         return replace(before[-2] if len(before) > 1 else found, step=found.step)
 

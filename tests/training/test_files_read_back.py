@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finray.checkpoint.pieces import Piece, write_pieces
+from finray.checkpoint.pieces import TensorPiece, write_pieces
 from finray.checkpoint.rundir import RunDir
 from finray.config.paths import with_absolute_paths
 from finray.data.dataset.prepare import prepare_here
@@ -40,7 +40,7 @@ def stray_moments(checkpoint: Path) -> None:
     """The moments of a rank that never was, in front of the real ones."""
     folder = checkpoint / "training_state"
     real = load_file(folder / "optimizer-00001-of-00001.safetensors")
-    pieces = [Piece(name, torch.ones_like(one), 0, tuple(one.shape)) for name, one in real.items()]
+    pieces = [TensorPiece(name, torch.ones_like(one), 0, tuple(one.shape)) for name, one in real.items()]
     write_pieces(folder / "optimizer-00000-of-00001.safetensors", pieces)
 
 

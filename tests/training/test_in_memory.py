@@ -17,7 +17,7 @@ from finray.parallel.ddp import DDPStrategy
 from finray.records import Note, Record, TrainRecord
 from finray.runtime.keepers import STEPS, Keeper
 from finray.training import memory as memories
-from finray.training.memory import Part
+from finray.training.memory import MemoryPart
 from tests.support import damaged, runs
 
 
@@ -25,15 +25,15 @@ class Kept:
     """Keeps parts in this process."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, int, int], tuple[Part, dict[str, bytes]]] = {}
+        self.held: dict[tuple[str, int, int], tuple[MemoryPart, dict[str, bytes]]] = {}
 
-    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+    def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
         self.held[part.attempt, part.step, part.rank] = part, dict(files)
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[MemoryPart]:
         return [part for part, _ in self.held.values()]
 
-    def get(self, part: Part) -> Mapping[str, bytes] | None:
+    def get(self, part: MemoryPart) -> Mapping[str, bytes] | None:
         found = self.held.get((part.attempt, part.step, part.rank))
         return None if found is None else found[1]
 

@@ -70,7 +70,7 @@ def test_a_killed_run_goes_on_in_another_directory_as_if_nothing_had_been(
 ) -> None:
     killed_after(tiny_on_s3, tmp_path / "first", 4)
     shutil.rmtree(tmp_path / "first")
-    runs.run_alone(tiny_on_s3, tmp_path / "second").loop.writer.follow()
+    runs.run_alone(tiny_on_s3, tmp_path / "second").loop.writer.sync_records()
     assert runs.trace(tmp_path / "second") == runs.trace(undisturbed)
     whole = manifest.read(undisturbed / "checkpoint-000006")
     copy = tmp_path / "third"

@@ -106,7 +106,7 @@ def local_copy(run: str | Path, *, weights: bool = True) -> str | Path:
     else:
         for step in reversed(store.steps()):
             try:
-                store.bring(step, _COUNTERS)
+                store.fetch_file(step, _COUNTERS)
             except CheckpointError:
                 continue
             break
@@ -186,7 +186,7 @@ def pull_folder(run_dir: Path, objects: Objects, name: str, *, beside: Path | No
     return True
 
 
-def _is_intact(folder: Path, entry: manifest.Entry) -> bool:
+def _is_intact(folder: Path, entry: manifest.FileEntry) -> bool:
     try:
         manifest.verify_files(folder, [entry])
     except CheckpointError:

@@ -16,7 +16,7 @@ NAME = "manifest.json"
 _FILES = FileKind(CheckpointError)
 
 
-class Entry(TypedDict):
+class FileEntry(TypedDict):
     """The entry of one file in a manifest."""
 
     path: str
@@ -30,15 +30,15 @@ class Content(TypedDict):
     format_version: int
     step: int
     metrics: dict[str, float]
-    files: list[Entry]
+    files: list[FileEntry]
 
 
-def entry(folder: Path, path: Path) -> Entry:
+def entry(folder: Path, path: Path) -> FileEntry:
     """Compute the manifest entry of a file."""
     return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": digest_of(path)}
 
 
-def write(folder: Path, entries: Iterable[Entry], *, step: int, metrics: dict[str, float]) -> None:
+def write(folder: Path, entries: Iterable[FileEntry], *, step: int, metrics: dict[str, float]) -> None:
     """Write the manifest of a directory with these files."""
     files = sorted(entries, key=lambda item: item["path"])
     content = {"format_version": FORMAT_VERSION, "step": step, "metrics": metrics, "files": files}
@@ -83,7 +83,7 @@ def verify(folder: Path, *, digests: bool = True) -> Content:
     return content
 
 
-def verify_files(folder: Path, entries: Iterable[Entry], *, digests: bool = True) -> None:
+def verify_files(folder: Path, entries: Iterable[FileEntry], *, digests: bool = True) -> None:
     """Compare files of a directory with their manifest entries; without ``digests`` only their sizes.
 
     They lie in the directory: what a link leads to would be copied into the finished model, and published with it.

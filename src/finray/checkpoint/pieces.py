@@ -24,7 +24,7 @@ _FILES = FileKind(CheckpointError)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """Some rows of a tensor.
 
     Attributes:
@@ -47,7 +47,7 @@ def file_name(stem: str, *, rank: int, world_size: int) -> str:
     return f"{stem}-{rank + 1:05d}-of-{world_size:05d}.safetensors"
 
 
-def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
+def write_pieces(path: Path, pieces: Iterable[TensorPiece]) -> None:
     """Write the pieces of one rank."""
     held = sorted(pieces, key=lambda piece: piece.name)
     rows = {
@@ -59,7 +59,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The entry of a tensor in the header of a file; see :class:`Piece`."""
+    """The entry of a tensor in the header of a file; see :class:`TensorPiece`."""
 
     start: int
     shape: tuple[int, ...]

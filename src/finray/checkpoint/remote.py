@@ -21,7 +21,7 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from finray.checkpoint import manifest
-from finray.checkpoint.manifest import Content, Entry
+from finray.checkpoint.manifest import Content, FileEntry
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name
 from finray.errors import CheckpointError, StorageError
@@ -48,7 +48,7 @@ class _Place(TypedDict):
     folder: str
 
 
-class _Index(TypedDict):
+class _CheckpointIndex(TypedDict):
     checkpoints: list[_Place]
 
 
@@ -77,7 +77,7 @@ class RemoteStore(CheckpointStore):
         self._objects = objects
         self._attempt = attempt or uuid.uuid4().hex
         self._first = first
-        self.share = share
+        self.verify_share = share
         self._known: dict[int, str] | None = None
         self._contents: dict[str, Content] = {}
         # Size and modification time of files when they were last uploaded.
@@ -123,16 +123,16 @@ class RemoteStore(CheckpointStore):
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def join(self, scratch: Path) -> None:
+    def open_part(self, scratch: Path) -> None:
         """Prepare to fill a directory that another rank created, perhaps on another machine."""
         with self._storage(0):
             scratch.mkdir(parents=True, exist_ok=True)
 
-    def leave(self, scratch: Path) -> None:
+    def close_part(self, scratch: Path) -> None:
         """On the machine of rank 0 the directory was renamed; on others nothing is kept."""
         shutil.rmtree(scratch, ignore_errors=True)
 
-    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[Entry]:
+    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[FileEntry]:
         """Write this rank's files locally, then upload them; returns their entries for the manifest.
 
         Raises:
@@ -142,10 +142,10 @@ class RemoteStore(CheckpointStore):
         with _uploading(step, self._objects.url):
             for one in entries:
                 self._objects.upload(scratch / one["path"], f"{self._folder(step)}/{one['path']}")
-            self.follow()
+            self.sync_records()
         return entries
 
-    def commit(self, scratch: Path, step: int, entries: list[Entry], *, metrics: dict[str, float]) -> Path:
+    def commit(self, scratch: Path, step: int, entries: list[FileEntry], *, metrics: dict[str, float]) -> Path:
         """Commit what all ranks have uploaded as a checkpoint: the manifest last, then its name in the index.
 
         Raises:
@@ -161,7 +161,7 @@ class RemoteStore(CheckpointStore):
             self._name({**self.places(), step: folder})
         return target
 
-    def follow(self) -> None:
+    def sync_records(self) -> None:
         """Upload the other files of the run that have changed since the last call: records by the first rank, each
         machine's own files by the first rank on it.
 
@@ -170,7 +170,7 @@ class RemoteStore(CheckpointStore):
         """
         paths = [self.run_dir / name for name in FOLLOWING if self._first]
         folders = list(FOLLOWING_FOLDERS) if self._first else []
-        folders += [PROFILE, LOGS] if (self._first if self.share is None else self.share[0] == 0) else []
+        folders += [PROFILE, LOGS] if (self._first if self.verify_share is None else self.verify_share[0] == 0) else []
         paths += [path for name in folders for path in (self.run_dir / name).rglob("*")]
         changed = {}
         # A link leads to what is not the run's.
@@ -209,12 +209,12 @@ class RemoteStore(CheckpointStore):
             if (content := self._objects.read(INDEX)) is not None:
                 # Without a readable index the listing is used: otherwise the run would be lost.
                 with suppress(CheckpointError):
-                    index = _INDEX.unsealed(content, _Index, self._objects.at(INDEX))
+                    index = _INDEX.unsealed(content, _CheckpointIndex, self._objects.at(INDEX))
                     found |= {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
             self._known = found
         return self._known
 
-    def learn(self, places: dict[int, str]) -> None:
+    def set_places(self, places: dict[int, str]) -> None:
         """Take over rank 0's result, because two listings may differ."""
         self._known = dict(places)
 
@@ -236,7 +236,7 @@ class RemoteStore(CheckpointStore):
             self._contents[folder] = manifest.parsed(text, self._objects.at(name), step=step)
         return self._contents[folder]
 
-    def require(self, step: int, files: Sequence[Entry]) -> None:
+    def require(self, step: int, files: Sequence[FileEntry]) -> None:
         """Download files that are missing locally or differ.
 
         Raises:
@@ -262,14 +262,14 @@ class RemoteStore(CheckpointStore):
         keep_only(self.path_of(step), content)
         return content
 
-    def bring(self, step: int, name: str) -> Path:
+    def fetch_file(self, step: int, name: str) -> Path:
         """Download one file of a step's checkpoint.
 
         Raises:
             CheckpointError: it is missing or damaged.
         """
         self.require(step, [one for one in self.content(step)["files"] if one["path"] == name])
-        return super().bring(step, name)
+        return super().fetch_file(step, name)
 
     # --- changing ---------------------------------------------------------------------------------------------------
 

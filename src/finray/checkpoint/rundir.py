@@ -36,7 +36,7 @@ from finray.files import FileKind, lines_of, opened, replace_text
 from finray.limits import cut
 from finray.records import RunSummary
 
-__all__ = ["CONFIG_FILE", "FINAL", "RESOLVED_FILE", "Earlier", "Finished", "RunDir", "open_run", "saved_config"]
+__all__ = ["CONFIG_FILE", "FINAL", "RESOLVED_FILE", "Earlier", "FinishedRun", "RunDir", "open_run", "saved_config"]
 
 # Records the finished model's name on the Hub.
 PUSHED_FILE = "pushed.json"
@@ -62,7 +62,7 @@ class _Summary(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRun:
     """The summary of a finished run, and the checkpoint that became ``final/``."""
 
     chosen_step: int
@@ -160,7 +160,7 @@ class RunDir:
             raise _RESOLVED.refused(f"names the strategy `{found.strategy}`, which its config does not", path)
         return found
 
-    def finished(self) -> Finished | None:
+    def finished(self) -> FinishedRun | None:
         """The summary and chosen step of a finished run; None before.
 
         Raises:
@@ -171,7 +171,7 @@ class RunDir:
             return None
         with _SUMMARY.reading(path):
             plain = _SUMMARY.json(path, _Summary)
-            return Finished(plain["chosen_step"], RunSummary.from_json(plain["summary"]))
+            return FinishedRun(plain["chosen_step"], RunSummary.from_json(plain["summary"]))
 
     def make_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int:
         """Create ``final/`` from a checkpoint, without the files that are only needed to resume.

@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from finray.checkpoint import manifest
-from finray.checkpoint.manifest import Content, Entry
+from finray.checkpoint.manifest import Content, FileEntry
 from finray.errors import CheckpointError
 from finray.files import opened, replace_text
 
@@ -103,7 +103,7 @@ class CheckpointStore:
             scratch.mkdir(parents=True)
         return scratch
 
-    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[Entry]:
+    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[FileEntry]:
         """Write this rank's files and flush them to disk; returns their entries for the manifest.
 
         ``fill`` writes into the given directory: every rank has its own, inside that of :meth:`begin`.
@@ -125,7 +125,7 @@ class CheckpointStore:
             shutil.rmtree(own)
         return entries
 
-    def commit(self, scratch: Path, step: int, entries: list[Entry], *, metrics: dict[str, float]) -> Path:
+    def commit(self, scratch: Path, step: int, entries: list[FileEntry], *, metrics: dict[str, float]) -> Path:
         """Commit a filled directory as a checkpoint.
 
         Raises:
@@ -171,26 +171,26 @@ class CheckpointStore:
     # --- what a store behind a URL does otherwise -------------------------------------------------------------------
 
     # (index, count) of this rank's share of the files to verify; None for its share among all ranks.
-    share: tuple[int, int] | None = None
+    verify_share: tuple[int, int] | None = None
 
-    def join(self, scratch: Path) -> None:
+    def open_part(self, scratch: Path) -> None:
         """Prepare to fill a directory that another rank created."""
 
-    def leave(self, scratch: Path) -> None:
+    def close_part(self, scratch: Path) -> None:
         """Called after a directory that this rank filled was committed or abandoned."""
 
     def places(self) -> dict[int, str]:
-        """Information that only rank 0 collects, for :meth:`learn`."""
+        """Information that only rank 0 collects, for :meth:`set_places`."""
         return {}
 
-    def learn(self, places: dict[int, str]) -> None:
+    def set_places(self, places: dict[int, str]) -> None:
         """Take over rank 0's information."""
 
-    def bring(self, step: int, name: str) -> Path:
+    def fetch_file(self, step: int, name: str) -> Path:
         """A local file of a step's checkpoint; :meth:`require` gets all files."""
         return self.path_of(step) / name
 
-    def follow(self) -> None:
+    def sync_records(self) -> None:
         """Sync the other files of the run to where its checkpoints are."""
 
     # --- finding ----------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class CheckpointStore:
         """
         return manifest.read(self.path_of(step), step=step)
 
-    def require(self, step: int, files: Sequence[Entry]) -> None:
+    def require(self, step: int, files: Sequence[FileEntry]) -> None:
         """Check that files of a step's checkpoint are on this machine, and intact.
 
         Raises:

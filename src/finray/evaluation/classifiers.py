@@ -33,7 +33,7 @@ from finray.limits import cut
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums, f1_scores
+from finray.tasks.classifier_scores import CONFUSION_METRICS, ScoreSums, f1_scores
 
 # Maximum size of a score's statistics; with more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24
@@ -60,7 +60,7 @@ class FromCounts(SummedScore):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self._of = OF_CONFUSION[name]
+        self._of = CONFUSION_METRICS[name]
         if name == "matthews_corrcoef":
             self.is_share, self.bounds = False, (-1.0, 1.0)
 

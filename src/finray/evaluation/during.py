@@ -24,12 +24,12 @@ from finray.models.loading import DTYPES
 from finray.models.saved_layout import without_adapter
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.training.evaluator import Told
+from finray.training.evaluator import OnProgress
 from finray.training.task import Task
 
 
 class Answers:
-    """Metrics of greedy answers at an evaluation; see :class:`finray.training.evaluator.Answering`.
+    """Metrics of greedy answers at an evaluation; see :class:`finray.training.evaluator.AnswerMetrics`.
 
     Args:
         config: of the run.
@@ -45,7 +45,7 @@ class Answers:
         return load_tokenizer(self._config.model)
 
     def __call__(
-        self, task: Task, split: PreparedSplit, strategy: Strategy, told: Told = lambda share: None
+        self, task: Task, split: PreparedSplit, strategy: Strategy, on_progress: OnProgress = lambda share: None
     ) -> dict[str, float]:
         """The metrics in ``evaluation.metrics`` by name; each rank answers every ``world_size``-th prompt.
 
@@ -62,7 +62,7 @@ class Answers:
                 repair="leave it out, or hold out rows with prompts and answers",
             )
         own = [prompt for prompt, _ in pairs[strategy.rank :: strategy.world_size]]
-        said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own, told)))
+        said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own, on_progress)))
         # Prompts are dealt out one by one; put the answers back in order.
         answers = [said[row % strategy.world_size][row // strategy.world_size] for row in range(len(pairs))]
         first = strategy.rank == 0
@@ -70,7 +70,7 @@ class Answers:
         metrics: dict[str, float] = strategy.broadcast_object(found)
         return metrics
 
-    def _answer(self, model: Any, prompts: Sequence[Sequence[int]], told: Told) -> list[str]:
+    def _answer(self, model: Any, prompts: Sequence[Sequence[int]], on_progress: OnProgress) -> list[str]:
         settings = self._config.evaluation
         texts = [""] * len(prompts)
         device = model.device
@@ -82,7 +82,7 @@ class Answers:
                 sampling = Sampling(max_new_tokens=settings.max_new_tokens)
                 for done, answer in enumerate(engine.generate(prompts, sampling)):
                     texts[answer.row] = answer.text
-                    told((done + 1) / len(prompts))
+                    on_progress((done + 1) / len(prompts))
             finally:
                 engine.close()
         return texts

@@ -203,7 +203,7 @@ class Strategy(Protocol):
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
 
-    def save_own(self, folder: Path) -> bool:
+    def save_library_checkpoint(self, folder: Path) -> bool:
         """Write the checkpoint of the strategy's own library (a collective); False if it has none."""
 
     def broadcast_object(self, value: Any) -> Any:
@@ -281,7 +281,7 @@ class ProcessGroup:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm.to(self.device)
 
-    def save_own(self, folder: Path) -> bool:  # noqa: ARG002
+    def save_library_checkpoint(self, folder: Path) -> bool:  # noqa: ARG002
         """Nothing."""
         return False
 

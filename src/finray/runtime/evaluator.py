@@ -34,7 +34,7 @@ from finray.training.pulse import Pulse
 
 if TYPE_CHECKING:
     from finray.runtime.worker import WorkerSpec
-    from finray.training.evaluator import Evaluated
+    from finray.training.evaluator import CheckpointScores
 
 # How often a task is started whose process died, or that failed in a way that may pass: no file handle was left, or the
 # memory of a GPU was in use, or storage did not answer. Such storage is given time first.
@@ -109,7 +109,7 @@ class RayEvaluator:
         self._queue.append(_Job(step, checkpoint))
         self._go_on()
 
-    def results(self) -> Sequence[Evaluated]:
+    def results(self) -> Sequence[CheckpointScores]:
         """Results since the last call, in the order of submission."""
         come = []
         self._go_on()
@@ -132,15 +132,15 @@ class RayEvaluator:
             job = self._queue.popleft()
             self._running = job, self._begin(job.step, job.checkpoint)
 
-    def _result(self, job: _Job, running: Any) -> Evaluated | None:
+    def _result(self, job: _Job, running: Any) -> CheckpointScores | None:
         """The result of a task; None if it is started again."""
         from ray.exceptions import RayTaskError
 
-        from finray.training.evaluator import Evaluated
+        from finray.training.evaluator import CheckpointScores
 
         after = -math.inf
         try:
-            found: Evaluated = self._fetch(running)
+            found: CheckpointScores = self._fetch(running)
             return found
         except RayTaskError as error:
             if isinstance(error.cause, StorageError | DataUnavailable):
@@ -152,7 +152,7 @@ class RayEvaluator:
             after = self._clock() + LOST_S if lost is not None else after
             why = lost[0] if lost is not None else failures.describe(error)
         if job.tries == TRIES:
-            return Evaluated(job.step, failure=f"{why}; it was tried {TRIES} times")
+            return CheckpointScores(job.step, failure=f"{why}; it was tried {TRIES} times")
         self._notify(Note(f"restarting the evaluation of step {job.step}: {why}", job.step))
         self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1, after))
         return None
@@ -164,7 +164,7 @@ def step_back() -> None:
     os.nice(5)
 
 
-def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None) -> Evaluated:
+def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None) -> CheckpointScores:
     """The Ray task. An error that a retry would hit again is returned as a result.
 
     It sends heartbeats, so that the driver ends it where it stands still; it is then repeated as a killed one.
@@ -180,12 +180,12 @@ def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | Non
         return _evaluated(spec, known, step, checkpoint, pulse)
 
 
-def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None, pulse: Pulse) -> Evaluated:
+def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None, pulse: Pulse) -> CheckpointScores:
     import torch
 
     from finray.evaluation.during import Answers
     from finray.training.assemble import evaluate_checkpoint
-    from finray.training.evaluator import Evaluated
+    from finray.training.evaluator import CheckpointScores
 
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
@@ -203,9 +203,9 @@ def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | No
             None if checkpoint is None else Path(checkpoint),
             device=device,
             answering=Answers(config, known.resolved.precision),
-            told=pulse.evaluates,
+            on_progress=pulse.evaluates,
         )
     except (StorageError, DataUnavailable):
         raise
     except FinrayError as error:
-        return Evaluated(step, failure=str(error))
+        return CheckpointScores(step, failure=str(error))

@@ -11,7 +11,7 @@ from finray.errors import ClusterError
 from finray.runtime.failures import describe
 
 if TYPE_CHECKING:
-    from finray.training.memory import Part
+    from finray.training.memory import MemoryPart
 
 # Number of steps whose parts are kept: the newest may not be complete yet.
 STEPS = 2
@@ -114,7 +114,7 @@ class RayMemory:
         # With a single node there is no second copy: the part survives the workers, not the node.
         self._group, self._mine = group, list(dict.fromkeys([ring[own], ring[(own + 1) % len(ring)]]))
 
-    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+    def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
         """Store a part on this node and the next one.
 
         Raises:
@@ -137,16 +137,16 @@ class RayMemory:
             why = describe(cause if isinstance(cause, Exception) else failures[0])
             raise ClusterError(f"{len(failures)} of {len(self._mine)} machines did not take it ({why})")
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MemoryPart]:
         """Parts stored on any node that answers."""
-        from finray.training.memory import Part
+        from finray.training.memory import MemoryPart
 
         found = {}
         for headers in self._answers(lambda keeper: keeper.headers.remote()):
-            found.update({_key(header): Part(**header) for header in headers})
+            found.update({_key(header): MemoryPart(**header) for header in headers})
         return list(found.values())
 
-    def get(self, part: Part) -> Mapping[str, bytes] | None:
+    def get(self, part: MemoryPart) -> Mapping[str, bytes] | None:
         """The files of a part, from the first node that has it."""
         key = part.attempt, part.step, part.rank
         return next((one for one in self._answers(lambda keeper: keeper.get.remote(key)) if one is not None), None)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from finray.parallel.base import Strategy
     from finray.publishing.background import CheckpointPusher
-    from finray.training.evaluator import Answering, Evaluator
+    from finray.training.evaluator import AnswerMetrics, Evaluator
     from finray.training.loop import Loop
     from finray.training.memory import Memory
 
@@ -230,7 +230,7 @@ def _run(loop: Loop, pusher: CheckpointPusher | None) -> Outcome:
         is_over = not loop.stopped
     finally:
         loop.trackers.finish(complete=is_over)
-        loop.writer.follow()
+        loop.writer.sync_records()
         if pusher is not None:
             # If the run continues, later checkpoints will be pushed.
             pusher.close(wait_s=_LAST_PUSH_S if is_over else 0)
@@ -264,7 +264,7 @@ def _loop(
         assert spec.evaluator is not None
         return RayEvaluator.of(spec, spec.evaluator, known, sender.put)
 
-    answering: Answering | None = None
+    answering: AnswerMetrics | None = None
     memory: Memory | None = None
     if config.evaluation.generate_rows is not None and config.evaluation.mode != "async":
         from finray.evaluation.during import Answers

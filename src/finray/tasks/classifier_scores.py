@@ -17,7 +17,7 @@ from finray.config.resolved import Problem
 
 Array = npt.NDArray[np.float64]
 # Of labels and scores by row (128 MiB); what needs them is left out where there would be more.
-MOST_PLACES = 2**24
+MAX_SLOTS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ScoreSums:
     def size(self, rows: int) -> int:
         """Numbers that are kept for so many rows."""
         counts, width = self._layout()
-        return counts + (rows * width if rows * width <= MOST_PLACES else 0)
+        return counts + (rows * width if rows * width <= MAX_SLOTS else 0)
 
     def _layout(self) -> tuple[int, int]:
         """Numbers that are counts, and numbers for each row."""
@@ -108,7 +108,7 @@ class ScoreSums:
         confusion = numbers[:counts].reshape(classes, classes)
         hits, there, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
         found = self._by_class(hits, predicted - hits, there - hits, there + predicted > 0)
-        found = {name: of(confusion) for name, of in OF_CONFUSION.items()} | found
+        found = {name: of(confusion) for name, of in CONFUSION_METRICS.items()} | found
         ids = np.arange(classes)[1:] if classes == 2 else np.arange(classes)
         found |= _auroc(rows[:, :1] == ids, rows[:, 1:])
         return ClassifierScores(found, tuple(tuple(int(one) for one in line) for line in confusion))
@@ -155,7 +155,7 @@ def _matthews(confusion: Array) -> float:
 
 
 # What follows from rows (C, C) by their class (first index) and the predicted one.
-OF_CONFUSION: dict[str, Callable[[Array], float]] = {
+CONFUSION_METRICS: dict[str, Callable[[Array], float]] = {
     "accuracy": lambda confusion: float(np.trace(confusion) / confusion.sum()),
     "f1_macro": lambda confusion: _f1_of(confusion)[0],
     "f1_weighted": lambda confusion: _f1_of(confusion)[1],

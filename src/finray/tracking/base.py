@@ -12,7 +12,7 @@ from finray.config.redact import redact_text
 from finray.errors import ConfigError
 from finray.records import Metrics
 from finray.tracking.follow import PATIENCE_S as FOLLOWER_PATIENCE_S
-from finray.tracking.follow import Follower, Service
+from finray.tracking.follow import Service, ServiceFollower
 from finray.tracking.jsonl import JsonlTracker
 from finray.tracking.protocol import RunInfo, Tracker
 from finray.tracking.system import Sampler
@@ -64,7 +64,7 @@ class Trackers:
         background: Mapping[str, Tracker],
         *,
         records: JsonlTracker | None = None,
-        follow: Callable[[RunInfo], list[Follower]] = lambda run: [],
+        follow: Callable[[RunInfo], list[ServiceFollower]] = lambda run: [],
         machine: Sampler | None = None,
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -73,7 +73,7 @@ class Trackers:
         self._records = records
         self._inline = dict(inline)
         self._background = {name: _Background(tracker, clock) for name, tracker in background.items()}
-        self._follow, self._followers = follow, list[Follower]()
+        self._follow, self._followers = follow, list[ServiceFollower]()
         self._machine = machine
         self._warn = warn
         self._clock = clock

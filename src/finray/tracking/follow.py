@@ -247,7 +247,7 @@ class Sending:
         return FileLock(self.run.run_dir / f".sent-{self.name.replace(':', '.')}.lock")
 
 
-class Follower:
+class ServiceFollower:
     """Makes a service follow a running training, in a separate thread.
 
     Args:

@@ -39,7 +39,7 @@ from finray.tracking.jsonl import read_records
 from finray.training import extending
 from finray.training.checkpointing import CheckpointWriter, find_latest, open_store, restore
 from finray.training.cpu_checks import refusals_on_cpu
-from finray.training.evaluator import Answering, Evaluated, Evaluator
+from finray.training.evaluator import AnswerMetrics, CheckpointScores, Evaluator
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.loop import Loop
 from finray.training.memory import Memory, MemoryWriter, fetch_newest, remove_left
@@ -68,7 +68,7 @@ def assemble(
     strategy: Strategy,
     notify: Notify = lambda record: None,
     reported: Callable[[Path, dict[str, float]], None] = lambda path, metrics: None,
-    answering: Answering | None = None,
+    answering: AnswerMetrics | None = None,
     evaluator: Callable[[Settled], Evaluator] | None = None,
     memory: Memory | None = None,
     has_request: Callable[[], bool] = lambda: False,
@@ -146,7 +146,7 @@ def assemble(
         memory=in_memory,
         profiler=Profiler(config.train.profile, run_dir, strategy, notify=lambda text: notify(Note(text))),
     )
-    loop.writer.follow()  # Behind a URL, trackers find the run's id after a kill before its first checkpoint.
+    loop.writer.sync_records()  # Behind a URL, trackers find the run's id after a kill before its first checkpoint.
     loop.phases["load"] = clock() - started - loaded.waited
     return Assembled(loop, header)
 
@@ -268,10 +268,10 @@ def evaluate_checkpoint(
     checkpoint: Path | None,
     *,
     device: torch.device,
-    answering: Answering | None = None,
-    told: Callable[[str, float], None] = lambda part, share: None,
+    answering: AnswerMetrics | None = None,
+    on_progress: Callable[[str, float], None] = lambda part, share: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Evaluated:
+) -> CheckpointScores:
     """Evaluate a checkpoint as training does, in a separate process.
 
     The arithmetic is that of one rank with the whole model: the same forward passes, with their sums in the order of
@@ -284,7 +284,7 @@ def evaluate_checkpoint(
         checkpoint: its directory; None means the model that training starts from.
         device: to compute on.
         answering: lets the model answer prompts, if ``evaluation.generate_rows`` is set.
-        told: is given the part of the evaluation that is being done, and its share that is done.
+        on_progress: called with the part of the evaluation, and the share of it that is done.
         clock: seconds, monotonic.
 
     Raises:
@@ -302,15 +302,15 @@ def evaluate_checkpoint(
     assert held_out is not None
     loader = _held_out(config, resolved, task, held_out, strategy)
     task.model.eval()
-    metrics, confusion = evaluate(task, strategy, loader, partial(told, "evaluating"))
+    metrics, confusion = evaluate(task, strategy, loader, partial(on_progress, "evaluating"))
     if (answered := _answers(config, task, held_out, strategy, answering)) is not None:
-        metrics |= answered(partial(told, "answering prompts"))
-    return Evaluated(step, metrics, loader.weight, round(clock() - started, 6), confusion=confusion)
+        metrics |= answered(partial(on_progress, "answering prompts"))
+    return CheckpointScores(step, metrics, loader.weight, round(clock() - started, 6), confusion=confusion)
 
 
 def _take_up(
     loaded: _Loaded, state: TrainState, store: CheckpointStore, evaluator: Callable[[Settled], Evaluator] | None
-) -> tuple[Evaluator | None, list[Evaluated]]:
+) -> tuple[Evaluator | None, list[CheckpointScores]]:
     """The evaluator of ``evaluation.mode: async``, which repeats evaluations that were pending at the checkpoint from
     which a run continues; and the known results of such evaluations.
 
@@ -326,11 +326,11 @@ def _take_up(
     for step in state.evaluating:
         checkpoint = store.path_of(step) if step else None
         if step in records:
-            evaluated.append(Evaluated(step, EvalRecord.metrics_of(records[step])))
+            evaluated.append(CheckpointScores(step, EvalRecord.metrics_of(records[step])))
         elif checkpoint is not None and step not in store.steps():
-            evaluated.append(Evaluated(step, failure="it did not finish, and the checkpoint is gone"))
+            evaluated.append(CheckpointScores(step, failure="it did not finish, and the checkpoint is gone"))
         elif background is None:
-            evaluated.append(Evaluated(step, failure="it did not finish before evaluation.mode became inline"))
+            evaluated.append(CheckpointScores(step, failure="it did not finish before evaluation.mode became inline"))
         else:
             background.submit(step, checkpoint)
     return background, evaluated
@@ -344,7 +344,7 @@ def _resume(
     first, steps, notes = strategy.rank == 0, loaded.steps, list[str]()
     remove_left()
     candidates = on_all_ranks(
-        strategy, lambda: extending.by_preference(store, loader, dataset.content) if first else []
+        strategy, lambda: extending.resume_candidates(store, loader, dataset.content) if first else []
     )
     newest = strategy.broadcast_object(max(candidates, default=0))
     kept = None if memory is None else fetch_newest(memory, strategy, store.run_dir, after=newest, warn=warn)
@@ -363,7 +363,7 @@ def _resume(
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
         newest = strategy.broadcast_object(max([state.step, *store.steps()]) if first else 0)
         steps, more = on_all_ranks(
-            strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
+            strategy, lambda: extending.extend_run(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
         )
         notes += more
         on_all_ranks(strategy, lambda: store.drop_after(state.step) if first else None)
@@ -479,7 +479,7 @@ def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None
 
 
 def _answers(
-    config: Config, task: Task, held_out: PreparedSplit | None, strategy: Strategy, answering: Answering | None
+    config: Config, task: Task, held_out: PreparedSplit | None, strategy: Strategy, answering: AnswerMetrics | None
 ) -> Callable[..., dict[str, float]] | None:
     """Metrics of answers to held-out prompts, computed when called; None if none are asked for.
 

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 
 from finray.checkpoint import Checkpoint, CheckpointStore
 from finray.checkpoint.copies import pull
-from finray.checkpoint.manifest import Content, Entry
+from finray.checkpoint.manifest import Content, FileEntry
 from finray.checkpoint.objects import Objects
-from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
+from finray.checkpoint.pieces import PieceReader, TensorPiece, file_name, write_pieces
 from finray.checkpoint.remote import FOLLOWING, RemoteStore
 from finray.checkpoint.store import Fence
 from finray.config.schema import CheckpointConfig
@@ -39,7 +39,7 @@ from finray.sharding import (
     local_rows,
 )
 from finray.training.state import COUNTERS, FOLDER, TrainState
-from finray.training.task import SavedLayout
+from finray.training.task import CheckpointLayout
 
 MOMENTS = "optimizer"
 # Read only by the library that wrote these files.
@@ -60,7 +60,7 @@ class Snapshot:
     """
 
     weights: dict[str, dict[str, torch.Tensor]]
-    moments: list[Piece]
+    moments: list[TensorPiece]
     moments_file: str
     texts: dict[str, str] = field(default_factory=dict)
     others: Callable[[Path], None] = lambda folder: None
@@ -82,7 +82,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    layout: SavedLayout,
+    layout: CheckpointLayout,
     optimizer: NamedOptimizer,
     state: TrainState,
     strategy: Strategy,
@@ -123,12 +123,12 @@ def take_snapshot(
     for key, part in pieces.items():
         if isinstance(part, FlatShard):
             if part.local.numel():
-                moments.append(Piece(key, held(key, part.local), part.start, part.shape, flat=True))
+                moments.append(TensorPiece(key, held(key, part.local), part.start, part.shape, flat=True))
             continue
         local, start = local_rows(part)
         is_own = moment_owners.get(key, rank) == rank and is_first_replica(part)
         if is_own and (local.numel() or not start):
-            moments.append(Piece(key, held(key, local), start, tuple(part.shape)))
+            moments.append(TensorPiece(key, held(key, local), start, tuple(part.shape)))
     snapshot = Snapshot(
         {files[rank]: layout.in_file(own)} if rank < writers else {},
         moments,
@@ -255,7 +255,7 @@ class CheckpointWriter:
         self._in_use = in_use
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-checkpoint")
         # The checkpoint that is being written, still under its temporary name.
-        self._pending: tuple[Saved, Future[list[Entry]]] | None = None
+        self._pending: tuple[Saved, Future[list[FileEntry]]] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -272,10 +272,10 @@ class CheckpointWriter:
         first = self._strategy.rank == 0
         scratch = on_all_ranks(self._strategy, lambda: str(self._store.begin(step)) if first else "")
         folder = Path(self._strategy.broadcast_object(scratch))
-        on_all_ranks(self._strategy, lambda: self._store.join(folder))
+        on_all_ranks(self._strategy, lambda: self._store.open_part(folder))
         # A collective that reads what training changes, so it cannot run in the background.
         library = folder / f".library-{self._strategy.rank}"
-        snapshot.library = library if self._strategy.save_own(library) else None
+        snapshot.library = library if self._strategy.save_library_checkpoint(library) else None
         written = self._pool.submit(self._store.fill, folder, step, snapshot.write)
         self._pending = Saved(folder, step, metrics), written
 
@@ -287,7 +287,8 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return None
-        (saved, written), self._pending = self._pending, None
+        saved, written = self._pending
+        self._pending = None
         first = self._strategy.rank == 0
         try:
             entries = on_all_ranks(self._strategy, written.result)
@@ -297,10 +298,10 @@ class CheckpointWriter:
         finally:
             if first:
                 self._store.abandon(saved.path)
-            self._store.leave(saved.path)
+            self._store.close_part(saved.path)
         return replace(saved, path=self._store.path_of(saved.step))
 
-    def _commit(self, saved: Saved, entries: list[Entry]) -> None:
+    def _commit(self, saved: Saved, entries: list[FileEntry]) -> None:
         self._before()
         self._store.commit(saved.path, saved.step, entries, metrics=saved.metrics)
         self._prune()
@@ -326,10 +327,10 @@ class CheckpointWriter:
 
         on_all_ranks(self._strategy, add if self._strategy.rank == 0 else lambda: None)
 
-    def follow(self) -> None:
+    def sync_records(self) -> None:
         """Sync records to where the checkpoints are, if possible: the next start reads them there."""
         with suppress(FinrayError):
-            self._store.follow()
+            self._store.sync_records()
 
     def close(self) -> None:
         """Stop the thread; an unfinished checkpoint is not committed."""
@@ -352,7 +353,7 @@ def find_latest(
         CheckpointError: there are checkpoints and all are damaged; starting over is the user's decision.
     """
 
-    share, among = store.share or (strategy.rank, strategy.world_size)
+    share, among = store.verify_share or (strategy.rank, strategy.world_size)
 
     def verify(step: int) -> Content:
         content = on_all_ranks(strategy, lambda: store.content(step))
@@ -361,7 +362,7 @@ def find_latest(
 
     first = strategy.rank == 0
     steps = strategy.broadcast_object(list(steps))
-    store.learn(strategy.broadcast_object(on_all_ranks(strategy, lambda: store.places() if first else {})))
+    store.set_places(strategy.broadcast_object(on_all_ranks(strategy, lambda: store.places() if first else {})))
 
     def set_aside(step: int) -> None:
         on_all_ranks(strategy, lambda: store.set_aside(step) if first else None)
@@ -369,7 +370,7 @@ def find_latest(
     return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=set_aside)
 
 
-def restore(found: Checkpoint, layout: SavedLayout, optimizer: NamedOptimizer) -> TrainState:
+def restore(found: Checkpoint, layout: CheckpointLayout, optimizer: NamedOptimizer) -> TrainState:
     """Load a verified checkpoint into a model and optimizer with any strategy and any number of ranks.
 
     Raises:

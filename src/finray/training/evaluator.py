@@ -14,16 +14,16 @@ from finray.training.task import Task
 
 # Maximum number of checkpoints with a pending evaluation, because each takes disk space. Beyond it, training waits.
 MOST_OUT = 4
-# Is given the share of an evaluation that is done, from 0 to 1.
-Told = Callable[[float], None]
+# Called with the share of an evaluation that is done, from 0 to 1.
+OnProgress = Callable[[float], None]
 
 
-class Answering(Protocol):
+class AnswerMetrics(Protocol):
     """Lets a model answer held-out prompts and scores the answers; implemented in higher-level packages and passed
     in."""
 
     def __call__(
-        self, task: Task, split: PreparedSplit, strategy: Strategy, told: Told = lambda share: None
+        self, task: Task, split: PreparedSplit, strategy: Strategy, on_progress: OnProgress = lambda share: None
     ) -> dict[str, float]:
         """Metrics of the answers to all rows of a split, distributed over the ranks. A collective.
 
@@ -33,7 +33,7 @@ class Answering(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class CheckpointScores:
     """The result of evaluating a checkpoint.
 
     Attributes:
@@ -59,7 +59,7 @@ class Evaluator(Protocol):
     def submit(self, step: int, checkpoint: Path | None) -> None:
         """Queue the evaluation of a checkpoint; None means the model that training starts from."""
 
-    def results(self) -> Sequence[Evaluated]:
+    def results(self) -> Sequence[CheckpointScores]:
         """Results since the last call, in the order of submission."""
 
     def close(self) -> None:

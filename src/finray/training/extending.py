@@ -19,7 +19,7 @@ from finray.training.schedule import learning_rate
 from finray.training.state import COUNTERS, TrainState
 
 
-def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> list[int]:
+def resume_candidates(store: CheckpointStore, loader: StepLoader, content: str) -> list[int]:
     """The steps of all checkpoints, ascending, but with those first that a run of this length would not have written.
 
     Args:
@@ -28,7 +28,7 @@ def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> l
 
     def is_short(step: int) -> bool:
         try:
-            store.bring(step, COUNTERS)
+            store.fetch_file(step, COUNTERS)
             state = TrainState.load(store.path_of(step))
         except CheckpointError:
             return False
@@ -39,7 +39,7 @@ def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> l
     return sorted(store.steps(), key=lambda step: (not is_short(step), step))
 
 
-def go_on(
+def extend_run(
     config: Config, state: TrainState, loader: StepLoader, planned: int, *, newest: int, run_dir: Path
 ) -> tuple[int, list[str]]:
     """Total steps of a continued run, and notes if there are more than before.

@@ -21,7 +21,7 @@ from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.records import EvalRecord, Note, RunSummary, TrainRecord
 from finray.tracking.base import Trackers
 from finray.training.checkpointing import CheckpointWriter, Snapshot, take_snapshot
-from finray.training.evaluator import MOST_OUT, Evaluated, Evaluator, Told
+from finray.training.evaluator import MOST_OUT, CheckpointScores, Evaluator, OnProgress
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
 from finray.training.memory import MemoryWriter
 from finray.training.nonfinite import NonFiniteGuard
@@ -116,9 +116,9 @@ class Loop:
     precision: str
     clock: Callable[[], float]
     profiler: Profiler
-    answered: Callable[[Told], dict[str, float]] | None = None
+    answered: Callable[[OnProgress], dict[str, float]] | None = None
     evaluator: Evaluator | None = None
-    evaluated: Sequence[Evaluated] = ()
+    evaluated: Sequence[CheckpointScores] = ()
     pause: Callable[[float], None] = time.sleep
     has_request: Callable[[], bool] = lambda: False
     take_request: Callable[[], str] = lambda: "stop"
@@ -138,7 +138,7 @@ class Loop:
         self.first_step = self.state.step + 1
         self._window = _Window()
         self._signals = _SignalReader()
-        self._waiting: list[Evaluated] = []
+        self._waiting: list[CheckpointScores] = []
         self._is_save_requested = False
         self._best = self.task.spec.chosen(self.config.evaluation)
         (metric, mode), before = self._best, (self.state.metric, self.state.metric_mode)
@@ -394,10 +394,10 @@ class Loop:
             self._waiting += self.evaluator.results()
         return bool(self._waiting)
 
-    def _fetch_evaluations(self) -> list[Evaluated]:
+    def _fetch_evaluations(self) -> list[CheckpointScores]:
         """Results that have arrived on rank 0. A collective."""
         self._has_results()
-        results: list[Evaluated] = self.strategy.broadcast_object(self._waiting)
+        results: list[CheckpointScores] = self.strategy.broadcast_object(self._waiting)
         self._waiting = []
         return results
 
@@ -433,7 +433,7 @@ class Loop:
                 self.pause(_PAUSE_S)
         self.phases["evaluate"] += self.clock() - started
 
-    def _record_evaluations(self, results: Sequence[Evaluated], *, is_logged: bool = False) -> None:
+    def _record_evaluations(self, results: Sequence[CheckpointScores], *, is_logged: bool = False) -> None:
         """Log results of evaluations during training, and count them; the same on every rank.
 
         The record comes first: a resumed run counts what is in ``metrics.jsonl``, and repeats the other evaluations.

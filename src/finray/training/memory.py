@@ -32,7 +32,7 @@ _FILES = FileKind(CheckpointError)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """One rank's part of a checkpoint: its files, by path, with their SHA-256.
 
     Attributes:
@@ -51,13 +51,13 @@ class Part:
 class Memory(Protocol):
     """Stores the parts of the newest two steps while workers come and go."""
 
-    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+    def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
         """Store a part on this machine and on another; raises if either fails."""
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[MemoryPart]:
         """Parts stored on any machine."""
 
-    def get(self, part: Part) -> Mapping[str, bytes] | None:
+    def get(self, part: MemoryPart) -> Mapping[str, bytes] | None:
         """The files of a part; None if no actor has it any more."""
 
 
@@ -162,7 +162,7 @@ class MemoryWriter:
         if self.records and self.strategy.rank == 0:
             files[RECORDS] = (self.run_dir / RECORDS).read_bytes()
         digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-        part = Part(self.attempt, step, self.strategy.rank, self.strategy.world_size, digests, size)
+        part = MemoryPart(self.attempt, step, self.strategy.rank, self.strategy.world_size, digests, size)
         self.memory.put(part, files)
 
     def close(self) -> None:
@@ -171,9 +171,9 @@ class MemoryWriter:
         self._pool.shutdown()
 
 
-def whole(parts: Iterable[Part], *, after: int) -> list[list[Part]]:
+def whole(parts: Iterable[MemoryPart], *, after: int) -> list[list[MemoryPart]]:
     """The parts, by rank, of each step after a given one for which all ranks of one attempt have one; newest first."""
-    found: dict[tuple[int, str], dict[int, Part]] = {}
+    found: dict[tuple[int, str], dict[int, MemoryPart]] = {}
     for part in parts:
         if part.step > after:
             found.setdefault((part.step, part.attempt), {})[part.rank] = part
@@ -201,7 +201,7 @@ def fetch_newest(
     return None
 
 
-def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[Part]) -> Checkpoint:
+def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[MemoryPart]) -> Checkpoint:
     """Write the parts of a checkpoint into a directory. A collective.
 
     Raises:

@@ -26,7 +26,7 @@ from finray.files import FileKind, replace_text
 from finray.parallel.base import Strategy
 from finray.records import Metrics, Record, RunHeader, SystemRecord, TrainRecord
 from finray.tracking.base import Trackers, make_tracker
-from finray.tracking.follow import Followed, Follower, Sending, Service
+from finray.tracking.follow import Followed, Sending, Service, ServiceFollower
 from finray.tracking.jsonl import JsonlTracker
 from finray.tracking.protocol import RunInfo, Tracker
 from finray.tracking.starts import StartsTracker
@@ -55,7 +55,7 @@ def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Not
         {name: one for name, one in made.items() if not isinstance(one, Service)},
         records=JsonlTracker(warn),
         follow=lambda run: [
-            Follower(Sending(name, one, Followed(run.run_id, run.run_dir, run.config)))
+            ServiceFollower(Sending(name, one, Followed(run.run_id, run.run_dir, run.config)))
             for name, one in services.items()
         ],
         machine=None if every_s is None else Sampler(System(run_dir, nvml=find_nvml()).sample, every_s),

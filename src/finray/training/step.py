@@ -12,7 +12,7 @@ import torch
 from finray.data.sampling.order import derive_key
 from finray.parallel.base import NamedOptimizer, Strategy
 from finray.records import Confusion
-from finray.training.evaluator import Told
+from finray.training.evaluator import OnProgress
 from finray.training.loader import EvalLoader, StepData
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Parts, no_parts
@@ -116,13 +116,13 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    task: Task, strategy: Strategy, loader: EvalLoader, told: Told = lambda share: None
+    task: Task, strategy: Strategy, loader: EvalLoader, on_progress: OnProgress = lambda share: None
 ) -> tuple[dict[str, float], Confusion]:
     """The task's metrics and confusion matrix over all ranks' evaluation rows; only sums are kept on the device and
-    all-reduced. ``told`` is given the share of this rank's forward passes that are done."""
+    all-reduced. ``on_progress`` is given the share of this rank's forward passes that are done."""
     sums = torch.zeros(task.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
     for number, (batch, counts) in enumerate(loader.batches()):
-        told(number / loader.passes)
+        on_progress(number / loader.passes)
         task.score(batch.to(strategy.device), sums if counts else torch.zeros_like(sums))
     total = strategy.all_reduce(sums).tolist()
     return task.metrics(total), task.confusion(total)

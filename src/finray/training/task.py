@@ -29,7 +29,7 @@ class Batch(Protocol):
         """The batch in pinned memory, for asynchronous copies to a GPU."""
 
 
-class SavedLayout(Protocol):
+class CheckpointLayout(Protocol):
     """The saved tensors of a model, and their names."""
 
     @property
@@ -67,7 +67,7 @@ class Task(Protocol):
     spec: TaskSpec
     model: Any
     module: torch.nn.Module
-    layout: SavedLayout
+    layout: CheckpointLayout
 
     @classmethod
     def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> Self:

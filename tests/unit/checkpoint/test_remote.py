@@ -97,7 +97,7 @@ def test_another_machine_fetches_what_it_lacks_and_leaves_nothing_else(
     assert fetched == [f"{folder(4)}/model"], "what is whole stays"
     assert {one.name for one in other.path_of(4).iterdir()} == {"model", "training_state", manifest.NAME}
     assert manifest.read(other.path_of(4)) == content
-    assert other.bring(6, "training_state/state.json").read_bytes() == b"{} 6"
+    assert other.fetch_file(6, "training_state/state.json").read_bytes() == b"{} 6"
     assert not (other.path_of(6) / "model").exists(), "one file is enough"
 
 
@@ -160,14 +160,14 @@ def test_other_files_of_the_run_follow_where_they_have_changed(store: RemoteStor
     metrics, config = store.run_dir / "metrics.jsonl", store.run_dir / "config.yaml"
     metrics.write_bytes(b"1\n")
     (store.run_dir / "unknown").write_bytes(b"x")
-    store.follow()
+    store.sync_records()
     assert Objects(url).read("metrics.jsonl") == b"1\n"
     assert Objects(url).read("unknown") is None
     Objects(url).write("metrics.jsonl", b"theirs")
-    store.follow()
+    store.sync_records()
     assert Objects(url).read("metrics.jsonl") == b"theirs", "what has not changed here is not sent again"
     metrics.write_bytes(b"1\n2\n")
-    store.follow()
+    store.sync_records()
     assert Objects(url).read("metrics.jsonl") == b"1\n2\n"
     assert not config.exists()
 
@@ -226,12 +226,12 @@ def test_what_is_removed_loses_its_name_first(store: RemoteStore, monkeypatch: p
 
 def test_ranks_on_other_machines_keep_nothing_of_what_they_filled(store: RemoteStore, tmp_path: Path) -> None:
     scratch = tmp_path / "there" / ".tmp"
-    store.join(scratch)
-    store.join(scratch)
+    store.open_part(scratch)
+    store.open_part(scratch)
     assert scratch.is_dir()
-    store.leave(scratch)
+    store.close_part(scratch)
     assert not scratch.exists()
-    store.leave(scratch)
+    store.close_part(scratch)
 
 
 def test_only_what_is_named_like_a_checkpoint_is_taken_from_the_index(other: RemoteStore) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.checkpoint import CheckpointStore, manifest, rundir
-from finray.checkpoint.rundir import Finished, RunDir, earlier_of, open_run, saved_config
+from finray.checkpoint.rundir import FinishedRun, RunDir, earlier_of, open_run, saved_config
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -335,7 +335,7 @@ def test_a_longer_run_that_fails_before_a_checkpoint_stays_finished(tmp_path: Pa
         finish(run, 20)
     with pytest.raises(type(error)), open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None):
         raise error
-    assert run.finished() == Finished(20, replace(SUMMARY, total_steps=20))
+    assert run.finished() == FinishedRun(20, replace(SUMMARY, total_steps=20))
     assert saved_config(run) == config(tmp_path, epochs=2)
 
 
@@ -446,7 +446,7 @@ def test_a_summary_comes_back(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.finished() is None
     run.finish({"chosen_step": 2, "summary": SUMMARY.json()})
-    assert run.finished() == Finished(2, SUMMARY)
+    assert run.finished() == FinishedRun(2, SUMMARY)
 
 
 def changed(**fields: object) -> bytes:

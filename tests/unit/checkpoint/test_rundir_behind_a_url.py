@@ -199,7 +199,7 @@ def test_the_first_rank_of_a_machine_brings_its_logs_and_profile(
     for name in ("metrics.jsonl", "starts.jsonl", "logs/a.log", "profile/p", "tensorboard/deep/t"):
         (store.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (store.run_dir / name).write_text(name)
-    store.follow()
+    store.sync_records()
     of_run = {"metrics.jsonl", "starts.jsonl", "tensorboard/deep/t"} if first else set()
     of_machine = {"logs/0123abcd/a.log", "profile/p"} if (first if share is None else share[0] == 0) else set()
     assert set(Objects(url).files()) == {"attempt", *of_run, *of_machine}

@@ -133,7 +133,7 @@ def test_a_checkpoint_of_an_earlier_run_at_a_url_is_not_taken_for_one_of_it(
             (folder / "README.md").write_text(text)
 
         store.commit(scratch := store.begin(step), step, store.fill(scratch, step, fill), metrics={})
-        store.leave(scratch)
+        store.close_part(scratch)
 
     save(3, "old")
     assert (find_artifact(url).folder / "README.md").read_text() == "old"

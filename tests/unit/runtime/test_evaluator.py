@@ -14,7 +14,7 @@ from finray.errors import CheckpointError, DataUnavailable, FinrayError, ModelEr
 from finray.records import Note
 from finray.runtime.evaluator import LOST_S, PAUSE_S, TRIES, RayEvaluator, _evaluated, step_back
 from finray.training import assemble
-from finray.training.evaluator import Evaluated
+from finray.training.evaluator import CheckpointScores
 from finray.training.pulse import Pulse
 
 
@@ -43,11 +43,11 @@ class Tasks:
         self.begun.append((step, checkpoint))
         return step
 
-    def fetch(self, step: int) -> Evaluated:
+    def fetch(self, step: int) -> CheckpointScores:
         end = self.ends[step].pop(0)
         if isinstance(end, Exception):
             raise end
-        return Evaluated(step, {"eval_loss": end})
+        return CheckpointScores(step, {"eval_loss": end})
 
 
 def failed(error: Exception) -> Exception:
@@ -105,7 +105,7 @@ def test_what_does_not_pass_is_given_up_with_its_reason() -> None:
     evaluator.submit(3, None)
     evaluator.submit(6, None)
     first, second = evaluator.results()
-    assert first == Evaluated(3, failure=f"ValueError: a shape is wrong; it was tried {TRIES} times")
+    assert first == CheckpointScores(3, failure=f"ValueError: a shape is wrong; it was tried {TRIES} times")
     assert second.metrics == {"eval_loss": 2.0}
 
 
@@ -146,7 +146,7 @@ def test_storage_that_is_away_and_a_lost_process_are_tried_again_after_a_pause(
 def test_a_task_hands_over_only_storage_that_is_away_as_an_error(
     error: FinrayError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def evaluated(*given: Any, **named: Any) -> Evaluated:
+    def evaluated(*given: Any, **named: Any) -> CheckpointScores:
         raise error
 
     monkeypatch.setattr(assemble, "evaluate_checkpoint", evaluated)
@@ -157,7 +157,7 @@ def test_a_task_hands_over_only_storage_that_is_away_as_an_error(
         with pytest.raises(type(error)):
             _evaluated(spec, known, 3, None, Pulse())
     else:
-        assert _evaluated(spec, known, 3, None, Pulse()) == Evaluated(3, failure=str(error))
+        assert _evaluated(spec, known, 3, None, Pulse()) == CheckpointScores(3, failure=str(error))
 
 
 def test_a_process_that_evaluates_stands_back_once() -> None:

@@ -124,7 +124,7 @@ def test_one_class_alone_has_no_auroc() -> None:
 def test_more_places_than_memory_should_hold_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     names, labels = ("a", "b", "c"), torch.from_numpy(np.random.default_rng(2).integers(0, 3, ROWS))
     whole = streamed(ScoreSums("single_label", names), drawn(3), labels)
-    monkeypatch.setattr(classifier_scores, "MOST_PLACES", 4 * ROWS - 1)
+    monkeypatch.setattr(classifier_scores, "MAX_SLOTS", 4 * ROWS - 1)
     sums = ScoreSums("single_label", names)
     assert sums.size(ROWS) == 9
     counted = streamed(sums, drawn(3), labels)

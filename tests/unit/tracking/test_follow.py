@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.errors import ConfigError, TrainingError
-from finray.tracking.follow import BATCH, Cursor, Cursors, Followed, Follower, Sending, Service
+from finray.tracking.follow import BATCH, Cursor, Cursors, Followed, Sending, Service, ServiceFollower
 from finray.tracking.wandb import as_far_as
 
 # Far more than anything here takes; nothing waits for it where all is well.
@@ -74,8 +74,10 @@ def train(*steps: int) -> list[tuple[str, int]]:
 
 
 @contextmanager
-def following(service: Service, folder: Path, **options: Any) -> Iterator[Follower]:
-    follower = Follower(Sending("svc", service, followed(folder)), **{"every_s": 0.01, "most_s": 0.05, **options})
+def following(service: Service, folder: Path, **options: Any) -> Iterator[ServiceFollower]:
+    follower = ServiceFollower(
+        Sending("svc", service, followed(folder)), **{"every_s": 0.01, "most_s": 0.05, **options}
+    )
     try:
         yield follower
     finally:
@@ -188,7 +190,7 @@ def test_one_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
     service = Hanging()
     write(tmp_path, *train(1))
-    follower = Follower(Sending("svc", service, followed(tmp_path)), every_s=0.01)
+    follower = ServiceFollower(Sending("svc", service, followed(tmp_path)), every_s=0.01)
     try:
         service.wait_for(lambda: service.calls > 0)
         follower.end(complete=True, patience_s=0.2)

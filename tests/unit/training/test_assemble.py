@@ -20,7 +20,7 @@ from finray.errors import DataError, TrainingError
 from finray.records import EvalRecord, TrainRecord
 from finray.training import outputs
 from finray.training.assemble import _take_up, require_same_data
-from finray.training.evaluator import Evaluated
+from finray.training.evaluator import CheckpointScores
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.state import TrainState
 
@@ -240,8 +240,8 @@ def test_evaluations_that_were_out_come_from_the_records_or_are_made_again_or_ar
     state = TrainState(evaluating=[0, 2, 4, 8])
     made: list[Any] = []
     found, evaluated = _take_up(loaded, state, store, lambda known: (made.append(known), evaluator)[1])
-    known = Evaluated(4, {"eval_loss": 0.5})
-    gone = Evaluated(8, failure="it did not finish, and the checkpoint is gone")
+    known = CheckpointScores(4, {"eval_loss": 0.5})
+    gone = CheckpointScores(8, failure="it did not finish, and the checkpoint is gone")
     if mode == "async":
         assert (found, made) == (evaluator, ["known"])
         assert evaluated == [known, gone]
@@ -249,7 +249,7 @@ def test_evaluations_that_were_out_come_from_the_records_or_are_made_again_or_ar
     else:
         assert (found, made, submitted) == (None, [], [])
         inline = "it did not finish before evaluation.mode became inline"
-        assert evaluated == [Evaluated(0, failure=inline), Evaluated(2, failure=inline), known, gone]
+        assert evaluated == [CheckpointScores(0, failure=inline), CheckpointScores(2, failure=inline), known, gone]
     none = SimpleNamespace(evaluation=None, config=settings, known="known")
     assert _take_up(none, state, store, lambda known: evaluator) == (None, [])  # type: ignore[arg-type]
     assert _take_up(loaded, TrainState(), store, None) == (None, [])

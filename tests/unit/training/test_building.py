@@ -234,8 +234,8 @@ class Resuming:
         self.strategy = strategy(rank, broadcast_parameters=lambda given: self.said.append(("equal", given)))
         for name in ("fetch_newest", "find_latest", "restore"):
             monkeypatch.setattr(assemble, name, getattr(self, name))
-        monkeypatch.setattr(assemble.extending, "by_preference", lambda store, loader, content: [1, 3, 2])
-        monkeypatch.setattr(assemble.extending, "go_on", self.go_on)
+        monkeypatch.setattr(assemble.extending, "resume_candidates", lambda store, loader, content: [1, 3, 2])
+        monkeypatch.setattr(assemble.extending, "extend_run", self.extend_run)
         monkeypatch.setattr(assemble, "require_same_data", lambda *given: self.said.append(("same", *given)))
 
     def fetch_newest(self, memory: Any, ours: Any, run_dir: Path, *, after: int, warn: Any) -> Checkpoint | None:
@@ -258,7 +258,7 @@ class Resuming:
         self.said.append(("restored", found.path.name))
         return TrainState(step=found.step, position=10 * found.step, data="trained on")
 
-    def go_on(self, *given: Any, newest: int, run_dir: Path) -> tuple[int, list[str]]:
+    def extend_run(self, *given: Any, newest: int, run_dir: Path) -> tuple[int, list[str]]:
         settings, state, loader, steps = given
         assert (settings, loader, run_dir) == (self.loaded.config, self.loaded.loader, self.tmp_path)
         self.said.append(("goes on", state.step, steps, newest))

@@ -400,7 +400,7 @@ def test_later_metrics_choose_the_best_and_what_is_in_use_stays_until_it_is_used
 
 def test_a_part_is_done_when_it_is_written_and_before_it_is_a_checkpoint(tmp_path: Path) -> None:
     wanted, strategy = threading.Event(), Group(1).rank(0)
-    strategy.save_own = lambda folder: (folder.mkdir(), (folder / "zero.pt").touch()) and True
+    strategy.save_library_checkpoint = lambda folder: (folder.mkdir(), (folder / "zero.pt").touch()) and True
     writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, CheckpointConfig(), best=("loss", "min"))
     writer.begin(Snapshot({}, [], "", others=lambda folder: wanted.wait(10) and None), step=4, metrics={})
     assert not writer.is_done
@@ -423,12 +423,12 @@ def test_records_that_cannot_be_brought_to_a_url_end_no_run(tmp_path: Path) -> N
     def follow() -> None:
         raise errors.pop(0)
 
-    store: Any = SimpleNamespace(follow=follow)
+    store: Any = SimpleNamespace(sync_records=follow)
     writer = CheckpointWriter(store, Group(1).rank(0), CheckpointConfig(), best=("loss", "min"))
-    writer.follow()
-    writer.follow()
+    writer.sync_records()
+    writer.sync_records()
     with pytest.raises(ZeroDivisionError):
-        writer.follow()
+        writer.sync_records()
     writer.close()
 
 

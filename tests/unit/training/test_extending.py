@@ -12,7 +12,7 @@ from finray.checkpoint import CheckpointStore
 from finray.config.load import build_config
 from finray.config.schema import Config
 from finray.errors import ConfigError, FinrayError
-from finray.training.extending import by_preference, go_on
+from finray.training.extending import extend_run, resume_candidates
 from finray.training.state import TrainState
 
 
@@ -36,7 +36,7 @@ def extended(
 ) -> tuple[int, list[str]]:
     made = settings or config(epochs=1)
     newest = state.step if newest is None else newest
-    return go_on(made, state, loader(total), planned, newest=newest, run_dir=Path("run"))
+    return extend_run(made, state, loader(total), planned, newest=newest, run_dir=Path("run"))
 
 
 def test_nothing_is_said_of_a_run_that_is_as_long_as_before() -> None:
@@ -118,8 +118,8 @@ def test_checkpoints_after_a_step_that_was_not_full_come_last(tmp_path: Path) ->
         data = "others" if step == 5 else "rows"
         (folder / "state.json").write_text(TrainState(step=step, position=position, data=data).text())
     store.path_of(6).mkdir()
-    found = {total: by_preference(store, loader(total), "rows") for total in (None, 1000, 20, 32)}
+    found = {total: resume_candidates(store, loader(total), "rows") for total in (None, 1000, 20, 32)}
     assert found[None] == found[1000] == [3, 2, 4, 5, 6]
     # A run of 20 rows ends with that step.
     assert found[20] == [4, 2, 3, 5, 6]
-    assert by_preference(store, loader(None), "none of them") == [2, 3, 4, 5, 6]
+    assert resume_candidates(store, loader(None), "none of them") == [2, 3, 4, 5, 6]

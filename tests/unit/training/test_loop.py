@@ -13,7 +13,7 @@ import torch
 from finray.errors import TrainingError
 from finray.records import EvalRecord, Note, TrainRecord
 from finray.training import loop as module
-from finray.training.evaluator import Evaluated
+from finray.training.evaluator import CheckpointScores
 from finray.training.loop import decide_saving, peak_memory
 from finray.training.state import TrainState
 from finray.training.step import Signals
@@ -175,13 +175,13 @@ class Behind:
         begins = max([self.made.now, *(at for at, _ in self.out)])
         self.out.append((begins + self.seconds, step))
 
-    def results(self) -> list[Evaluated]:
+    def results(self) -> list[CheckpointScores]:
         ready = [step for at, step in self.out if at <= self.made.now]
         self.out = [one for one in self.out if one[1] not in ready]
         return [
-            Evaluated(step, failure=self.failed[step])
+            CheckpointScores(step, failure=self.failed[step])
             if step in self.failed
-            else Evaluated(step, {"eval_loss": self.values[step]}, 77, 5.0)
+            else CheckpointScores(step, {"eval_loss": self.values[step]}, 77, 5.0)
             for step in ready
         ]
 
@@ -252,7 +252,14 @@ def test_only_checkpoints_of_the_steps_that_are_to_be_evaluated_are_evaluated(ma
 
 def test_a_rank_without_an_evaluator_counts_what_the_first_rank_tells(make: Make) -> None:
     made = make(steps=2, held_out=[], evaluation={**ASYNC, "every_steps": None})
-    told: list[Any] = [[], "", [Evaluated(0, {"eval_loss": 1.0})], "", [Evaluated(2, {"eval_loss": 1.5}, 77, 5.0)], ""]
+    told: list[Any] = [
+        [],
+        "",
+        [CheckpointScores(0, {"eval_loss": 1.0})],
+        "",
+        [CheckpointScores(2, {"eval_loss": 1.5}, 77, 5.0)],
+        "",
+    ]
     strategy, pauses = made.loop.strategy, list[float]()
     strategy.rank = 1
     strategy.broadcast_object = lambda own: told.pop(0)  # type: ignore[method-assign]
@@ -301,7 +308,7 @@ def test_an_evaluation_that_failed_is_a_warning_and_chooses_nothing(make: Make) 
 def test_what_was_known_at_the_start_counts_and_is_not_written_again(make: Make) -> None:
     made = make(held_out=[], evaluation=ASYNC, state=TrainState(step=4, position=12, evaluating=[0, 4]))
     behind = Behind(made, 3.0, VALUES, {})
-    made.loop.evaluated = [Evaluated(4, {"eval_loss": 0.5}), Evaluated(0, {"eval_loss": 0.1})]
+    made.loop.evaluated = [CheckpointScores(4, {"eval_loss": 0.5}), CheckpointScores(0, {"eval_loss": 0.1})]
     made.run()
     assert [record.step for record in made.of(EvalRecord)] == [8, 10]
     assert made.loop.state.best == 0.5

@@ -20,7 +20,7 @@ import torch
 from finray.checkpoint import Checkpoint
 from finray.training import memory as module
 from finray.training.checkpointing import Snapshot
-from finray.training.memory import MemoryWriter, Part, _scratch_root, fetch_newest, whole
+from finray.training.memory import MemoryPart, MemoryWriter, _scratch_root, fetch_newest, whole
 from tests.support.ranks import Group
 from tests.support.small_disk import files_of_at_most
 
@@ -29,16 +29,16 @@ class Kept:
     """Keeps parts in this process."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[int, int], tuple[Part, dict[str, bytes]]] = {}
+        self.held: dict[tuple[int, int], tuple[MemoryPart, dict[str, bytes]]] = {}
         self.lost: list[tuple[int, int]] = []
 
-    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+    def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
         self.held[part.step, part.rank] = part, dict(files)
 
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[MemoryPart]:
         return [part for part, _ in self.held.values()]
 
-    def get(self, part: Part) -> Mapping[str, bytes] | None:
+    def get(self, part: MemoryPart) -> Mapping[str, bytes] | None:
         key = part.step, part.rank
         return None if key in self.lost else self.held[key][1]
 
@@ -223,7 +223,7 @@ def test_two_parts_are_stored_in_the_steps_that_may_be_lost(tmp_path: Path, ever
 
 def test_storing_that_fails_works_and_fails_again_is_a_warning_each_time(tmp_path: Path) -> None:
     class Now(Kept):
-        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+        def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
             if part.step != 4:
                 raise MemoryError(f"at step {part.step}")
 
@@ -241,7 +241,7 @@ def test_a_part_that_could_not_be_stored_takes_no_memory_afterwards(tmp_path: Pa
     """The error has its frames, and these have the files."""
 
     class Full(Kept):
-        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+        def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
             raise MemoryError
 
     strategy: Any = SimpleNamespace(rank=0, world_size=1)
@@ -272,8 +272,8 @@ def test_files_in_folders_within_folders_come_back(tmp_path: Path) -> None:
     assert (found.path / "deepspeed" / "shards" / "0" / "zero.pt").read_bytes() == b"moments"
 
 
-def part(step: int, rank: int, *, attempt: str = "a", world: int = 2) -> Part:
-    return Part(attempt, step, rank, world, {}, 0)
+def part(step: int, rank: int, *, attempt: str = "a", world: int = 2) -> MemoryPart:
+    return MemoryPart(attempt, step, rank, world, {}, 0)
 
 
 def test_a_checkpoint_is_whole_where_one_attempt_has_the_parts_of_all_ranks() -> None:
@@ -297,7 +297,7 @@ def test_a_part_is_waited_for_where_no_step_may_be_lost(tmp_path: Path) -> None:
     wanted = threading.Event()
 
     class Slow(Kept):
-        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+        def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
             assert "metrics.jsonl" not in files, "records are brought where somebody asks for them"
             assert wanted.wait(10)
             time.sleep(0.05)

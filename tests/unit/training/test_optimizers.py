@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
+from finray.checkpoint.pieces import PieceReader, TensorPiece, file_name, write_pieces
 from finray.config.load import build_config
 from finray.errors import CheckpointError, ConfigError
 from finray.models.roles import roles_of
@@ -179,7 +179,7 @@ def test_a_bad_first_step_is_as_if_there_had_been_none(kind: str) -> None:
 
 
 def written(optimizer: Optimizer, folder: Path) -> PieceReader:
-    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in optimizer.sharded_state().items()]
+    pieces = [TensorPiece(name, value, 0, tuple(value.shape)) for name, value in optimizer.sharded_state().items()]
     write_pieces(folder / file_name("optimizer", rank=0, world_size=1), pieces)
     return PieceReader(folder, "optimizer", [path.name for path in folder.iterdir()])
 
@@ -218,7 +218,7 @@ def test_moments_of_8_bits_that_were_cut_into_parts_are_taken_up_whole(parts: in
         scales = torch.zeros(parts * each)
         scales[:24] = state[f"matrix/absmax{number}"].reshape(-1)
         state[f"matrix/absmax{number}"] = scales.reshape(parts, each)
-    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in state.items()]
+    pieces = [TensorPiece(name, value, 0, tuple(value.shape)) for name, value in state.items()]
     write_pieces(tmp_path / file_name("optimizer", rank=0, world_size=1), pieces)
     resumed = Optimizer(new_parameters(), train_config("adamw_8bit", **ADAM), roles=ROLES)
     resumed.load_sharded_state(PieceReader(tmp_path, "optimizer", [path.name for path in tmp_path.iterdir()]))
@@ -289,7 +289,7 @@ def test_a_rank_updates_its_rows_and_keeps_their_state_as_one_that_has_all(
     state = dict(reference.sharded_state())
     for name in [name for name in state if "/absmax" in name]:
         state[name] = state[name].reshape(shared.world, 24 // shared.world)
-    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in state.items()]
+    pieces = [TensorPiece(name, value, 0, tuple(value.shape)) for name, value in state.items()]
     write_pieces(tmp_path / file_name("optimizer", rank=0, world_size=1), pieces)
     resumed = shared.optimizer(kind, half)
     resumed.load_sharded_state(PieceReader(tmp_path, "optimizer", [path.name for path in tmp_path.iterdir()]))

@@ -109,7 +109,7 @@ class DeepSpeedStrategy(ProcessGroup):
         # DeepSpeed returns -1 if the norm is not finite.
         return torch.where(norm < 0, torch.full_like(norm, torch.nan), norm / zero.loss_scale)
 
-    def save_own(self, folder: Path) -> bool:
+    def save_library_checkpoint(self, folder: Path) -> bool:
         """Write DeepSpeed's own files, with the script that converts them to fp32 weights; finray never reads them."""
         if not self._config.parallel.keep_deepspeed_shards:
             return False
