@@ -55,7 +55,7 @@ def named_run(run: str | Path) -> str | Path:
     named = Path(RUNS) / path
     with suppress(OSError, ValueError):
         # A model's directory may have the name of a run, a directory of data has no such file.
-        is_other = path.is_dir() and not any((path / one).exists() for one in (CONFIG_FILE, *_OF_MODELS))
+        is_other = path.is_dir() and not any((path / file).exists() for file in (CONFIG_FILE, *_OF_MODELS))
         if (is_other or not path.exists()) and (Path(RUNS) / path.parts[0] / CONFIG_FILE).is_file() and named.exists():
             return named
     return run
@@ -118,17 +118,24 @@ def pull_records(path: Path, objects: Objects) -> None:
 
     If the workers run on this machine, newer records and the failures are taken from their copy.
     """
-    known, own = path / RUN_ID, copy_path(objects.url)
-    if known.is_file() and _FILES.read(known) != objects.read(RUN_ID):
+    run_id = path / RUN_ID
+    workers_copy = copy_path(objects.url)
+    if run_id.is_file() and _FILES.read(run_id) != objects.read(RUN_ID):
         # Another run is there now: nothing of the one before is its own.
         shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True, exist_ok=True)
     pull(path, objects, SMALL)
     (path / FAILURES).unlink(missing_ok=True)
     with suppress(OSError, CheckpointError):
-        if known.is_file() and (own / RUN_ID).is_file() and _FILES.read(known) == _FILES.read(own / RUN_ID):
-            for name in (one for one in (*FOLLOWING, FAILURES) if (own / one).is_file()):
-                newer = _RECORDS.read(own / name)
+        if (
+            run_id.is_file()
+            and (workers_copy / RUN_ID).is_file()
+            and _FILES.read(run_id) == _FILES.read(workers_copy / RUN_ID)
+        ):
+            for name in (*FOLLOWING, FAILURES):
+                if not (workers_copy / name).is_file():
+                    continue
+                newer = _RECORDS.read(workers_copy / name)
                 if not (path / name).is_file() or newer.startswith(_RECORDS.read(path / name)):
                     replace_bytes(path / name, newer)
 
@@ -146,8 +153,8 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
         if content is None:
             path.unlink(missing_ok=True)
             continue
-        known = _RECORDS.read(path, run_dir) if path.is_file() else None
-        if known == content or (known is not None and name.endswith(".jsonl") and known.startswith(content)):
+        local = _RECORDS.read(path, run_dir) if path.is_file() else None
+        if local == content or (local is not None and name.endswith(".jsonl") and local.startswith(content)):
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_bytes(path, content)
@@ -170,18 +177,18 @@ def pull_folder(run_dir: Path, objects: Objects, name: str, *, beside: Path | No
         shutil.rmtree(folder, ignore_errors=True)
         return False
     content = manifest.parsed(text, objects.at(listing))
-    for one in content["files"]:
-        file = folder / one["path"]
-        if _is_intact(folder, one):
+    for entry in content["files"]:
+        file = folder / entry["path"]
+        if _is_intact(folder, entry):
             continue
-        if beside is not None and _is_intact(beside, one):
+        if beside is not None and _is_intact(beside, entry):
             # It fails across file systems.
             with suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.unlink(missing_ok=True)
-                os.link(beside / one["path"], file)
+                os.link(beside / entry["path"], file)
                 continue
-        objects.download(f"{name}/{one['path']}", file, size=one["bytes"], sha256=one["sha256"])
+        objects.download(f"{name}/{entry['path']}", file, size=entry["bytes"], sha256=entry["sha256"])
     keep_only(folder, content)
     return True
 
@@ -211,8 +218,8 @@ def push_folder(run_dir: Path, objects: Objects, name: str) -> None:
         CheckpointError: one of its files is missing.
     """
     content = manifest.verify(run_dir / name, digests=False)
-    listing, files = f"{name}/{manifest.NAME}", {f"{name}/{one['path']}" for one in content["files"]}
-    objects.remove(listing, *(one for one in objects.files(name) if one not in files))
+    listing, files = f"{name}/{manifest.NAME}", {f"{name}/{file['path']}" for file in content["files"]}
+    objects.remove(listing, *(file for file in objects.files(name) if file not in files))
     push(run_dir, objects, sorted(files))
     push(run_dir, objects, [listing])
 
@@ -239,4 +246,4 @@ def move_aside(objects: Objects, target: str) -> None:
     for name in names:
         objects.copy(name, f"{target}/{name}")
     # First the manifests, which make folders valid, and the config, which makes it a run, last.
-    objects.remove(*sorted(names, key=lambda one: (one == CONFIG_FILE, not one.endswith(manifest.NAME))))
+    objects.remove(*sorted(names, key=lambda file: (file == CONFIG_FILE, not file.endswith(manifest.NAME))))

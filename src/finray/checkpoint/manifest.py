@@ -91,6 +91,6 @@ def verify_files(folder: Path, entries: Iterable[FileEntry], *, digests: bool = 
     Raises:
         CheckpointError: names the first file that is missing, truncated, changed or unreadable.
     """
-    for one in entries:
-        path = _FILES.inside(folder, one["path"], where=folder / NAME)
-        _FILES.verify(path, size=one["bytes"], sha256=one["sha256"] if digests else None, root=folder)
+    for listed in entries:
+        path = _FILES.inside(folder, listed["path"], where=folder / NAME)
+        _FILES.verify(path, size=listed["bytes"], sha256=listed["sha256"] if digests else None, root=folder)

@@ -162,9 +162,9 @@ class Objects:
         def get() -> None:
             with self._fs.open(self._inside(name), "rb") as source, scratch.open("wb") as target:
                 shutil.copyfileobj(source, target, 8 * 2**20)
-            found = scratch.stat().st_size
-            if found != size:
-                raise _Other(f"has {found} bytes instead of {size}")
+            arrived = scratch.stat().st_size
+            if arrived != size:
+                raise _Other(f"has {arrived} bytes instead of {size}")
             if digest_of(scratch) != sha256:
                 raise _Other("has changed since it was written")
 
@@ -182,23 +182,23 @@ class Objects:
         """Names of folders directly inside, as listed by the storage; the listing may be outdated."""
 
         def listed() -> list[str]:
-            return [str(one).rstrip("/") for one in self._fs.ls(self._path, detail=False)]
+            return [str(path).rstrip("/") for path in self._fs.ls(self._path, detail=False)]
 
         try:
-            found = self._retried("", listed)
+            paths = self._retried("", listed)
         except FileNotFoundError:
             return []
-        return sorted(one.rpartition("/")[2] for one in found)
+        return sorted(path.rpartition("/")[2] for path in paths)
 
     def files(self, folder: str = "") -> list[str]:
         """Names of all objects below, as listed by the storage; the listing may be outdated."""
         root = self._inside(folder) if folder else self._path
 
         def listed() -> list[str]:
-            return [str(one) for one in self._fs.find(root)]
+            return [str(path) for path in self._fs.find(root)]
 
         try:
-            return sorted(one[len(self._path) :].lstrip("/") for one in self._retried(folder, listed))
+            return sorted(path[len(self._path) :].lstrip("/") for path in self._retried(folder, listed))
         except FileNotFoundError:
             return []
 
@@ -292,5 +292,5 @@ def _has_digest(info: dict[str, Any], path: Path, part: int) -> bool:
                 parts.update(hashlib.md5(content, usedforsecurity=False).digest())
                 count += 1
             return etag == f"{parts.hexdigest()}-{count}"
-        own = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False))
-    return bool(base64.b64decode(md5) == own.digest()) if md5 else etag == own.hexdigest()
+        digest = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False))
+    return bool(base64.b64decode(md5) == digest.digest()) if md5 else etag == digest.hexdigest()

@@ -123,7 +123,7 @@ class PieceReader:
                 return scalar
         stop = shape[0] if stop is None else stop
         row = math.prod(shape[1:])
-        found, at, end = [], start * row, stop * row
+        parts, at, end = [], start * row, stop * row
         for held in pieces:
             low, high = max(held.start, at), min(held.stop, end)
             if low < high:
@@ -133,9 +133,9 @@ class PieceReader:
                     first, last = (low - held.start) // held.width, -(-(high - held.start) // held.width)
                     part = file.get_slice(name)[first:last].reshape(-1)
                 skipped = low - held.start - first * held.width
-                found.append(part[skipped : skipped + high - low])
+                parts.append(part[skipped : skipped + high - low])
                 at = high
         if at < end:
             raise CheckpointError(f"rows {at // row} to {stop} of {name} are missing")
-        whole = torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0)
+        whole = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
         return whole.reshape(stop - start, *shape[1:])

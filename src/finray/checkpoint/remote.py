@@ -113,8 +113,10 @@ class RemoteStore(CheckpointStore):
         If storage fails, they stay until the next start.
         """
         with suppress(StorageError):
-            known = {*self.places().values()}
-            for folder in [one for one in self._objects.folders() if _NAME.match(one) and one not in known]:
+            named = {*self.places().values()}
+            for folder in self._objects.folders():
+                if not _NAME.match(folder) or folder in named:
+                    continue
                 if any(self._objects.read(f"{folder}/{name}") is not None for name in (manifest.NAME, _DAMAGED)):
                     continue
                 names = self._objects.files(folder)
@@ -140,8 +142,8 @@ class RemoteStore(CheckpointStore):
         """
         entries = super().fill(scratch, step, fill)
         with _uploading(step, self._objects.url):
-            for one in entries:
-                self._objects.upload(scratch / one["path"], f"{self._folder(step)}/{one['path']}")
+            for entry in entries:
+                self._objects.upload(scratch / entry["path"], f"{self._folder(step)}/{entry['path']}")
             self.sync_records()
         return entries
 
@@ -174,10 +176,11 @@ class RemoteStore(CheckpointStore):
         paths += [path for name in folders for path in (self.run_dir / name).rglob("*")]
         changed = {}
         # A link leads to what is not the run's.
-        for path in (one for one in paths if one.is_file() and lies_in(one, self.run_dir)):
-            name, known = path.relative_to(self.run_dir).as_posix(), path.stat()
-            if self._followed.get(name) != (known.st_size, known.st_mtime_ns):
-                changed[name] = known.st_size, known.st_mtime_ns
+        for path in (path for path in paths if path.is_file() and lies_in(path, self.run_dir)):
+            name = path.relative_to(self.run_dir).as_posix()
+            stat = path.stat()
+            if self._followed.get(name) != (stat.st_size, stat.st_mtime_ns):
+                changed[name] = stat.st_size, stat.st_mtime_ns
         if changed:
             self.check()
         for name, signature in changed.items():
@@ -201,17 +204,19 @@ class RemoteStore(CheckpointStore):
     def places(self) -> dict[int, str]:
         """Folder of every checkpoint by step, valid or damaged; read once, because no other process writes any."""
         if self._known is None:
-            found = {}
+            places = {}
             for folder in self._objects.folders():
                 # Without a manifest it was never completed; only the index says that it was.
                 if (match := _NAME.match(folder)) and self._objects.read(f"{folder}/{manifest.NAME}") is not None:
-                    found[int(match.group(1))] = folder
+                    places[int(match.group(1))] = folder
             if (content := self._objects.read(INDEX)) is not None:
                 # Without a readable index the listing is used: otherwise the run would be lost.
                 with suppress(CheckpointError):
                     index = _INDEX.unsealed(content, _CheckpointIndex, self._objects.at(INDEX))
-                    found |= {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
-            self._known = found
+                    places |= {
+                        item["step"]: item["folder"] for item in index["checkpoints"] if _NAME.match(item["folder"])
+                    }
+            self._known = places
         return self._known
 
     def set_places(self, places: dict[int, str]) -> None:
@@ -244,13 +249,15 @@ class RemoteStore(CheckpointStore):
             StorageError: the storage cannot be reached, which says nothing about the checkpoint.
         """
         folder = self.places()[step]
-        for one in files:
+        for entry in files:
             try:
-                manifest.verify_files(self.path_of(step), [one])
+                manifest.verify_files(self.path_of(step), [entry])
             except CheckpointError:
-                path = self.path_of(step) / one["path"]
+                path = self.path_of(step) / entry["path"]
                 try:
-                    self._objects.download(f"{folder}/{one['path']}", path, size=one["bytes"], sha256=one["sha256"])
+                    self._objects.download(
+                        f"{folder}/{entry['path']}", path, size=entry["bytes"], sha256=entry["sha256"]
+                    )
                 except OSError as error:
                     raise StorageError(
                         f"cannot be fetched: {error.strerror or error}", where=str(path), repair="free some disk space"
@@ -268,7 +275,7 @@ class RemoteStore(CheckpointStore):
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        self.require(step, [one for one in self.content(step)["files"] if one["path"] == name])
+        self.require(step, [entry for entry in self.content(step)["files"] if entry["path"] == name])
         return super().fetch_file(step, name)
 
     # --- changing ---------------------------------------------------------------------------------------------------
@@ -311,7 +318,7 @@ class RemoteStore(CheckpointStore):
         doomed = {step: [manifest.NAME] for step in steps}
         for step, names in doomed.items():
             with suppress(CheckpointError):
-                names += [one["path"] for one in self.content(step)["files"]]
+                names += [entry["path"] for entry in self.content(step)["files"]]
         if steps:
             with _uploading(max(steps), self._objects.url):
                 self._name({step: folder for step, folder in places.items() if step not in steps})
@@ -335,7 +342,7 @@ def _uploading(step: int, url: str) -> Iterator[None]:
 
 def keep_only(folder: Path, content: Content) -> None:
     """Reduce a directory to the files in a manifest, and write the manifest."""
-    listed = {one["path"] for one in content["files"]}
+    listed = {entry["path"] for entry in content["files"]}
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in {*listed, manifest.NAME}:
             path.unlink()

@@ -154,11 +154,11 @@ class RunDir:
             ConfigError: the file cannot be read.
         """
         path = self.path / RESOLVED_FILE
-        found = _RESOLVED.json(path, Resolved) if path.exists() else None
-        if found is not None and ":" in found.strategy != saved_config(self).parallel.strategy:
+        resolved = _RESOLVED.json(path, Resolved) if path.exists() else None
+        if resolved is not None and ":" in resolved.strategy != saved_config(self).parallel.strategy:
             # It is imported, and `auto` never comes to code of anybody's own.
-            raise _RESOLVED.refused(f"names the strategy `{found.strategy}`, which its config does not", path)
-        return found
+            raise _RESOLVED.refused(f"names the strategy `{resolved.strategy}`, which its config does not", path)
+        return resolved
 
     def finished(self) -> FinishedRun | None:
         """The summary and chosen step of a finished run; None before.
@@ -367,7 +367,7 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
         is_extended = (was, old) != (now, new)
         steps = run.store().steps()
         kept = (run.config_file, run.path / SIGNATURE, run.summary_file)
-        found = {path: _SUMMARY.text(path) for path in kept if path.exists()}
+        texts = {path: _SUMMARY.text(path) for path in kept if path.exists()}
         try:
             if is_extended:
                 notify(
@@ -392,16 +392,16 @@ def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait
             yield run
         except BaseException as error:
             # A refused start restores what it found, and an extension that added nothing leaves the run finished.
-            is_due = isinstance(error, ConfigError) or (is_extended and run.summary_file in found)
+            is_due = isinstance(error, ConfigError) or (is_extended and run.summary_file in texts)
             if before is None:
                 # If nothing was begun, a corrected config is no other configuration of this run.
                 with suppress(OSError, FinrayError):
                     run.forget()
             elif is_due and not (is_extended and _has_grown(run, steps)):
-                for path, text in found.items():
+                for path, text in texts.items():
                     replace_text(path, text)
                 with suppress(FinrayError):
-                    run.push(*(path.name for path in found))
+                    run.push(*(path.name for path in texts))
             raise
     finally:
         lock.release()
@@ -502,13 +502,13 @@ def trust_run(place: str | Path) -> list[str]:
     if not path.exists():
         # Its notes are not here yet.
         trust.accept_all([str(path)])
-    own = path / CONFIG_FILE
-    for file in [path] if path.is_file() else [own, path.parent / CONFIG_FILE]:
+    config_file = path / CONFIG_FILE
+    for file in [path] if path.is_file() else [config_file, path.parent / CONFIG_FILE]:
         # A config beside a model may be one that the user has written.
-        if file.is_file() and (file == own or trust.is_in_run(file)):
+        if file.is_file() and (file == config_file or trust.is_in_run(file)):
             trust.accept(file)
-            found = trust.brought(saved_config(RunDir(file.parent)))
-            lines = [f"trusted, of {file}: {field}: {value}" for field, value in found]
+            brought = trust.brought(saved_config(RunDir(file.parent)))
+            lines = [f"trusted, of {file}: {field}: {value}" for field, value in brought]
             break
     for file in (path / NOTES, path / FINAL / NOTES):
         if file.is_file():
@@ -559,7 +559,7 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
             had = done.summary.total_steps
             problems += [f"{now}: the run had {had} steps, is now {steps}"] if steps < had else []
         if problems:
-            raise other_run(run, *problems, shorter=any(one.startswith(LENGTH) for one in problems))
+            raise other_run(run, *problems, shorter=any(problem.startswith(LENGTH) for problem in problems))
         return before
     there = {path.name for path in run.path.iterdir()} if run.url is None and run.path.is_dir() else set()
     # Of a start that was refused, the log stays.

@@ -111,18 +111,18 @@ class CheckpointStore:
         Raises:
             CheckpointError: they could not be written.
         """
-        own = scratch / f".part-{uuid.uuid4().hex[:8]}"
+        part = scratch / f".part-{uuid.uuid4().hex[:8]}"
         entries = []
         with self._storage(step):
-            own.mkdir()
-            fill(own)
-            for path in sorted(item for item in own.rglob("*") if item.is_file()):
+            part.mkdir()
+            fill(part)
+            for path in sorted(item for item in part.rglob("*") if item.is_file()):
                 self._sync(path)
-                entries.append(manifest.entry(own, path))
-                target = scratch / path.relative_to(own)
+                entries.append(manifest.entry(part, path))
+                target = scratch / path.relative_to(part)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
-            shutil.rmtree(own)
+            shutil.rmtree(part)
         return entries
 
     def commit(self, scratch: Path, step: int, entries: list[FileEntry], *, metrics: dict[str, float]) -> Path:
@@ -267,7 +267,7 @@ class CheckpointStore:
                 skipped = "skipped a damaged checkpoint" if error.repair is None else "skipped a checkpoint"
                 warn(f"{skipped}: {error.where}: {error.message}")
                 continue
-            for bad in [one for one, why in damage.items() if why.repair is None]:
+            for bad in [other for other, why in damage.items() if why.repair is None]:
                 set_aside(bad)
             return Checkpoint(self.path_of(step), step, tuple(entry["path"] for entry in content["files"]))
         if damage:
@@ -319,7 +319,7 @@ class CheckpointStore:
     def prune(self, *, keep_last: int, best: tuple[str, str] | None, others: Collection[int] = ()) -> list[int]:
         """Apply retention and return the deleted steps. Kept are the newest, the best if given, and ``others``."""
         kept = None if best is None else self.best(*best)
-        doomed = [one for one in to_delete(self.steps(), keep_last=keep_last, best=kept) if one not in others]
+        doomed = [step for step in to_delete(self.steps(), keep_last=keep_last, best=kept) if step not in others]
         self.delete(doomed)
         return doomed
 

@@ -269,7 +269,7 @@ class ProcessGroup:
     @torch.no_grad()
     def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
         """Divide this rank's gradients, or its rows of them, in place."""
-        gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
+        gradients = [local_rows(parameter.grad)[0] for parameter in parameters if parameter.grad is not None]
         if gradients:
             # Those of offloaded weights are in CPU memory.
             compat.foreach_mul_(gradients, scale.reciprocal().to(gradients[0].device))
@@ -307,10 +307,10 @@ def grad_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
     Computed in fp32 even for bf16 gradients: torch's function would return a bf16 number.
     """
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    if all(one.dtype != torch.bfloat16 for one in gradients):
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if all(gradient.dtype != torch.bfloat16 for gradient in gradients):
         return full_tensor(torch.nn.utils.get_total_norm(gradients))
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return full_tensor(torch.linalg.vector_norm(torch.stack(norms)))
 
 
@@ -328,21 +328,21 @@ def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:
         OtherRankFailed: that rank has another failure, which it raises itself.
     """
     failure: dict[str, Any] | None = None
-    own: Exception | None = None
+    local_error: Exception | None = None
     result: list[T] = []
     try:
         result.append(action())
     except Exception as error:
-        own = error
-        known = error if isinstance(error, FinrayError) else of_storage(error)
+        local_error = error
+        converted = error if isinstance(error, FinrayError) else of_storage(error)
         failure = {"unknown": redact_text(f"{type(error).__name__}: {first_line(error)}")}
-        failure = failure if known is None else known.to_dict()
+        failure = failure if converted is None else converted.to_dict()
     failures = [(rank, one) for rank, one in enumerate(strategy.all_gather_object(failure)) if one is not None]
     if not failures:
         return result[0]
     rank, first = failures[0]
     if "unknown" not in first:
         raise from_dict(first)
-    if own is not None and rank == strategy.rank:
-        raise own
+    if local_error is not None and rank == strategy.rank:
+        raise local_error
     raise OtherRankFailed(f"rank {rank} failed: {first['unknown']}")

@@ -134,7 +134,7 @@ class _Bucket:
             self.flat = gradient
             return
         if self.flat is None:
-            size = sum(one.numel() for one in self.offsets)
+            size = sum(other.numel() for other in self.offsets)
             self.flat = torch.zeros(size, dtype=self.dtype, device=parameter.device)
         view = self.flat.narrow(0, self.offsets[parameter], parameter.numel()).view_as(parameter)
         if gradient is None or gradient.data_ptr() != view.data_ptr():

@@ -74,5 +74,5 @@ def _own_table(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> to
     table = max(tables, key=lambda part: part.weight.numel(), default=None)
     if table is None or not table.weight.requires_grad:
         return None
-    holders = sum(one is table.weight for _, one in module.named_parameters(remove_duplicate=False))
+    holders = sum(weight is table.weight for _, weight in module.named_parameters(remove_duplicate=False))
     return table if holders == 1 else None

@@ -101,26 +101,26 @@ class ScoreSums:
             return ClassifierScores({name: one for name, one in of_numbers.items() if one is not None})
         if self.problem == "multi_label":
             hits, wrong, missed = numbers[2:counts].reshape(3, classes)
-            found = {"accuracy": float(numbers[0] / numbers[1])}
-            found |= self._by_class(hits, wrong, missed, np.ones(classes, dtype=bool))
-            found |= _auroc(rows[:, :classes], rows[:, classes:])
-            return ClassifierScores(found)
+            metrics = {"accuracy": float(numbers[0] / numbers[1])}
+            metrics |= self._by_class(hits, wrong, missed, np.ones(classes, dtype=bool))
+            metrics |= _auroc(rows[:, :classes], rows[:, classes:])
+            return ClassifierScores(metrics)
         confusion = numbers[:counts].reshape(classes, classes)
         hits, there, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
-        found = self._by_class(hits, predicted - hits, there - hits, there + predicted > 0)
-        found = {name: of(confusion) for name, of in CONFUSION_METRICS.items()} | found
+        metrics = self._by_class(hits, predicted - hits, there - hits, there + predicted > 0)
+        metrics = {name: of(confusion) for name, of in CONFUSION_METRICS.items()} | metrics
         ids = np.arange(classes)[1:] if classes == 2 else np.arange(classes)
-        found |= _auroc(rows[:, :1] == ids, rows[:, 1:])
-        return ClassifierScores(found, tuple(tuple(int(one) for one in line) for line in confusion))
+        metrics |= _auroc(rows[:, :1] == ids, rows[:, 1:])
+        return ClassifierScores(metrics, tuple(tuple(int(one) for one in line) for line in confusion))
 
     def _by_class(self, hits: Array, wrong: Array, missed: Array, counts: npt.NDArray[np.bool_]) -> dict[str, float]:
         """F1, precision and recall; 0 where there is nothing to divide by, as scikit-learn has it."""
         precision, recall = (_ratio(hits, hits + other) for other in (wrong, missed))
         f1_macro, f1_weighted = f1_scores(hits, wrong, missed, counts)
-        found = {"f1_macro": f1_macro, "f1_weighted": f1_weighted}
+        metrics = {"f1_macro": f1_macro, "f1_weighted": f1_weighted}
         for name, share, part in zip(self.names, precision.tolist(), recall.tolist(), strict=True):
-            found |= {f"precision_{name}": share, f"recall_{name}": part}
-        return found
+            metrics |= {f"precision_{name}": share, f"recall_{name}": part}
+        return metrics
 
 
 def _ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> Array:
@@ -172,12 +172,12 @@ def _ranks(values: Array) -> Array:
 
 def _auroc(truth_NC: Array | npt.NDArray[np.bool_], scores_NC: Array) -> dict[str, float]:
     """Mean over the classes that some rows have and others have not, each against the rest (Mann and Whitney 1947)."""
-    found = []
+    areas = []
     for truth, scores in zip(truth_NC.astype(bool).T, scores_NC.T, strict=True):
         there, others = int(truth.sum()), int((~truth).sum())
         if there and others:
-            found.append((_ranks(scores)[truth].sum() - there * (there + 1) / 2) / (there * others))
-    return {"roc_auc": float(np.mean(found))} if found else {}
+            areas.append((_ranks(scores)[truth].sum() - there * (there + 1) / 2) / (there * others))
+    return {"roc_auc": float(np.mean(areas))} if areas else {}
 
 
 def _correlation(one: Array, other: Array) -> float | None:

@@ -156,8 +156,8 @@ class SequenceClassification(PackedTask):
 
     def scores(self, sums: Sequence[float]) -> ClassifierScores:
         """Mean loss, the other metrics, and which class was taken for which."""
-        found = self.sums.scores(sums[2:])
-        return replace(found, metrics={"eval_loss": sums[0] / sums[1], **found.metrics})
+        scores = self.sums.scores(sums[2:])
+        return replace(scores, metrics={"eval_loss": sums[0] / sums[1], **scores.metrics})
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """The metrics of :meth:`scores`."""

@@ -121,10 +121,10 @@ def _in_netrc(host: str) -> str | None:
     """The password for a host in the user's netrc, where `wandb login` puts the key."""
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
-        found = netrc.netrc(path).authenticators(host)
+        entry = netrc.netrc(path).authenticators(host)
     except (OSError, netrc.NetrcParseError):
         return None
-    return found[2] if found else None
+    return entry[2] if entry else None
 
 
 def _of_mlflow(name: str) -> str | None:
@@ -134,5 +134,5 @@ def _of_mlflow(name: str) -> str | None:
         files.read(Path("~/.mlflow/credentials").expanduser())
     except (OSError, ValueError, configparser.Error):
         return os.environ.get(f"MLFLOW_TRACKING_{name.upper()}")
-    own = files.get("mlflow", f"mlflow_tracking_{name}", fallback=None)
-    return os.environ.get(f"MLFLOW_TRACKING_{name.upper()}") or own
+    value = files.get("mlflow", f"mlflow_tracking_{name}", fallback=None)
+    return os.environ.get(f"MLFLOW_TRACKING_{name.upper()}") or value

@@ -136,9 +136,9 @@ def describe(record: TrainRecord | EvalRecord) -> str:
     """The numbers of a record in one line."""
     if isinstance(record, EvalRecord):
         # Of a classifier's, those that say the most; the run's records have all of them.
-        found = record.metrics
-        hidden = ("precision_", "recall_", "f1_weighted", "matthews_corrcoef") if "f1_macro" in found else ()
-        shown = {name: value for name, value in found.items() if not name.startswith(hidden)}
+        metrics = record.metrics
+        hidden = ("precision_", "recall_", "f1_weighted", "matthews_corrcoef") if "f1_macro" in metrics else ()
+        shown = {name: value for name, value in metrics.items() if not name.startswith(hidden)}
         return "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in shown.items())
     norm = "too large for fp16" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     return f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {norm}  {record.tokens_per_s:,.0f} tokens/s"
@@ -231,7 +231,7 @@ def header_lines(header: RunHeader) -> list[str]:
 
 def _workers(header: RunHeader) -> list[str]:
     """The ranks of each process, as torch's launchers call them."""
-    lines = [f"           {one}" for one in header.workers[:_SHOWN_WORKERS]]
+    lines = [f"           {worker}" for worker in header.workers[:_SHOWN_WORKERS]]
     more = len(header.workers) - len(lines)
     return [*lines, *([f"           and {more:,} more workers"] if more else [])]
 

@@ -113,12 +113,12 @@ class Cursors:
 
     def at(self, where: str) -> Cursor | None:
         """The cursor of an address, if there is one."""
-        return next((one for one in self.all() if one.where == where), None)
+        return next((cursor for cursor in self.all() if cursor.where == where), None)
 
     def keep(self, cursor: Cursor) -> None:
         """Replace the cursor of its address atomically."""
-        others = [one for one in self.all() if one.where != cursor.where]
-        replace_text(self.path, json.dumps([asdict(one) for one in (*others, cursor)], indent=2) + "\n")
+        others = [other for other in self.all() if other.where != cursor.where]
+        replace_text(self.path, json.dumps([asdict(other) for other in (*others, cursor)], indent=2) + "\n")
 
 
 class CursorNotKept(Exception):
@@ -202,8 +202,8 @@ class Sending:
             Exception: any exception of the service.
         """
         if self._cursor is None:
-            known = Cursors(self.run.run_dir, self.name)
-            self._cursor, self._is_kept = self.service.open(self.run, known.at(self.service.where(self.run))), False
+            cursors = Cursors(self.run.run_dir, self.name)
+            self._cursor, self._is_kept = self.service.open(self.run, cursors.at(self.service.where(self.run))), False
         self._keep()
         while not ended():
             batch, ahead, offset = [], self._cursor, self._offset
@@ -276,8 +276,8 @@ class ServiceFollower:
 
     def warning(self) -> str | None:
         """A warning, once."""
-        found, self._warning = self._warning, None
-        return found
+        message, self._warning = self._warning, None
+        return message
 
     def end(self, *, complete: bool, patience_s: float) -> None:
         """Request that the last records are sent; wait with :meth:`join`."""
@@ -290,12 +290,12 @@ class ServiceFollower:
         if self._thread.is_alive():
             self._warn("did not accept the last records in time")
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, problem: str) -> None:
         if not self._is_reported:
             self._is_reported = True
             name = self._sending.name
             self._warning = (
-                f"the tracker {name} {what}; training continues, and records that it lacks are sent later from "
+                f"the tracker {name} {problem}; training continues, and records that it lacks are sent later from "
                 f"metrics.jsonl: in this run, at the next start, or by `finray sync {self._sending.run.run_dir}`"
             )
 
@@ -329,11 +329,11 @@ class ServiceFollower:
                 raise
             except Exception as error:
                 failures += 1
-                what = f"cannot be reached: {_described(error)}"
+                problem = f"cannot be reached: {_described(error)}"
                 if isinstance(error, CursorNotKept):
                     name = Cursors(self._sending.run.run_dir, self._sending.name).path
-                    what = f"has got records, which cannot be written down in {name}: {str(error).lower()}"
-                self._warn(what)
+                    problem = f"has got records, which cannot be written down in {name}: {str(error).lower()}"
+                self._warn(problem)
                 if self._is_late():
                     break
             if self._ending.is_set():

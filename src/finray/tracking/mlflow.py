@@ -28,14 +28,14 @@ def address_of(tracking: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: there is none.
     """
-    found = tracking["mlflow_uri"] or os.environ.get(URI)
-    if not found:
+    address = tracking["mlflow_uri"] or os.environ.get(URI)
+    if not address:
         raise ConfigError(
             "MLflow needs an address",
             where="tracking.mlflow_uri",
             repair=f"set it to the address of your server, such as http://127.0.0.1:5000, or set {URI}",
         )
-    return str(found)
+    return str(address)
 
 
 def name_of(text: str) -> str:
@@ -69,24 +69,24 @@ class MlflowService(Service):
         self._client: Any = MlflowClient(tracking_uri=self._uri)
         experiment = self._client.get_experiment_by_name(self._experiment)
         place = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        found = None
+        existing = None
         if known is not None:
             try:
-                found = self._client.get_run(known.run)
+                existing = self._client.get_run(known.run)
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-        if found is None or found.info.lifecycle_stage != "active":
+        if existing is None or existing.info.lifecycle_stage != "active":
             # Find the same finray run there, even if a kill came before its id was stored here.
             same = self._client.search_runs([place], f"tags.`finray.run_id` = '{run.run_id}'", max_results=1)
-            own = {"finray.run_id": run.run_id}
-            found = same[0] if same else self._client.create_run(place, run_name=run.name, tags=own)
-        self._run_id: str = found.info.run_id
+            run_tags = {"finray.run_id": run.run_id}
+            existing = same[0] if same else self._client.create_run(place, run_name=run.name, tags=run_tags)
+        self._run_id: str = existing.info.run_id
         settings = {
             name_of(path): (value if isinstance(value, str) else json.dumps(value))[:_PARAM_TEXT]
             for path, value in flatten(run.config).items()
         }
-        known_there = found.data.params
+        known_there = existing.data.params
         tags = {
             "finray.run_dir": str(run.run_dir),
             "finray.final": str(run.run_dir / "final"),
@@ -103,20 +103,20 @@ class MlflowService(Service):
             self._client.log_batch(self._run_id, params=entries[start : start + _PARAMS])
         self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items()])
         self._client.update_run(self._run_id, status="RUNNING")
-        self._experiment_id = found.info.experiment_id
+        self._experiment_id = existing.info.experiment_id
         # The server knows what it has: a kill may have come before the cursor was written.
-        self._trained = max((one.step for one in self._history("train/loss")), default=0)
+        self._trained = max((point.step for point in self._history("train/loss")), default=0)
         return Cursor(
             self.where(run),
             self._run_id,
             train=self._trained,
-            evaluated=[one.step for one in self._history("eval/eval_seconds")],
-            system=max((one.timestamp for one in self._history("system/rss_bytes")), default=0) / 1000,
+            evaluated=[point.step for point in self._history("eval/eval_seconds")],
+            system=max((point.timestamp for point in self._history("system/rss_bytes")), default=0) / 1000,
         )
 
     def _history(self, name: str) -> list[Any]:
-        found: list[Any] = self._client.get_metric_history(self._run_id, name)
-        return found
+        history: list[Any] = self._client.get_metric_history(self._run_id, name)
+        return history
 
     def send(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Send metrics, those of a record together."""

@@ -50,11 +50,11 @@ class StartsTracker:
 
     def start(self, run: RunInfo) -> None:
         """Append this start."""
-        found = Start(round(self._clock(), 3), versions(), run.header)
+        start = Start(round(self._clock(), 3), versions(), run.header)
         self._file = Appending(run.run_dir / FILE)
         # Where a disk is full, it is written with a later record.
         with suppress(OSError):
-            self._file.append(json.dumps(asdict(found)).encode() + b"\n")
+            self._file.append(json.dumps(asdict(start)).encode() + b"\n")
 
     def log(self, record: Metrics) -> None:  # noqa: ARG002
         """Write what could not be written before; records are in another file."""
@@ -73,25 +73,26 @@ def read_starts(run_dir: Path) -> list[Start]:
     Raises:
         OSError: the file cannot be read.
     """
-    path, found = run_dir / FILE, []
+    path = run_dir / FILE
+    starts: list[Start] = []
     if not path.exists():
         return []
     with opened(path, run_dir) as stream:
         for line in lines_of(stream):
             try:
                 plain: dict[str, Any] = loads(line)
-                found.append(typed(plain, Start))
+                starts.append(typed(plain, Start))
             except (ValueError, RecursionError):
                 continue
-    return found
+    return starts
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that compute."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -40,7 +40,7 @@ class System:
         self._before = now, counters
         passed = max(now - then, 1e-9)
         memory = psutil.virtual_memory()
-        found = {
+        sample = {
             "cpu_percent": psutil.cpu_percent(),
             "process_cpu_percent": self._process.cpu_percent(),
             "rss_bytes": self._process.memory_info().rss,
@@ -48,7 +48,7 @@ class System:
             "disk_percent": psutil.disk_usage(str(self._folder)).percent,
             **{f"{name}_per_s": round((counters[name] - before[name]) / passed, 1) for name in counters},
         }
-        return found | ({} if self._nvml is None else _gpus(self._nvml))
+        return sample | ({} if self._nvml is None else _gpus(self._nvml))
 
     @staticmethod
     def _counters() -> dict[str, int]:
@@ -84,16 +84,16 @@ _READERS: dict[str, Callable[[Any, Any], float]] = {
 
 def _gpus(nvml: Any) -> dict[str, float]:
     """All GPUs of the machine: utilization, memory, power and temperature, as far as the GPU reports them."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         device = nvml.nvmlDeviceGetHandleByIndex(index)
         for name, read in _READERS.items():
             try:
-                found[f"gpu{index}_{name}"] = read(nvml, device)
+                metrics[f"gpu{index}_{name}"] = read(nvml, device)
             except nvml.NVMLError:
                 # A MIG slice has no utilization, and some have no power.
                 continue
-    return found
+    return metrics
 
 
 class Sampler:

@@ -24,11 +24,11 @@ def mode_of(tracking: Mapping[str, Any]) -> str:
 
 def address() -> str:
     """The service's address: the environment's, else the one that its client has."""
-    if not (found := os.environ.get(ADDRESS)):
+    if not (address := os.environ.get(ADDRESS)):
         import wandb
 
-        found = str(wandb.Settings().base_url)
-    return found.rstrip("/")
+        address = str(wandb.Settings().base_url)
+    return address.rstrip("/")
 
 
 class WandbService(Service):

@@ -110,12 +110,12 @@ def take_snapshot(
     writers = max(owners.values(), default=0) + 1
     files = [f"{stem}.safetensors"] if writers == 1 else []
     files = files or [file_name(stem, rank=writer, world_size=writers) for writer in range(writers)]
-    own: dict[str, torch.Tensor] = {}
+    weights_here: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         # A collective for shards, so every rank gathers every tensor; only the owner keeps it.
         full = full_tensor(tensor)
         if owners[name] == rank:
-            own[name] = held(name, full)
+            weights_here[name] = held(name, full)
     moments = []
     pieces = optimizer.sharded_state()
     plain = {key: part for key, part in pieces.items() if isinstance(part, torch.Tensor) and not is_sharded(part)}
@@ -130,7 +130,7 @@ def take_snapshot(
         if is_own and (local.numel() or not start):
             moments.append(TensorPiece(key, held(key, local), start, tuple(part.shape)))
     snapshot = Snapshot(
-        {files[rank]: layout.in_file(own)} if rank < writers else {},
+        {files[rank]: layout.in_file(weights_here)} if rank < writers else {},
         moments,
         file_name(MOMENTS, rank=rank, world_size=world_size),
     )
@@ -370,17 +370,17 @@ def find_latest(
     return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=set_aside)
 
 
-def restore(found: Checkpoint, layout: CheckpointLayout, optimizer: NamedOptimizer) -> TrainState:
+def restore(checkpoint: Checkpoint, layout: CheckpointLayout, optimizer: NamedOptimizer) -> TrainState:
     """Load a verified checkpoint into a model and optimizer with any strategy and any number of ranks.
 
     Raises:
         CheckpointError: it belongs to another model, or lacks something.
     """
-    state = TrainState.load(found.path)
+    state = TrainState.load(checkpoint.path)
     try:
-        layout.load(found.path, found.files)
+        layout.load(checkpoint.path, checkpoint.files)
     except ModelError as error:
         raise CheckpointError(error.message, where=error.where, repair=error.repair) from None
-    listed = [file.removeprefix(f"{FOLDER}/") for file in found.files if file.startswith(f"{FOLDER}/")]
-    optimizer.load_sharded_state(PieceReader(found.path / FOLDER, MOMENTS, listed))
+    listed = [file.removeprefix(f"{FOLDER}/") for file in checkpoint.files if file.startswith(f"{FOLDER}/")]
+    optimizer.load_sharded_state(PieceReader(checkpoint.path / FOLDER, MOMENTS, listed))
     return state

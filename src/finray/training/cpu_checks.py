@@ -35,4 +35,4 @@ def refusals_on_cpu(
             "install g++, or leave it out",
         ),
     ]
-    return [ConfigError(what, where=where, repair=repair) for applies, where, what, repair in checks if applies]
+    return [ConfigError(message, where=where, repair=repair) for applies, where, message, repair in checks if applies]

@@ -84,11 +84,11 @@ class StepLoader:
         samples = [row for pack in packs for row in pack]
         # Every rank computes the passes of all ranks, which saves communication.
         passes = [self._passes(packs, rank) for rank in range(self.world_size)]
-        own = passes[self.rank]
-        missing = max(map(len, passes)) - len(own) if self.lockstep else 0
+        own_passes = passes[self.rank]
+        missing = max(map(len, passes)) - len(own_passes) if self.lockstep else 0
         dummy = [self._batch(samples[:1] if self.rows_apart else packs[0])] * missing if missing else []
         return StepData(
-            micro_batches=[(index, self._batch(rows)) for index, rows in own],
+            micro_batches=[(index, self._batch(rows)) for index, rows in own_passes],
             weight=float(self.weight[samples].sum()),
             supervised=int(self.split.supervised[samples].sum()),
             tokens=int(self.split.lengths[samples].sum()),
@@ -100,18 +100,18 @@ class StepLoader:
     def _passes(self, packs: list[tuple[int, ...]], rank: int) -> list[tuple[int, tuple[int, ...]]]:
         """A rank's forward passes: an index that is unique in the step over all ranks, and rows."""
         size, everything = self.micro_batch_size, list(range(len(packs)))
-        found: list[tuple[int, tuple[int, ...]]] = []
-        for one in micro_batches(everything, micro_batch_size=size, rank=rank, world_size=self.world_size):
-            rows = tuple(row for at in one.items for row in packs[at])
+        passes: list[tuple[int, tuple[int, ...]]] = []
+        for micro_batch in micro_batches(everything, micro_batch_size=size, rank=rank, world_size=self.world_size):
+            rows = tuple(row for at in micro_batch.items for row in packs[at])
             if self.rows_apart:
-                before = sum(map(len, packs[: one.index * size]))
+                before = sum(map(len, packs[: micro_batch.index * size]))
                 alike: dict[int, list[int]] = {}
                 for row in rows:
                     alike.setdefault(int(self.split.lengths[row]), []).append(row)
-                found += [(before + at, tuple(some)) for at, some in enumerate(alike.values())]
+                passes += [(before + at, tuple(same_length)) for at, same_length in enumerate(alike.values())]
             else:
-                found.append((one.index, rows))
-        return found
+                passes.append((micro_batch.index, rows))
+        return passes
 
     def _batch(self, rows: Sequence[int]) -> Batch:
         batch = self.collate(rows)
@@ -179,8 +179,8 @@ class EvalLoader:
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """Batches; False marks a dummy batch, which is only there because other ranks have one more."""
-        own = range(self.rank, len(self.plan), self.world_size)
-        for pack in own:
+        own_packs = range(self.rank, len(self.plan), self.world_size)
+        for pack in own_packs:
             yield self.collate(self.plan.pack(pack)), True
-        if self.lockstep and len(own) < self.passes:
+        if self.lockstep and len(own_packs) < self.passes:
             yield self.collate(self.plan.pack(0)), False

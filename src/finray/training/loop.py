@@ -558,8 +558,8 @@ def peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     status = Path("/proc/self/status")
     # Of this program only: `getrusage` includes the parent process up to the fork.
-    if status.is_file() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8"))):
-        return int(found[1]) * 1024
+    if status.is_file() and (match := re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8"))):
+        return int(match[1]) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -150,7 +150,7 @@ class MemoryWriter:
             self.wait()
 
     def _keep(self, snapshot: Snapshot, step: int) -> None:
-        tensors = [tensor for own in snapshot.weights.values() for tensor in own.values()]
+        tensors = [tensor for file in snapshot.weights.values() for tensor in file.values()]
         size = sum(map(bytes_of, [*tensors, *(piece.tensor for piece in snapshot.moments)]))
         prefix, root = _prefix(self.run_dir), _scratch_root(size)
         with temporary(prefix, root) as folder:
@@ -173,11 +173,11 @@ class MemoryWriter:
 
 def whole(parts: Iterable[MemoryPart], *, after: int) -> list[list[MemoryPart]]:
     """The parts, by rank, of each step after a given one for which all ranks of one attempt have one; newest first."""
-    found: dict[tuple[int, str], dict[int, MemoryPart]] = {}
+    by_step: dict[tuple[int, str], dict[int, MemoryPart]] = {}
     for part in parts:
         if part.step > after:
-            found.setdefault((part.step, part.attempt), {})[part.rank] = part
-    newest_first = [found[key] for key in sorted(found, reverse=True)]
+            by_step.setdefault((part.step, part.attempt), {})[part.rank] = part
+    newest_first = [by_step[key] for key in sorted(by_step, reverse=True)]
     complete = [held for held in newest_first if len(held) == next(iter(held.values())).world_size]
     return [[held[rank] for rank in sorted(held)] for held in complete]
 
@@ -191,8 +191,8 @@ def fetch_newest(
     first = strategy.rank == 0
     _clean(run_dir)
     strategy.all_gather_object(None)
-    found = on_all_ranks(strategy, lambda: whole(memory.parts(), after=after) if first else [])
-    for wanted in strategy.broadcast_object(found):
+    candidates = on_all_ranks(strategy, lambda: whole(memory.parts(), after=after) if first else [])
+    for wanted in strategy.broadcast_object(candidates):
         try:
             return _fetch(memory, strategy, run_dir, wanted)
         except CheckpointError as error:
@@ -241,8 +241,8 @@ def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[M
             # Records since the last checkpoint on storage may have been lost with a machine.
             if first and RECORDS in part.digests:
                 path, content = run_dir / RECORDS, files[RECORDS]
-                known = path.read_bytes() if path.is_file() else b""
-                if content.startswith(known) and content != known:
+                written = path.read_bytes() if path.is_file() else b""
+                if content.startswith(written) and content != written:
                     replace_bytes(path, content)
 
     try:

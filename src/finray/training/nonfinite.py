@@ -98,8 +98,8 @@ class NonFiniteGuard:
             TrainingError: a step had a loss or gradient norm that is not finite; the same on every rank.
         """
         counts = torch.stack([self._good, self._skipped, self._in_row]).double()
-        found = torch.cat([self._bad[None].double(), self._seen, self._scale[None].double(), counts]).tolist()
-        bad, step, loss, norm, scale, *whole = found
+        observed = torch.cat([self._bad[None].double(), self._seen, self._scale[None].double(), counts]).tolist()
+        bad, step, loss, norm, scale, *whole = observed
         if not bad:
             self._rows.clear()
             if self._scaled:
@@ -114,10 +114,10 @@ class NonFiniteGuard:
                 where="train.precision",
                 repair="set train.precision to bf16 or fp32, or look at the data; the last checkpoint is good",
             )
-        what = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        problem = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         hint = "set train.precision to bf16 or fp32, " if self._scaled else ""
         raise TrainingError(
-            f"{what} at step {step:.0f}; no weight was changed",
+            f"{problem} at step {step:.0f}; no weight was changed",
             where=f"prepared rows {', '.join(map(str, rows[:16]))}" + (", ..." if len(rows) > 16 else ""),
             repair=f"{hint}lower train.learning_rate, lengthen the warm-up, or look at these rows; the last checkpoint "
             "is good",

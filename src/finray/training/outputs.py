@@ -48,15 +48,15 @@ def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Not
     inline: dict[str, Tracker] = {"console": _Notifier(notify), "starts.jsonl": StartsTracker()}
     names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
     made = {name: make_tracker(name) for name in dict.fromkeys(names)}
-    services = {name: one for name, one in made.items() if isinstance(one, Service)}
+    services = {name: tracker for name, tracker in made.items() if isinstance(tracker, Service)}
     every_s = config.tracking.system_every_seconds
     trackers = Trackers(
         inline,
-        {name: one for name, one in made.items() if not isinstance(one, Service)},
+        {name: tracker for name, tracker in made.items() if not isinstance(tracker, Service)},
         records=JsonlTracker(warn),
         follow=lambda run: [
-            ServiceFollower(Sending(name, one, Followed(run.run_id, run.run_dir, run.config)))
-            for name, one in services.items()
+            ServiceFollower(Sending(name, tracker, Followed(run.run_id, run.run_dir, run.config)))
+            for name, tracker in services.items()
         ],
         machine=None if every_s is None else Sampler(System(run_dir, nvml=find_nvml()).sample, every_s),
         warn=warn,
@@ -169,10 +169,12 @@ def place_of(strategy: Strategy) -> str:
 def method_of(config: Config, resolved: Resolved) -> str:
     """A one-line description of the model and training method."""
     adapter, train = config.adapter, config.train
-    what = "all weights"
+    weights = "all weights"
     if adapter.method != "none":
         targets = adapter.target_modules
         of = targets if isinstance(targets, str) else ", ".join(targets)
-        what = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
+        weights = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
     base = f", base in {resolved.bits} bits" if resolved.bits else ""
-    return f"{what}{base}; {train.optimizer}, {train.schedule} from {train.peak_learning_rate:g}; {resolved.strategy}"
+    return (
+        f"{weights}{base}; {train.optimizer}, {train.schedule} from {train.peak_learning_rate:g}; {resolved.strategy}"
+    )

@@ -102,7 +102,7 @@ class TrainState:
             if "best_eval_loss" in plain:
                 # Written by finray 0.1 before there was a second task.
                 plain["best"] = plain.pop("best_eval_loss")
-            if unknown := sorted(plain.keys() - {one.name for one in fields(cls)}):
+            if unknown := sorted(plain.keys() - {item.name for item in fields(cls)}):
                 # Written by another version, which uses them.
                 raise _FILES.refused(f"has keys that are not known here: {', '.join(unknown)}", path)
             return typed(plain, cls)

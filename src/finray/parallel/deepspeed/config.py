@@ -77,20 +77,20 @@ def check(config: Config) -> None:
 
 
 def _refuse(problems: Iterator[str], config: Config) -> None:
-    found, named = tuple(problems), config.parallel.deepspeed_config
-    if found:
+    contradictions, named = tuple(problems), config.parallel.deepspeed_config
+    if contradictions:
         raise ConfigError(
             "DeepSpeed's configuration contradicts the YAML",
             where=f"parallel.deepspeed_config={named}" if isinstance(named, str) else "parallel.deepspeed_config",
             repair='make both agree, or write "auto" in the JSON: finray then fills in the value from the YAML',
-            problems=found,
+            problems=contradictions,
         )
 
 
 def stage(given: dict[str, Any], config: Config) -> int:
     """The ZeRO stage."""
-    found = _at(given, f"{_ZERO}.stage")
-    return int(found) if isinstance(found, int) else config.parallel.zero_stage or DEFAULT_STAGE
+    value = _at(given, f"{_ZERO}.stage")
+    return int(value) if isinstance(value, int) else config.parallel.zero_stage or DEFAULT_STAGE
 
 
 def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> Iterator[str]:
@@ -110,12 +110,17 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
 
     fields = _fields(given, config, precision=precision, workers=workers)
     for path, (yaml, value) in fields.items():
-        found = _at(given, path)
-        if found not in (None, AUTO) and not _same(found, value) and not (precision == AUTO and path in _PRECISION):
-            yield f"{place(path)} is {json.dumps(found)}, `{yaml}` gives {json.dumps(value)}"
-    found = _at(given, f"{_ZERO}.stage")
-    if found not in (None, AUTO, 1, 2, 3):
-        yield f"{place(f'{_ZERO}.stage')} is {json.dumps(found)}: `parallel.strategy: deepspeed` is for 1, 2 and 3"
+        given_value = _at(given, path)
+        if (
+            given_value not in (None, AUTO)
+            and not _same(given_value, value)
+            and not (precision == AUTO and path in _PRECISION)
+        ):
+            yield f"{place(path)} is {json.dumps(given_value)}, `{yaml}` gives {json.dumps(value)}"
+    given_value = _at(given, f"{_ZERO}.stage")
+    if given_value not in (None, AUTO, 1, 2, 3):
+        where = place(f"{_ZERO}.stage")
+        yield f"{where} is {json.dumps(given_value)}: `parallel.strategy: deepspeed` is for 1, 2 and 3"
     if "scheduler" in given:
         yield f"{place('scheduler')} is there, and `train.schedule` decides the learning rate; leave the former out"
     if given.get("activation_checkpointing"):
@@ -139,11 +144,11 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
             "none, so `train.optimizer` is used"
         )
     for key, ours in (("loss_scale", 0), ("initial_scale_power", 16)) if precision == "fp16" else ():
-        found = _at(given, f"fp16.{key}")
-        if found not in (None, AUTO, ours):
+        given_value = _at(given, f"fp16.{key}")
+        if given_value not in (None, AUTO, ours):
             yield (
-                f"{place(f'fp16.{key}')} is {json.dumps(found)}: with `train.precision: fp16` the scale of the loss is "
-                f"2^16 at first and then follows the gradients, which is {ours} here"
+                f"{place(f'fp16.{key}')} is {json.dumps(given_value)}: with `train.precision: fp16` the scale of the "
+                f"loss is 2^16 at first and then follows the gradients, which is {ours} here"
             )
     if precision == "fp16" and _at(given, "fp16.fp16_master_weights_and_grads"):
         yield f"{place('fp16.fp16_master_weights_and_grads')} is true, and `train.precision: fp16` trains fp32 weights"
@@ -191,10 +196,10 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
     for key in [key for key, value in zero.items() if value == AUTO]:
         del zero[key]
     for path, (_, value) in _fields(given, config, precision=precision, workers=workers).items():
-        found = _at(given, path)
+        given_value = _at(given, path)
         # Not set where the default is wanted: an optimizer that has no such argument would refuse it.
-        differs = found is None and not _same(_DEFAULTS.get(path, value), value)
-        if not path.startswith("optimizer.") or found == AUTO or differs:
+        differs = given_value is None and not _same(_DEFAULTS.get(path, value), value)
+        if not path.startswith("optimizer.") or given_value == AUTO or differs:
             *parents, last = path.split(".")
             tree = settings
             for key in parents:
@@ -217,7 +222,7 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
 def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> dict[str, tuple[str, Any]]:
     """Fields that both files can set: by path in the JSON, the path in the YAML and its value there."""
     train = config.train
-    found: dict[str, tuple[str, Any]] = {
+    fields: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
         "gradient_clipping": ("train.max_grad_norm", train.max_grad_norm or 0.0),
     }
@@ -226,38 +231,38 @@ def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: i
     if train.global_batch_size != "auto":
         steps = math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / workers)
     # A value that depends on the data contradicts any number in the JSON; workers get the number.
-    found["train_batch_size"] = "train.global_batch_size", size
-    found["gradient_accumulation_steps"] = (
+    fields["train_batch_size"] = "train.global_batch_size", size
+    fields["gradient_accumulation_steps"] = (
         "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
         steps,
     )
-    found |= {path: ("train.precision", precision == path.split(".")[0]) for path in _PRECISION}
+    fields |= {path: ("train.precision", precision == path.split(".")[0]) for path in _PRECISION}
     if config.parallel.zero_stage is not None:
-        found[f"{_ZERO}.stage"] = "parallel.zero_stage", config.parallel.zero_stage
+        fields[f"{_ZERO}.stage"] = "parallel.zero_stage", config.parallel.zero_stage
     if isinstance(given.get("optimizer"), dict):
         betas = [train.adam_beta1, train.adam_beta2]
-        found["optimizer.params.lr"] = "train.learning_rate", train.learning_rate
-        found["optimizer.params.betas"] = "train.adam_beta1, train.adam_beta2", betas
-        found["optimizer.params.eps"] = "train.adam_epsilon", train.adam_epsilon
-        found["optimizer.params.weight_decay"] = "train.weight_decay", train.weight_decay
-    return found
+        fields["optimizer.params.lr"] = "train.learning_rate", train.learning_rate
+        fields["optimizer.params.betas"] = "train.adam_beta1, train.adam_beta2", betas
+        fields["optimizer.params.eps"] = "train.adam_epsilon", train.adam_epsilon
+        fields["optimizer.params.weight_decay"] = "train.weight_decay", train.weight_decay
+    return fields
 
 
-def _same(found: Any, value: Any) -> bool:
-    if isinstance(found, list) and isinstance(value, list):
-        return len(found) == len(value) and all(_same(*pair) for pair in zip(found, value, strict=True))
-    if isinstance(found, bool) or isinstance(value, bool):
-        return found is value
-    if isinstance(found, int | float) and isinstance(value, int | float):
-        return math.isclose(found, value, rel_tol=1e-9)
-    return bool(found == value)
+def _same(given: Any, value: Any) -> bool:
+    if isinstance(given, list) and isinstance(value, list):
+        return len(given) == len(value) and all(_same(*pair) for pair in zip(given, value, strict=True))
+    if isinstance(given, bool) or isinstance(value, bool):
+        return given is value
+    if isinstance(given, int | float) and isinstance(value, int | float):
+        return math.isclose(given, value, rel_tol=1e-9)
+    return bool(given == value)
 
 
 def _at(tree: dict[str, Any], path: str) -> Any:
-    found: Any = tree
+    value: Any = tree
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def _autos(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

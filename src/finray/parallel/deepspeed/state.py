@@ -124,22 +124,22 @@ class ZeroOptimizer:
 
     def sharded_state(self) -> dict[str, torch.Tensor | FlatShard]:
         """This rank's elements of the moments, and the update counts, as ``<parameter>/<kind>``."""
-        found: dict[str, torch.Tensor | FlatShard] = {}
+        state: dict[str, torch.Tensor | FlatShard] = {}
         held: dict[torch.Tensor, Mapping[str, Any]] = {}
         for number, flat in enumerate(_flats(self._engine)):
             held[flat], blocks = self._state.vector_state(flat)
             for kind, own in blocks.items():
                 whole = (dist.get_world_size() * len(own),)
-                found[self._block_key(kind, number)] = FlatShard(own, dist.get_rank() * len(own), whole)
+                state[self._block_key(kind, number)] = FlatShard(own, dist.get_rank() * len(own), whole)
         for name, parameter in self.parameters.items():
             place = self._places[parameter]
             shape = _whole_shape(parameter)
             for kind, value in held[place.flat].items():
                 if torch.is_tensor(value) and value.shape == place.flat.shape:
-                    found[f"{name}/{kind}"] = FlatShard(place.of(value), place.start, shape)
+                    state[f"{name}/{kind}"] = FlatShard(place.of(value), place.start, shape)
                 else:
-                    found[f"{name}/{kind}"] = torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
-        return found
+                    state[f"{name}/{kind}"] = torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
+        return state
 
     @torch.no_grad()
     def load_sharded_state(self, reader: StateReader) -> None:
@@ -193,22 +193,22 @@ def _flats(engine: Any) -> list[torch.nn.Parameter]:
 def _places(engine: Any) -> dict[torch.nn.Parameter, Place]:
     """Location of this rank's elements of every trained parameter."""
     zero = engine.optimizer
-    found: dict[torch.nn.Parameter, Place] = {}
+    places: dict[torch.nn.Parameter, Place] = {}
     if engine.zero_optimization_stage() == 3:
         for flat, group in zip(_flats(engine), zero.fp16_groups, strict=True):
             for parameter in group:
                 _, at, _ = zero.grad_position[zero.get_param_id(parameter)]
-                found[parameter] = Place(flat, at, *_share(parameter))
-        return found
+                places[parameter] = Place(flat, at, *_share(parameter))
+        return places
     for flat, group in zip(_flats(engine), zero.bit16_groups, strict=True):
         for parameter in group:
-            own = compat.zero_fragment(parameter)
-            if own is None:
-                found[parameter] = Place(flat, 0, 0, 0)
+            fragment = compat.zero_fragment(parameter)
+            if fragment is None:
+                places[parameter] = Place(flat, 0, 0, 0)
             else:
-                at, start = own.hp_fragment_address, own.lp_fragment_address
-                found[parameter] = Place(flat, at.start, start.start, start.numel)
-    return found
+                at, start = fragment.hp_fragment_address, fragment.lp_fragment_address
+                places[parameter] = Place(flat, at.start, start.start, start.numel)
+    return places
 
 
 def _share(parameter: Any) -> tuple[int, int]:

@@ -43,15 +43,19 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
         on_cpu = True
         for group in groups:
             for bits in (8, 32):
-                fitting = [one for one in group["params"] if _is_eight(one) == (bits == 8)]
-                on_cpu &= all(one.device.type == "cpu" for one in fitting)
-                for one in fitting:
+                fitting = [parameter for parameter in group["params"] if _is_eight(parameter) == (bits == 8)]
+                on_cpu &= all(parameter.device.type == "cpu" for parameter in fitting)
+                for parameter in fitting:
                     # This rank's shard shares its memory.
-                    own = torch.nn.Parameter(local_rows(one.detach())[0], one.requires_grad) if is_sharded(one) else one
-                    self._local[one] = own
-                held = [self._local[one] for one in fitting]
+                    shard = (
+                        torch.nn.Parameter(local_rows(parameter.detach())[0], parameter.requires_grad)
+                        if is_sharded(parameter)
+                        else parameter
+                    )
+                    self._local[parameter] = shard
+                held = [self._local[parameter] for parameter in fitting]
                 # A rank may have no row of a small parameter; if a library holds the values, all are empty.
-                if held := [one for one in held if one.numel() or one in self._local]:
+                if held := [parameter for parameter in held if parameter.numel() or parameter in self._local]:
                     held_groups.append({**group, "params": held, _BITS: bits})
         super().__init__(held_groups, lr=lr, betas=betas, eps=eps, min_8bit_size=0, is_paged=paged and not on_cpu)
 
@@ -89,19 +93,19 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
         rows = -(-parameter.shape[0] // parts)
         blocks = -(-rows * (parameter.numel() // parameter.shape[0]) // BLOCK)
         # A rank without rows of this parameter has no state of it, but may be the one that writes the count.
-        found = {"step": torch.tensor(float(self._updates))}
+        moments = {"step": torch.tensor(float(self._updates))}
         eight = _is_eight(parameter)
         for number in ("1", "2"):
             values = state.get(f"state{number}")
             if values is None:
                 values = torch.zeros_like(local, dtype=torch.uint8 if eight else torch.float32)
-            found[f"state{number}"] = rows_like(values, parameter, tuple(parameter.shape))
+            moments[f"state{number}"] = rows_like(values, parameter, tuple(parameter.shape))
             if eight:
                 scales = local.new_zeros((1, blocks), dtype=torch.float32)
                 if f"absmax{number}" in state:
                     scales[0, : len(state[f"absmax{number}"])] = state[f"absmax{number}"]
-                found[f"absmax{number}"] = rows_like(scales, parameter, (parts, blocks))
-        return found
+                moments[f"absmax{number}"] = rows_like(scales, parameter, (parts, blocks))
+        return moments
 
     def shared_state(self) -> dict[str, torch.Tensor]:
         """The quantization maps of the first and the second moment."""
@@ -178,12 +182,12 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
         whole, parts = reader.shapes[key][0], reader.shapes[scales_key][0]
         rows = -(-whole // parts)
         quantization = reader.read(f"{SHARED}/qmap{kind[-1]}")
-        found = []
+        blocks = []
         for part in range(start // rows, -(-stop // rows)):
             first, last = part * rows, min((part + 1) * rows, whole)
             values = unpack(reader.read(key, first, last), reader.read(scales_key, part, part + 1)[0], quantization)
-            found.append(values[max(start, first) - first : min(stop, last) - first])
-        return torch.cat(found)
+            blocks.append(values[max(start, first) - first : min(stop, last) - first])
+        return torch.cat(blocks)
 
 
 def _is_eight(parameter: torch.Tensor) -> bool:

@@ -49,13 +49,13 @@ def parameter_groups(
         groups.setdefault((*treated, dimensions == 2 and not role), []).append(parameter)
     return [
         {
-            "params": own,
+            "params": parameters_of_group,
             "lr_scale": scale,
             "lr": scale * train.peak_learning_rate,
             "weight_decay": decay,
             "use_muon": muon,
         }
-        for (scale, decay, muon), own in groups.items()
+        for (scale, decay, muon), parameters_of_group in groups.items()
     ]
 
 
@@ -124,7 +124,7 @@ class Optimizer:
         self.parameters = dict(parameters)
         self.inner = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles, seed=seed)
         self._state = stateful(self.inner)
-        self._device = next((one.device for one in self.parameters.values()), torch.device("cpu"))
+        self._device = next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """One update from the gradients, which are then freed.
@@ -144,12 +144,12 @@ class Optimizer:
 
     def sharded_state(self) -> dict[str, torch.Tensor]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, which may be shards."""
-        own = {
+        state = {
             f"{name}/{kind}": value
             for name, parameter in self.parameters.items()
             for kind, value in self._state.state_of(parameter).items()
         }
-        return own | {f"{SHARED}/{kind}": value for kind, value in self._state.shared_state().items()}
+        return state | {f"{SHARED}/{kind}": value for kind, value in self._state.shared_state().items()}
 
     def load_sharded_state(self, reader: StateReader) -> None:
         """Restore this rank's rows of the state from :meth:`sharded_state`.

@@ -64,21 +64,21 @@ class RoundedAdamW(StatefulOptimizer, torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state.update(self.initial_state(parameter))
-            own, row = local_rows(parameter)
+            local, row = local_rows(parameter)
             good: float | torch.Tensor = 1.0
             if self.found_inf is not None:
-                good = 1 - self.found_inf.to(own.device)
+                good = 1 - self.found_inf.to(local.device)
             state["step"].add_(good)
-            if not own.numel():
+            if not local.numel():
                 continue
-            parts = [own, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+            parts = [local, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
             flat = [local_rows(part)[0].view(-1) for part in parts]
             # Index of the first element in the whole parameter.
-            first = row * (own.numel() // len(own)) if own.ndim else 0
+            first = row * (local.numel() // len(local)) if local.ndim else 0
             key = derive_key(self._seed, self._updates, self._names[parameter])
-            for start in range(0, own.numel(), CHUNK[own.device.type]):
-                weight, gradient, *moments = (one[start : start + CHUNK[own.device.type]] for one in flat)
-                random = random_bits(key, first + start, len(weight), own.device)
+            for start in range(0, local.numel(), CHUNK[local.device.type]):
+                weight, gradient, *moments = (one[start : start + CHUNK[local.device.type]] for one in flat)
+                random = random_bits(key, first + start, len(weight), local.device)
                 _update_some(weight, gradient, moments, random, group, state["step"], good)
         self._updates += 1
 

@@ -34,7 +34,9 @@ class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr})
-        self._use_muon = {one for group in self.param_groups if group["use_muon"] for one in group["params"]}
+        self._use_muon = {
+            parameter for group in self.param_groups if group["use_muon"] for parameter in group["params"]
+        }
         others = [group for group in self.param_groups if not group["use_muon"]]
         self._adam = torch.optim.AdamW(others, betas=betas, eps=eps, fused=True) if others else None
         if self._adam is not None:
@@ -63,24 +65,24 @@ class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter))
-        own, start = local_rows(parameter)
+        local, start = local_rows(parameter)
         kept, _ = local_rows(state["momentum_buffer"])
         assert parameter.grad is not None
         gradient, _ = local_rows(parameter.grad)
-        bad = None if self.found_inf is None else self.found_inf.to(own.device)
+        bad = None if self.found_inf is None else self.found_inf.to(local.device)
         if bad is not None:
             gradient = torch.where(bad > 0, kept, gradient)
         kept.lerp_(gradient, 1 - MOMENTUM)
         update = gradient.lerp(kept, MOMENTUM)
         # Every rank needs the whole matrix: it cannot be orthogonalised by rows.
         full = orthogonal(full_tensor(rows_like(update, parameter, tuple(parameter.shape))))
-        full = full[start : start + len(own)]
+        full = full[start : start + len(local)]
         rate = 0.2 * max(parameter.shape) ** 0.5 * group["lr"]
         if bad is None:
-            own.mul_(1 - group["lr"] * group["weight_decay"]).add_(full, alpha=-rate)
+            local.mul_(1 - group["lr"] * group["weight_decay"]).add_(full, alpha=-rate)
         else:
             good = 1 - bad
-            own.mul_(1 - good * (group["lr"] * group["weight_decay"])).add_(full.float() * (good * -rate))
+            local.mul_(1 - good * (group["lr"] * group["weight_decay"])).add_(full.float() * (good * -rate))
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
@@ -111,12 +113,12 @@ class Adafactor(StatefulOptimizer, torch.optim.Optimizer):
     def initial_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state before the first update."""
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        own, _ = local_rows(parameter)
+        local, _ = local_rows(parameter)
         if parameter.ndim < 2:
             return {"step": step, "variance": torch.zeros_like(parameter)}
         shape = tuple(parameter.shape)
-        row = rows_like(own.new_zeros((*own.shape[:-1], 1)), parameter, (*shape[:-1], 1))
-        column = own.new_zeros((*own.shape[:-2], 1, own.shape[-1]))
+        row = rows_like(local.new_zeros((*local.shape[:-1], 1)), parameter, (*shape[:-1], 1))
+        column = local.new_zeros((*local.shape[:-2], 1, local.shape[-1]))
         if parameter.ndim > 2:
             column = rows_like(column, parameter, (*shape[:-2], 1, shape[-1]))
         return {"step": step, "row_var": row, "col_var": column}
@@ -205,10 +207,10 @@ def _sum_together(updates: list[_FactoredUpdate], sums: list[list[torch.Tensor]]
     """Sum values of sharded parameters over the ranks, in place, in one all-reduce."""
     if not updates:
         return
-    flat = torch.cat([part.reshape(-1) for own in sums for part in own])
+    flat = torch.cat([part.reshape(-1) for sums_of_update in sums for part in sums_of_update])
     sum_over_shards(flat, updates[0].parameter)
     start = 0
-    for own in sums:
-        for place, value in enumerate(own):
-            own[place] = flat[start : start + value.numel()].view(value.shape)
+    for sums_of_update in sums:
+        for place, value in enumerate(sums_of_update):
+            sums_of_update[place] = flat[start : start + value.numel()].view(value.shape)
             start += value.numel()
