@@ -16,6 +16,7 @@ from finray.checkpoint import manifest
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
 from finray.checkpoint.store import ATTEMPT_FILE, directory_name
+from finray.config import RUNS
 from finray.config.paths import copy_path, is_url, read_path
 from finray.config.trust import SIGNATURE
 from finray.errors import CheckpointError
@@ -28,8 +29,6 @@ RESOLVED_FILE = "resolved.json"
 RUN_ID = "run_id"
 SUMMARY_FILE = "summary.json"
 FINAL = "final"
-# Where runs are unless `run.output_dir` says otherwise.
-RUNS = "runs"
 # One of these is in any directory with a model or an adapter; the last one in that of a checkpoint.
 _OF_MODELS = ("config.json", "adapter_config.json", "metrics.jsonl", SUMMARY_FILE, manifest.NAME)
 # Created in a finished run's directory by evaluations.

@@ -10,9 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from finray.cli import show
+from finray.config import RUNS
 
-# Where runs are unless `run.output_dir` says otherwise; it is not there before the first run.
-DEFAULT = "runs"
 Run = Annotated[
     str,
     typer.Argument(help="Run: its name in `finray runs`, its directory or its URL.", show_default=False),
@@ -51,13 +50,13 @@ def report(
 @app.command("list")
 @show.command
 def list_runs(
-    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory of runs, or its URL.")] = DEFAULT,
+    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory of runs, or its URL.")] = RUNS,
 ) -> None:
     """List runs: state, step, best metric, size, and when they last changed."""
     from finray.reporting.listing import Listed
     from finray.reporting.listing import list_runs as find
 
-    if folder == DEFAULT and not Path(folder).exists():
+    if folder == RUNS and not Path(folder).exists():
         show.result(Listed(folder, (), time.time()))
         return
     show.result(find(folder, now=time.time()))

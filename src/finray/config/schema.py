@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, PrivateAttr, field_validator, model_validator
 
+from finray.config import RUNS
 from finray.config.classification import ClassificationConfig as ClassificationConfig
 from finray.config.data_schema import FIELDS as FIELDS
 from finray.config.data_schema import DataConfig as DataConfig
@@ -40,7 +41,7 @@ class RunConfig(Section):
 
     name: str = Field("run", description="Name of the run. Its directory is `<run.output_dir>/<run.name>`.")
     output_dir: str = Field(
-        "runs",
+        RUNS,
         description="Directory of runs and prepared datasets, or a URL (`s3://bucket/path`, `gs://bucket/path`).",
     )
     local_dir: str | None = Field(

@@ -15,6 +15,7 @@ from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.copies import local_copy, named_run
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir
 from finray.checkpoint.store import ATTEMPT_FILE
+from finray.config import RUNS
 from finray.config.adapter_files import NOTES, Notes
 from finray.config.redact import redact_text
 from finray.config.schema import ModelConfig
@@ -29,8 +30,6 @@ from finray.pretrained import hub
 from finray.pretrained.tokenizers import TOKENIZER_FILES, check_exists, load_tokenizer, silence_transformers
 
 _READ_BY_NAME = (*TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "*.bin", "*_config.json", "*.py")
-# Where runs are unless `run.output_dir` says otherwise; it is not there before the first run.
-_RUNS = "runs"
 _AGAIN = (
     "move final/ away if it exists, and run the command that trained the run: it makes final/ again from a checkpoint"
 )
@@ -126,7 +125,7 @@ def _notes_on_hub(name: str, revision: str | None) -> Notes:
 def _is_beside_runs(path: Path) -> bool:
     """Whether a path that does not exist is one of a run: it is not looked for on the Hub then."""
     parent = path.parent
-    return len(path.parts) > 1 and (path.parts[0] == _RUNS or any(parent.glob(f"*/{CONFIG_FILE}")))
+    return len(path.parts) > 1 and (path.parts[0] == RUNS or any(parent.glob(f"*/{CONFIG_FILE}")))
 
 
 def _require_listed(folder: Path, files: Collection[str]) -> None:

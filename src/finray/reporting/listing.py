@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
-from finray.checkpoint.copies import RUNS
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.rundir import CONFIG_FILE
+from finray.config import RUNS
 from finray.config.paths import copy_path, is_url
 from finray.errors import CheckpointError, DataError
 from finray.files import first_line, opened

@@ -291,8 +291,8 @@ class Loop:
             # A run that continues from here begins with an empty window.
             self._log_step(data, rate, numbers)
             started = self.clock()
-            if saving.in_memory:
-                self._save_in_memory()
+            if saving.in_memory and self.memory is not None and self.memory.ready(is_whole=not self.trackers.is_behind):
+                self.memory.begin(self._snapshot(self.memory.buffers), state.step)
             if saving.storage != "none":
                 self._save(in_background=saving.storage == "background")
             self.phases["checkpoint"] += self.clock() - started
@@ -307,11 +307,6 @@ class Loop:
             f"{self.state.best:.4f}"
         )
         self.trackers.log(Note(message, self.state.step))
-
-    def _save_in_memory(self) -> None:
-        assert self.memory is not None
-        if self.memory.ready(is_whole=not self.trackers.is_behind):
-            self.memory.begin(self._snapshot(self.memory.buffers), self.state.step)
 
     def _save(self, *, in_background: bool) -> None:
         self._finish_saving()
