@@ -310,10 +310,6 @@ class CheckpointWriter:
         best = self._best if self._config.keep_best else None
         self._store.prune(keep_last=self._config.keep_last, best=best, others=self._in_use)
 
-    def path_of(self, step: int) -> Path:
-        """The directory of a step's checkpoint."""
-        return self._store.path_of(step)
-
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation into its checkpoint, and apply retention again.
 

@@ -384,7 +384,6 @@ def test_later_metrics_choose_the_best_and_what_is_in_use_stays_until_it_is_used
         for step in (1, 2, 3, 4):
             writer.begin(snapshot_of(strategy.rank), step=step, metrics={"a": 1.0})
             writer.finish()
-        assert writer.path_of(3) == tmp_path / "checkpoint-000003"
         for step, loss, name in ((1, 3.0, "first"), (2, 2.0, "second"), (3, 2.5, "third")):
             in_use.remove(step)
             writer.add_metrics(step, {"loss": loss})
