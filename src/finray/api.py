@@ -286,7 +286,7 @@ def generate(
         FinrayError: the model cannot be loaded, or there is no prompt.
     """
     _trust(model, trust_run)
-    from finray.data.formats.convert import tools_of
+    from finray.data.formats.messages import tools_of
     from finray.evaluation.engines.sampling import Sampling
     from finray.evaluation.generate import generate_text
     from finray.evaluation.labels import is_classifier, read_texts

@@ -38,14 +38,14 @@ def check_etags() -> None:
     asked: Any = file_download._get_metadata_or_catch_error
 
     def checked(*arguments: Any, **options: Any) -> Any:
-        found = asked(*arguments, **options)
-        if (etag := found[1]) is not None and (etag in ("", ".", "..") or set(etag) & set("/\\\0") or len(etag) > 200):
+        answer = asked(*arguments, **options)
+        if (etag := answer[1]) is not None and (etag in ("", ".", "..") or set(etag) & set("/\\\0") or len(etag) > 200):
             raise HubError(
                 f"the server gives a file the version {shown(etag)}, which would become the name of a file here",
-                where=cut(str(found[0])),
+                where=cut(str(answer[0])),
                 repair="use another Hub or mirror (HF_ENDPOINT)",
             )
-        return found
+        return answer
 
     if not hasattr(asked, "asked"):
         checked.asked = asked  # type: ignore[attr-defined]

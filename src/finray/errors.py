@@ -192,8 +192,8 @@ def explained(error: BaseException) -> FinrayError | None:
         place, reason = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
         return FinrayError(reason[0].lower() + reason[1:], where=place or None, repair="correct this value")
     for kind in type(error).__mro__:
-        if (known := _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
-            what, repair = known
+        if (explanation := _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
+            what, repair = explanation
             return FinrayError(what if detail == type(error).__name__ else f"{what}: {detail}", repair=repair)
     frames = [
         frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -236,10 +236,10 @@ def require_package(what: str, package: str, *, extra: str, where: str | None = 
 def unmatched(names: Iterable[str], known: Iterable[str], *, where: str) -> ModelError:
     """The error of names of modules that match none; ``known`` are the endings of those that there are."""
     # Layers of a list are numbered.
-    missing, endings = list(names), sorted({one for one in known if one and not one.isdigit()})
+    missing, endings = list(names), sorted({name for name in known if name and not name.isdigit()})
     return ModelError(
         f"{'these match' if len(missing) > 1 else 'this matches'} no module: "
-        + ", ".join(f"`{one}`{did_you_mean(one.rpartition('.')[2], endings, cutoff=0.5)}" for one in missing),
+        + ", ".join(f"`{name}`{did_you_mean(name.rpartition('.')[2], endings, cutoff=0.5)}" for name in missing),
         where=where,
         repair=f"available modules: {', '.join(endings)}",
     )
@@ -267,6 +267,6 @@ def did_you_mean_path(name: str | Path, *patterns: str) -> str:
 
     beside: list[Path] = []
     with suppress(OSError, RuntimeError, ValueError):
-        beside += [one for pattern in patterns or ("*",) for one in path.parent.expanduser().glob(pattern)]
+        beside += [sibling for pattern in patterns or ("*",) for sibling in path.parent.expanduser().glob(pattern)]
     best = max(beside, key=likeness, default=None)
     return f" (did you mean `{path.parent / best.name}`?)" if best is not None and likeness(best) >= 0.6 else ""

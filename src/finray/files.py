@@ -134,16 +134,16 @@ class FileKind:
     def unsealed(self, content: bytes, shape: type[T], where: Path | str) -> T:
         """As :meth:`parsed`, of an object that was made by :func:`sealed` and has not changed since."""
         with self.reading(where):
-            found = loads(content)
-        if not isinstance(found, dict) or found.pop(SEAL, None) != seal_of(found):
+            record = loads(content)
+        if not isinstance(record, dict) or record.pop(SEAL, None) != seal_of(record):
             raise self.refused("was changed after it was written", where)
         return self.parsed(content, shape, where)
 
     def verify(self, path: Path, *, size: int, sha256: str | None, root: Path | None = None) -> None:
         """See that a file has the bytes that were written; without a digest, as many."""
         with self.opened(path, root) as stream:
-            if (found := os.fstat(stream.fileno()).st_size) != size:
-                raise self.refused(f"has {found} bytes instead of {size}", path)
+            if (actual := os.fstat(stream.fileno()).st_size) != size:
+                raise self.refused(f"has {actual} bytes instead of {size}", path)
             if sha256 is not None and digest_of(path) != sha256:
                 raise self.refused("has changed since it was written", path)
 
@@ -191,7 +191,7 @@ def appending(path: Path, root: Path | None = None) -> IO[bytes]:
 
 def _at_its_end(path: Path, root: Path) -> int:
     with suppress(FileNotFoundError):
-        if stat.S_ISREG((known := path.lstat()).st_mode) and known.st_nlink > 1:
+        if stat.S_ISREG((status := path.lstat()).st_mode) and status.st_nlink > 1:
             with opened(path) as stream:
                 replace_bytes(path, stream.read())
     return _descriptor(path, root, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -221,8 +221,8 @@ def lies_in(path: Path, root: Path) -> bool:
     """Whether a file lies in a directory once links are followed; in the cache of the Hub, where it keeps files."""
     top = Path(os.path.realpath(root))
     roots = [top]
-    for one in (top, *top.parents):
-        if one.parent.name == "snapshots" and (cache := one.parent.parent).name.startswith("models--"):
+    for folder in (top, *top.parents):
+        if folder.parent.name == "snapshots" and (cache := folder.parent.parent).name.startswith("models--"):
             roots.append(cache / "blobs")
     return any(map(Path(os.path.realpath(path)).is_relative_to, roots))
 

@@ -65,11 +65,11 @@ def bounded_product(_: Any, operator: str, left: Any, right: Any) -> Any:
         ValueError: it would be larger.
     """
     if operator == "**":
-        if not all(isinstance(one, int | float) and abs(one) <= 1024 for one in (left, right)):
+        if not all(isinstance(value, int | float) and abs(value) <= 1024 for value in (left, right)):
             raise ValueError("the power of such large numbers is refused")
         return left**right
-    sizes = [len(one) if isinstance(one, Sized) else abs(one) for one in (left, right)]
-    if any(isinstance(one, Sized) for one in (left, right)) and sizes[0] * sizes[1] > REPEATED:
+    sizes = [len(value) if isinstance(value, Sized) else abs(value) for value in (left, right)]
+    if any(isinstance(value, Sized) for value in (left, right)) and sizes[0] * sizes[1] > REPEATED:
         raise ValueError(f"a text of more than {REPEATED:,} characters is refused")
     return left * right
 

@@ -49,8 +49,8 @@ def attach_store(parameter: torch.Tensor, store: ParameterStore) -> None:
 
 def store_of(tensor: torch.Tensor) -> ParameterStore | None:
     """Who knows the value of a parameter; None for a tensor that holds its own."""
-    found: ParameterStore | None = getattr(tensor, _STORE, None)
-    return found
+    store: ParameterStore | None = getattr(tensor, _STORE, None)
+    return store
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -103,7 +103,9 @@ def is_first_replica(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
-    return not any(mesh.get_local_rank(at) for at, one in enumerate(tensor.placements) if one.is_replicate())
+    return not any(
+        mesh.get_local_rank(at) for at, placement in enumerate(tensor.placements) if placement.is_replicate()
+    )
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

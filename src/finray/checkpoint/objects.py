@@ -33,7 +33,6 @@ _OTHERS = 3
 # Part size of multipart uploads, on which the object's ETag depends.
 _PART = 64 * 2**20
 _PARTS = 9000
-_EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
 # Errors that a retry would hit again.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -45,22 +44,13 @@ def open_filesystem(url: str, *, patient: bool = False) -> tuple[Any, str]:
         StorageError: no library for the scheme is installed, the URL is malformed, or, unless ``patient``, the storage
             does not answer.
     """
-    import fsspec
-
     scheme = url.split("://", 1)[0]
     options = remote.options(scheme) | {"use_listings_cache": False}
     if scheme == "s3":
         # Retries happen here; with both, it would take minutes to give up.
         options["config_kwargs"] |= {"retries": {"total_max_attempts": 1}}
-    try:
-        fs, path = fsspec.core.url_to_fs(url, **options)
-    except ImportError:
-        extra = _EXTRAS.get(scheme)
-        line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec package for `{scheme}://`"
-        raise StorageError(f"no installed package can write `{scheme}://`", where=url, repair=line) from None
-    except (ValueError, OSError) as error:
-        repair = "name a directory, or a URL such as s3://bucket/path"
-        raise StorageError(f"the URL cannot be used: {first_line(error)}", where=url, repair=repair) from None
+    repair = "name a directory, or a URL such as s3://bucket/path"
+    fs, path = remote.filesystem(url, options, error=StorageError, use="write", repair=repair)
     if scheme == "s3":
         fs.retries = 1
     if not patient and (silence := remote.silence(fs, scheme)) is not None:
@@ -249,8 +239,6 @@ class Objects:
                     break
                 continue
             except Exception as failure:
-                # File systems raise exceptions of their own libraries (botocore, aiohttp, ...), without a common base
-                # class.
                 error = failure
                 if isinstance(failure, _FINAL):
                     break
@@ -258,12 +246,10 @@ class Objects:
                 self._sleep(pause)
         if isinstance(error, _Other):
             raise _OtherForGood(str(error))
-        detail = str(error).strip() and f": {first_line(error)}"
         raise StorageError(
-            f"the storage failed {self._tries} times: {type(error).__name__}{detail}",
+            f"the storage failed {self._tries} times: {remote.described(error)}",
             where=self.at(name),
-            repair="check the name, the credentials and the endpoint in the environment (such as AWS_ACCESS_KEY_ID); "
-            "the same command then continues from the last checkpoint",
+            repair=f"{remote.CREDENTIALS}; the same command then continues from the last checkpoint",
         ) from None
 
 

@@ -36,7 +36,6 @@ def _zstd(stream: IO[bytes]) -> Any:
 
 
 COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
-_EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
 _SILENT = "check the address and the network"
 # A file modified less than this long ago may change again without its timestamps showing it.
 _SETTLED_S = 2.0
@@ -57,17 +56,8 @@ def filesystem(name: str) -> tuple[Any, str]:
         # A local name may contain what fsspec would interpret (`::`, `~`).
         return fsspec.filesystem("file"), str(Path(name).absolute())
     scheme = name.split("://", 1)[0]
-    try:
-        fs, path = fsspec.core.url_to_fs(name, **remote.options(scheme))
-    except ImportError:
-        extra = _EXTRAS.get(scheme)
-        line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec package for `{scheme}://`"
-        raise DataError(f"no installed package can read `{scheme}://`", where=name, repair=line) from None
-    except (ValueError, TypeError, OSError) as error:
-        # HDFS needs Java; of a URL that lacks something, fsspec may miss an argument.
-        raise DataError(
-            f"the URL cannot be used: {first_line(error)}", where=name, repair="name another source"
-        ) from None
+    options = remote.options(scheme)
+    fs, path = remote.filesystem(name, options, error=DataError, use="read", repair="name another source")
     if (silence := remote.silence(fs, scheme)) is not None:
         address, waited = silence
         raise DataUnavailable(f"the server gave {waited}", where=address, repair=_SILENT)
@@ -105,17 +95,10 @@ def storage_errors(name: str) -> Iterator[None]:
             what = "bucket" if is_url(name) and "bucket does not exist" in str(error) else "file"
             raise DataError(f"the {what} does not exist", where=name, repair="check the name") from None
         if is_url(name):
-            # File systems raise exceptions of their own libraries (botocore, aiohttp, ...), without a common base
-            # class.
-            detail = str(error).strip() and f": {first_line(error)}"
             # Another attempt would be refused too.
             kind = DataError if isinstance(error, PermissionError) else DataUnavailable
-            raise kind(
-                f"the storage cannot be reached: {type(error).__name__}{detail}",
-                where=name,
-                repair="check the name, the credentials and the endpoint in the environment (such as "
-                "AWS_ACCESS_KEY_ID)",
-            ) from None
+            message = f"the storage cannot be reached: {remote.described(error)}"
+            raise kind(message, where=name, repair=remote.CREDENTIALS) from None
         if isinstance(error, OSError):
             raise DataError(f"cannot be read: {error.strerror or error}", where=name) from None
         raise
@@ -195,12 +178,12 @@ def find(url: str) -> list[str]:
         # A cached listing would hide changes of the source.
         fs.invalidate_cache()
         if set("*?[") & set(path):
-            found = [item for item, about in fs.glob(path, detail=True).items() if about["type"] == "file"]
+            paths = [item for item, about in fs.glob(path, detail=True).items() if about["type"] == "file"]
         elif fs.isfile(path):
-            found = [path]
+            paths = [path]
         else:
-            found = [item for item in fs.find(path) if "/." not in f"/{item.removeprefix(path).lstrip('/')}"]
-        return sorted(fs.unstrip_protocol(item) for item in found)
+            paths = [item for item in fs.find(path) if "/." not in f"/{item.removeprefix(path).lstrip('/')}"]
+        return sorted(fs.unstrip_protocol(item) for item in paths)
 
 
 class Digests:
@@ -255,9 +238,9 @@ class Digests:
         # A link that now points elsewhere has the size, times and inode of another file.
         key = str(path.absolute())
         signature = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
-        known = self._known.get(key)
-        if known is not None and known[:-1] == signature:
-            return str(known[-1])
+        cached = self._known.get(key)
+        if cached is not None and cached[:-1] == signature:
+            return str(cached[-1])
         with storage_errors(str(path)):
             digest = digest_of(path)
         # As in git's index: a recently changed file could change again within the clock's resolution.
@@ -346,11 +329,11 @@ class Folder:
 
     def files(self) -> Iterator[tuple[str, int]]:
         """Name and size of every file below, in no special order."""
-        found = {}
+        listing = {}
         with storage_errors(self.root), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path, detail=True)
-        for path, info in found.items():
+            listing = self._fs.find(self._path, detail=True)
+        for path, info in listing.items():
             yield path[len(self._path) :].lstrip("/"), int(info["size"] or 0)
 
     def delete(self) -> None:

@@ -14,7 +14,7 @@ from finray import compat
 from finray.config.resolved import LabelSet
 from finray.data.formats.labels import Label
 from finray.data.sampling.collate import LabelledBatch, Row, collate_labelled
-from finray.data.sampling.packing import one_length_each, plan_packs
+from finray.data.sampling.packing import equal_length_batches, plan_packs
 from finray.errors import DataError
 from finray.models import attention
 from finray.models.classifier import label_names, labels_in
@@ -94,7 +94,7 @@ def classify(
     found = {row: list(logits) for row, logits in kept.items()}
     left = [row for row in range(len(rows)) if row not in found]
     lengths = [len(rows[row][0]) for row in left]
-    plan = (plan_packs if packs else one_length_each)(lengths, max([TOKENS, *lengths]))
+    plan = (plan_packs if packs else equal_length_batches)(lengths, max([TOKENS, *lengths]))
 
     def batch_of(some: Sequence[int]) -> LabelledBatch:
         unknown = () if known.problem == "multi_label" else 0

@@ -14,10 +14,11 @@ from typing import Any
 
 from finray import compat
 from finray.config.schema import NO_TEXT
-from finray.data.formats.convert import converter_of, in_form, messages_of, template_arguments, tools_of
+from finray.data.formats.convert import converter_of, in_form
 from finray.data.formats.examples import OF_CHATS, Chat, Completion, detect
+from finray.data.formats.messages import messages_of, template_arguments, tools_of
 from finray.data.sources.pieces import read_file
-from finray.data.sources.resolve import TABLES, Row
+from finray.data.sources.resolve import TABLES, SourceRow
 from finray.data.storage import file_suffix
 from finray.data.tokenize.chat import ChatRenderer, guarded
 from finray.errors import DataError, ModelError, did_you_mean_path
@@ -130,7 +131,7 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
             found.append(Prompt.of(one, system))
             continue
         rows = dict(one) if isinstance(one, Mapping) else {"messages": list(one)} if isinstance(one, Iterable) else {}
-        found.append(_prompt(Row("prompts", number, rows), system, Counter()))
+        found.append(_prompt(SourceRow("prompts", number, rows), system, Counter()))
     _require_text(found)
     return found
 
@@ -150,7 +151,7 @@ def _require_text(prompts: Iterable[Prompt]) -> None:
                 )
 
 
-def _prompt(row: Row, system: str | None, left_out: Counter[str], *, repair: str = _AS_MESSAGES) -> Prompt:
+def _prompt(row: SourceRow, system: str | None, left_out: Counter[str], *, repair: str = _AS_MESSAGES) -> Prompt:
     """The prompt of a row in any format of training; with or without an answer, which is left out.
 
     Args:
@@ -214,7 +215,7 @@ def _turns(value: Any) -> list[Any] | None:
 
 
 def _conversation(
-    row: Row,
+    row: SourceRow,
     name: str,
     turns: list[Any],
     tools: tuple[Mapping[str, Any], ...],

@@ -13,7 +13,7 @@ from finray.config.paths import local_dir_of
 from finray.config.schema import Config
 from finray.config.trust import require_trusted
 from finray.data.dataset.manifest import PartEntry, SplitStats
-from finray.data.dataset.plan import Settings, remarks_on_files
+from finray.data.dataset.plan import PrepareSettings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.report import unread_fields, without_rows
@@ -61,7 +61,7 @@ def inspect(
     require_trusted(config, "data", "model", "prepare")
     tokenizer = load_tokenizer(config.model)
     tokens = special_tokens(tokenizer, stops=generation_stops(config.model))
-    encoder = Settings.of(config).encoder(tokenizer)
+    encoder = PrepareSettings.of(config).encoder(tokenizer)
     try:
         location = prepare_here(config)
     except DataError as error:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from finray.config.redact import redact_text
 from finray.config.schema import Config
+from finray.data.dataset.report import COUNTERS
 from finray.errors import DataError
 from finray.inspection.checks import Check, Level
 from finray.inspection.labels import ClassBalance
@@ -25,42 +26,27 @@ _SHOWN_TOKENS = 400
 _ORDER: dict[Level, int] = {"problem": 0, "warning": 1, "note": 2, "ok": 3}
 # Share of copies above which duplicates are a warning.
 _MANY_COPIES = 0.01
-# Counter of the preparation; the level if it is not zero; name and wording of the check.
-_COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
-    (
-        "answers_lost",
-        "problem",
-        "Answers lost",
-        "lost the whole answer to data.max_length: raise it, or set data.on_too_long to drop",
-    ),
-    ("unlearnable", "warning", "Nothing to learn", "had nothing to learn and were left out"),
-    ("empty_answers", "warning", "Empty answers", "have an empty answer: the model learns to say nothing there"),
-    ("truncated", "warning", "Rows cut off", "were cut off at data.max_length: raise it to keep them whole"),
-    ("dropped_too_long", "warning", "Rows too long", "were dropped: longer than data.max_length"),
-    ("bad_rows", "warning", "Bad rows", "could not be used and were dropped"),
-    ("system_unused", "warning", "System message without effect", "are no conversations, and have no data.system"),
-    ("system_ignored", "warning", "System message ignored", "have a system message that the chat template leaves out"),
-    ("answers_rewritten", "warning", "Answers rewritten", "have an answer that the chat template changes"),
-    ("joined_words", "warning", "Prompt and completion", "have no white space between the two, which are joined as is"),
-    ("calls_left_out", "warning", "Tool calls left out", "have calls of which the template leaves out a part"),
-    (
-        "special_in_prompts",
-        "warning",
-        "Special tokens in prompts",
-        "have text in their prompt that the tokenizer reads as special tokens, which can end or begin a turn; a server "
-        "reads it in the same way",
-    ),
-    ("doubled_eos", "problem", "End token twice", "have an end token twice in a row: the text has one already"),
-    ("unwanted_answers", "warning", "Unwanted answers", "say that their answer is not wanted, and it is learned"),
-    (
-        "numbers_as_text",
-        "note",
-        "Numbers",
-        "have numbers, true or false where text belongs, learned as JSON writes them",
-    ),
-    ("tools_as_text", "note", "Tools as text", "have tools or calls that the chat template cannot render itself"),
-    ("split_conversations", "note", "Conversations split", "became several: the chat template rewrites earlier turns"),
-)
+# Counters of the preparation: the level if it is not zero, and the name of the check.
+_COUNTERS: dict[str, tuple[Level, str]] = {
+    "answers_lost": ("problem", "Answers lost"),
+    "unlearnable": ("warning", "Nothing to learn"),
+    "empty_answers": ("warning", "Empty answers"),
+    "truncated": ("warning", "Rows cut off"),
+    "dropped_too_long": ("warning", "Rows too long"),
+    "bad_rows": ("warning", "Bad rows"),
+    "system_unused": ("warning", "System message without effect"),
+    "system_ignored": ("warning", "System message ignored"),
+    "answers_rewritten": ("warning", "Answers rewritten"),
+    "joined_words": ("warning", "Prompt and completion"),
+    "calls_left_out": ("warning", "Tool calls left out"),
+    "special_in_prompts": ("warning", "Special tokens in prompts"),
+    "doubled_eos": ("problem", "End token twice"),
+    "unwanted_answers": ("warning", "Unwanted answers"),
+    "numbers_as_text": ("note", "Numbers"),
+    "tools_as_text": ("note", "Tools as text"),
+    "split_conversations": ("note", "Conversations split"),
+}
+_MEANINGS = COUNTERS | {"split_conversations": "became several: the chat template rewrites earlier turns"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +154,14 @@ def findings(inspection: Inspection) -> tuple[Check, ...]:
         Check(
             f"{name} ({split.name})",
             level,
-            f"{count:,} of {of:,} rows {text}",
+            f"{count:,} of {of:,} rows {_MEANINGS[key]}",
             count,
             of,
             split.cut_at if key == "truncated" else split.places.get(key, ()),
         )
         for split in inspection.splits
         for of in [split.counts.get("source_rows", split.rows)]
-        for key, level, name, text in _COUNTERS
+        for key, (level, name) in _COUNTERS.items()
         if (count := split.counts.get(key, 0)) > 0
     ]
     checks = [

@@ -57,7 +57,7 @@ def add_lora(
     # A saved adapter may name layers of other models too; its tensors are compared when they are loaded.
     if isinstance(targets, list) and adapter.start_from is None and (missing := matching_none(targets, there)):
         raise unmatched(missing, linear_names(model), where="adapter.target_modules")
-    if missing := [one for one in adapter.modules_to_save if not any(name.endswith(one) for name in there)]:
+    if missing := [wanted for wanted in adapter.modules_to_save if not any(name.endswith(wanted) for name in there)]:
         raise unmatched(missing, linear_names(model), where="adapter.modules_to_save")
     try:
         # PEFT's random values are replaced below.
@@ -119,7 +119,9 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         modules_to_save=[*adapter.modules_to_save, *head] or None,
         **adapter_method(adapter.method).options,
         trainable_token_indices={
-            name: list(new_tokens) for name, module in model.named_modules() if any(module is one for one in tables)
+            name: list(new_tokens)
+            for name, module in model.named_modules()
+            if any(module is embedding for embedding in tables)
         }
         if new_tokens
         else None,
@@ -217,7 +219,7 @@ def _require_all_tensors(model: Any, folder: Path) -> None:
     missing = [
         name
         for name in result.missing_keys
-        if prefix and f".{prefix}" in name and not any(f".{one}" in name for one in _SHARED)
+        if prefix and f".{prefix}" in name and not any(f".{kind}" in name for kind in _SHARED)
     ]
     # With save_embedding_layers, PEFT writes a table that is saved anyway under a second name.
     odd = [name for name in result.unexpected_keys if ".modules_to_save." not in name]

@@ -162,7 +162,7 @@ def require_fit(artifact: Artifact) -> None:
         return
     stored = stored_weights(artifact.folder, Path(WEIGHTS).stem)
     base = load_model(artifact.model, dtype=torch.float32, on_meta=True, labels=artifact.labels)
-    shapes = {name: tuple(one.weight.shape) for name, one in base.named_modules() if hasattr(one, "weight")}
+    shapes = {name: tuple(module.weight.shape) for name, module in base.named_modules() if hasattr(module, "weight")}
     layers = {_DIGITS.sub("#", name) for name in shapes}
     for name, tensor in {} if stored is None else stored.tensors.items():
         layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")
@@ -230,7 +230,7 @@ def require_finite(model: Any, where: str) -> None:
 
 def _is_finite(weight: torch.Tensor) -> bool:
     # Both are NaN if any value is. Unlike a mask, they take no memory.
-    return all(bool(one.isfinite()) for one in torch.aminmax(weight.detach()))
+    return all(bool(end.isfinite()) for end in torch.aminmax(weight.detach()))
 
 
 def merge_adapter(model: Any) -> Any:
@@ -244,9 +244,9 @@ def merge_adapter(model: Any) -> Any:
     from peft.tuners.lora.layer import LoraLayer
 
     inner = without_adapter(model)
-    for layer in [one.get_base_layer() for one in model.modules() if isinstance(one, LoraLayer)]:
+    for layer in [module.get_base_layer() for module in model.modules() if isinstance(module, LoraLayer)]:
         # The layers of PEFT show their base's weight as their own.
-        owners = [one for one in model.modules() if one._parameters.get("weight") is layer.weight]
+        owners = [module for module in model.modules() if module._parameters.get("weight") is layer.weight]
         if len(owners) > 1:
             layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
             for config in (inner.config, inner.config.get_text_config()):
@@ -268,7 +268,7 @@ def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
     saved = read_settings(artifact.folder).modules_to_save or []
     if artifact.labels is not None:
         # PEFT notes the names of all heads that a classifier may have, and adds them again by itself.
-        saved = [one for one in saved if one not in ("classifier", "score")]
+        saved = [name for name in saved if name not in ("classifier", "score")]
     adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=saved)
     device = torch.device("cpu")
     model = build_model(

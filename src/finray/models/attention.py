@@ -197,17 +197,17 @@ def _attend_to_rows(
         asking = torch.split(by_row, [len(batch.rows) for batch in batches])
     else:
         asking = tuple(_padded(query, batches, slots[heads]))
-    padded, outputs = [_padded(one, batches, slots[one.shape[1]]) for one in (key, value)], []
+    padded, outputs = [_padded(tensor, batches, slots[tensor.shape[1]]) for tensor in (key, value)], []
     for (rows, length), q, k, v in zip(batches, asking, *padded, strict=True):
-        own = [lengths[row] for row in rows]
-        attended = attend(q, k, v, scores, dropout=dropout, lengths=own if min(own) < length else None)
+        row_lengths = [lengths[row] for row in rows]
+        attended = attend(q, k, v, scores, dropout=dropout, lengths=row_lengths if min(row_lengths) < length else None)
         outputs.append(attended.flatten(0, 2))
-    found: torch.Tensor = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    packed: torch.Tensor = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if first_only:
         _, at = np.unique(in_order, return_index=True)
-        return found.view(1, -1, heads, width)[:, torch.from_numpy(at)]
-    found = _Unpadded.apply(found, slots[heads][len(found) :])  # type: ignore[no-untyped-call]
-    return found.view(1, -1, heads, width)
+        return packed.view(1, -1, heads, width)[:, torch.from_numpy(at)]
+    packed = _Unpadded.apply(packed, slots[heads][len(packed) :])  # type: ignore[no-untyped-call]
+    return packed.view(1, -1, heads, width)
 
 
 class _RowBatch(NamedTuple):
@@ -257,8 +257,8 @@ def _slots(lengths: tuple[int, ...], heads: int) -> npt.NDArray[np.int64]:
 def _padded(tensor_1HTD: torch.Tensor, batches: Sequence[_RowBatch], slots: torch.Tensor) -> list[torch.Tensor]:
     """Rows in their batches (S, H, L, D), as matrix products take them."""
     _, heads, tokens, width = tensor_1HTD.shape
-    taken, own = torch.split(slots, [len(slots) - tokens * heads, tokens * heads])
-    flat = _Padded.apply(tensor_1HTD[0].transpose(0, 1).reshape(-1, width), taken, own)  # type: ignore[no-untyped-call]
+    taken, places = torch.split(slots, [len(slots) - tokens * heads, tokens * heads])
+    flat = _Padded.apply(tensor_1HTD[0].transpose(0, 1).reshape(-1, width), taken, places)  # type: ignore[no-untyped-call]
     parts = torch.split(flat, [len(rows) * heads * length for rows, length in batches])
     return [part.view(len(rows), heads, length, width) for part, (rows, length) in zip(parts, batches, strict=True)]
 
@@ -407,5 +407,5 @@ def _varlen() -> tuple[Any, bool] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = inspect.signature(varlen_attn).parameters
-    return (varlen_attn, "enable_gqa" in known) if {"window_size", "scale"} <= known.keys() else None
+    parameters = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, "enable_gqa" in parameters) if {"window_size", "scale"} <= parameters.keys() else None

@@ -23,15 +23,15 @@ _KEPT = (
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
     """The repeated blocks of a model: the members of the outermost lists of modules of one kind."""
-    found: list[torch.nn.Module] = []
+    blocks: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and id(module) not in inside:
             kinds = {type(member) for member in module}
             if len(kinds) == 1 and any(True for member in module for _ in member.parameters()):
-                found += list(module)
+                blocks += list(module)
                 inside |= {id(part) for part in module.modules()}
-    return found
+    return blocks
 
 
 def wrap_blocks(model: Any, *, checkpointing: str = "none", offload: bool = False, smallest: int | None = None) -> None:
@@ -97,8 +97,8 @@ def _offloaded(block: torch.nn.Module, forward: Callable[..., Any], smallest: in
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         weights = list(block.parameters())
-        storages = {one.untyped_storage().data_ptr() for one in weights}
-        shapes = {shape for one in weights for shape in (tuple(one.shape), tuple(one.shape)[::-1])}
+        storages = {weight.untyped_storage().data_ptr() for weight in weights}
+        shapes = {shape for weight in weights for shape in (tuple(weight.shape), tuple(weight.shape)[::-1])}
 
         def moves(tensor: torch.Tensor) -> bool:
             # Weights are on the device anyway. Copies in another dtype belong to autocast, which caches them.

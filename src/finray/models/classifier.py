@@ -67,8 +67,8 @@ def set_padding(model: Any, config: ModelConfig) -> None:
     of_text = model.config.get_text_config()
     if of_text.pad_token_id is None:
         tokenizer = load_tokenizer(config)
-        own = tokenizer.pad_token_id
-        of_text.pad_token_id = tokenizer.eos_token_id if own is None else own
+        padding = tokenizer.pad_token_id
+        of_text.pad_token_id = tokenizer.eos_token_id if padding is None else padding
 
 
 def may_be_new(model: Any, name: str) -> bool:
@@ -79,7 +79,9 @@ def may_be_new(model: Any, name: str) -> bool:
 def stored_name(model: Any, name: str, stored: StoredWeights) -> str | None:
     """The name of a weight in files, which may hold only the body or another head; None if it is missing."""
     body = f"{model.base_model_prefix}."
-    return next((one for one in (name, name.removeprefix(body), body + name) if one in stored.tensors), None)
+    return next(
+        (candidate for candidate in (name, name.removeprefix(body), body + name) if candidate in stored.tensors), None
+    )
 
 
 def mark_new(model: Any, found: StoredWeights | Iterable[str] | None) -> None:

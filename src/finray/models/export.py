@@ -155,8 +155,8 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
                 where=str(output),
                 repair="the output was deleted; try --dtype fp32, or report this with the model's name",
             )
-        known: dict[str, Any] = {**notes}
-        kept = {name: known[name] for name in _KEPT if name in known}
+        facts: dict[str, Any] = {**notes}
+        kept = {name: facts[name] for name in _KEPT if name in facts}
         if base is None and kept:
             _write_json(scratch / NOTES, kept)
         if base is None or not merge:
@@ -189,8 +189,8 @@ def require_new(output: Path) -> None:
 def _require_range(model: Any, output: Path) -> None:
     """Refuse weights that would become infinite in fp16: few of them show in the logits of a short text."""
     most = torch.finfo(torch.float16).max
-    for name, one in model.named_parameters():
-        if one.numel() and (largest := max(abs(float(end)) for end in torch.aminmax(one.detach()))) > most:
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and (largest := max(abs(float(end)) for end in torch.aminmax(parameter.detach()))) > most:
             raise ModelError(
                 f"{name} holds {largest:.3g}, and the largest number of fp16 is {most:.3g}",
                 where=str(output),

@@ -20,7 +20,11 @@ def fuse_biases(model: Any) -> int:
     count = 0
     for module in model.modules():
         is_plain = type(module) is torch.nn.Linear and "forward" not in vars(module)
-        if is_plain and module.bias is not None and not any(one.requires_grad for one in module.parameters()):
+        if (
+            is_plain
+            and module.bias is not None
+            and not any(parameter.requires_grad for parameter in module.parameters())
+        ):
             module.forward = types.MethodType(_forward, module)
             count += 1
     return count

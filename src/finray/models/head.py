@@ -104,7 +104,7 @@ class _ChunkedLoss(torch.autograd.Function):
         trains: bool,
     ) -> torch.Tensor:
         # Under `no_grad`, `needs_input_grad` is still true of a weight that is trained.
-        needs = [trains and one for one in ctx.needs_input_grad]
+        needs = [trains and needed for needed in ctx.needs_input_grad]
         weight = weight_VH.to(hidden_KH.dtype)
         head = replace(head, weight_VH=weight)  # else each chunk has a copy of its own
         total = torch.zeros((), dtype=torch.float32, device=hidden_KH.device)
@@ -140,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
             raise RuntimeError("the gradients of this loss were freed by its first backward pass")
         # Scaled in place, because nothing else uses them: a head's gradient is the largest tensor of a step, and
         # autograd makes it the parameter's gradient without a copy.
-        hidden, weight, bias = (None if one is None else one.mul_(grad_output) for one in ctx.gradients)
+        hidden, weight, bias = (None if gradient is None else gradient.mul_(grad_output) for gradient in ctx.gradients)
         ctx.gradients = None
         return (
             hidden,

@@ -34,14 +34,14 @@ def apply(model: Any, *, checkpointing: str = "none") -> None:
         ModelError: Liger is not installed.
     """
     try:
-        patch, known = compat.liger_patcher()
+        patch, types = compat.liger_patcher()
     except ImportError:
         raise ModelError(
             "Liger is not installed", where="train.liger", repair="pip install 'finray[liger]', or set it to auto"
         ) from None
     inner = without_adapter(model)
     restore()
-    if inner.config.model_type in known:
+    if inner.config.model_type in types:
         module = sys.modules[type(inner).__module__]
         usual = dict(vars(module))
         # Its rotary embedding changes queries and keys in place, unseen by autograd: selective checkpointing, which
@@ -50,17 +50,17 @@ def apply(model: Any, *, checkpointing: str = "none") -> None:
         # Of some families Liger knows only the language model, and not a classifier.
         with suppress(TypeError):
             patch(inner, **_NOT_ITS_LOSS, **without)
-        replaced = {name: own for name, own in usual.items() if getattr(module, name) is not own}
+        replaced = {name: original for name, original in usual.items() if getattr(module, name) is not original}
         _REPLACED[module.__name__] = replaced
-        for name, own in replaced.items():
-            setattr(module, name, own if isinstance(own, type) else _on_gpus(getattr(module, name), own))
+        for name, original in replaced.items():
+            setattr(module, name, original if isinstance(original, type) else _on_gpus(getattr(module, name), original))
 
 
 def restore() -> None:
     """Give Transformers' modules their own functions back: what was patched before loses Liger's rotary embedding."""
     for module, names in _REPLACED.items():
-        for name, own in names.items():
-            setattr(sys.modules[module], name, own)
+        for name, original in names.items():
+            setattr(sys.modules[module], name, original)
     _REPLACED.clear()
 
 

@@ -116,10 +116,12 @@ def require_sensible(loaded: Any, model: ModelConfig) -> None:
         ModelError: names the key.
     """
     values = loaded.config.get_text_config().to_dict()
-    numbers = {name: one for name, one in values.items() if isinstance(one, int | float) and not isinstance(one, bool)}
-    ropes = {name: one for name, one in values.items() if name.startswith("rope_") and isinstance(one, dict)}
-    nested = [(f"{name}.{key}", value) for name, one in ropes.items() for key, value in one.items()]
-    numbers |= {name: one for name, one in nested if isinstance(one, float)}
+    numbers = {
+        name: entry for name, entry in values.items() if isinstance(entry, int | float) and not isinstance(entry, bool)
+    }
+    ropes = {name: entry for name, entry in values.items() if name.startswith("rope_") and isinstance(entry, dict)}
+    nested = [(f"{name}.{key}", value) for name, entry in ropes.items() for key, value in entry.items()]
+    numbers |= {name: entry for name, entry in nested if isinstance(entry, float)}
     problems = []
     for name, value in numbers.items():
         if math.isnan(value):
@@ -208,7 +210,7 @@ def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[An
         odd = [*missing, *(name for name, _, _ in mismatched)]
         new = [name for name in odd if classifier.may_be_new(loaded, name)]
         missing = [name for name in missing if name not in new]
-        mismatched = [one for one in mismatched if one[0] not in new]
+        mismatched = [item for item in mismatched if item[0] not in new]
     what, names = "are missing from its files: they would be random", missing
     if not missing:
         what = "have a different shape in its files than in its configuration"
@@ -228,8 +230,8 @@ def _coded_weights(model: Any, stored: StoredWeights) -> list[str]:
     """Weights in files whose elements are no numbers by themselves. Masks and positions, which older files hold, are no
     weights: the model has no parameters of their names."""
     body = f"{model.base_model_prefix}."
-    own = {name.removeprefix(body) for name, _ in model.named_parameters(remove_duplicate=False)}
-    return stored.coded(name for name in stored.tensors if name.endswith(".weight") or name.removeprefix(body) in own)
+    names = {name.removeprefix(body) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return stored.coded(name for name in stored.tensors if name.endswith(".weight") or name.removeprefix(body) in names)
 
 
 def build_model(

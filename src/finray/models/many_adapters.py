@@ -83,7 +83,7 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             raise _refused(folder, f"{name} is not finite (NaN or infinite)", **_AGAIN)
     body, parts, lacking = skeleton.base_model_prefix + ".", dict[str, LoraPart](), list[str]()
     for name, module in skeleton.named_modules():
-        keys = [f"{_PREFIX}{name}.lora_{one}.weight" for one in "AB"]
+        keys = [f"{_PREFIX}{name}.lora_{matrix}.weight" for matrix in "AB"]
         if type(module) is not Linear or not all(key in tensors for key in keys):
             lacking += [name] if isinstance(module, LoraLayer) else []
             continue
@@ -171,13 +171,13 @@ class _Forward:
         self._held, self._name = held, name
 
     def __call__(self, module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        found = [(part, at) for one, at in self._held.spans if (part := one.parts.get(self._name)) is not None]
-        if not found:
+        places = [(part, at) for adapter, at in self._held.spans if (part := adapter.parts.get(self._name)) is not None]
+        if not places:
             return torch.nn.functional.linear(x, module.weight, module.bias)
         flat = x.reshape(-1, x.shape[-1])
         output = flat.new_zeros(flat.shape[0], module.weight.shape[0])
         # The adapters' products first, as in training: the base's is added to them.
-        for part, places_K in found:
+        for part, places_K in places:
             if places_K is not None and len(flat) != self._held.tokens:
                 raise ModelError(f"{self._name} does not get one row per token, so adapters cannot share it")
             if places_K is None:

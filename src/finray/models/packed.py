@@ -81,7 +81,7 @@ class PackedModel:
         self.precision = precision
         self._body = getattr(self.inner, self.inner.base_model_prefix)
         # First position: RoBERTa's is after the padding index.
-        tables = (one for name, one in self._body.named_modules() if name.endswith("position_embeddings"))
+        tables = (module for name, module in self._body.named_modules() if name.endswith("position_embeddings"))
         padding = getattr(next(tables, None), "padding_idx", None)
         self._first_position = 0 if padding is None else padding + 1
         takes = inspect.signature(self._body.forward).parameters
@@ -181,10 +181,10 @@ class PackedModel:
         return self._has_plain_head
 
     def _heads_agree(self, device: torch.device) -> bool:
-        probe = JoinedRows(torch.arange(_PROBES, device=device)[None])
+        probe = ProbeRows(torch.arange(_PROBES, device=device)[None])
         output = self._call(self._body, probe)
-        own = output.last_hidden_state
-        drawn = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)).to(own)
+        states = output.last_hidden_state
+        drawn = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
         for hidden in (drawn * size for size in _PROBE_SIZES):
             output.last_hidden_state = hidden
             try:
@@ -192,7 +192,7 @@ class PackedModel:
                     theirs = self.inner(input_ids=probe.tokens_1T).logits[0].float()
             except AttributeError:
                 # Its forward pass reaches into the body (OPT): what the body itself makes of the tokens must do.
-                hidden, theirs = own, self._call(self.inner, probe).logits[0].float()
+                hidden, theirs = states, self._call(self.inner, probe).logits[0].float()
             ours = self.head().logits(hidden[0])
             # Apart by rounding at most.
             if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= 2e-2 * ours.abs().max():
@@ -250,14 +250,14 @@ class FilledRows:
         step = min(TOKENS_OF, 1 << max(count // 32, 1).bit_length() - 1)
         more = -count % step
         self.lengths = (*batch.lengths, *(min(longest, more - at) for at in range(0, more, longest)))
-        self.tokens_1T, self.token_types_1T = (F.pad(one, (0, more)) for one in (batch.tokens_1T, batch.token_types_1T))
-        own = torch.arange(more, device=batch.positions_1T.device) % longest
-        self.positions_1T = torch.cat([batch.positions_1T[0], own])[None]
+        self.tokens_1T, self.token_types_1T = (F.pad(ids, (0, more)) for ids in (batch.tokens_1T, batch.token_types_1T))
+        positions = torch.arange(more, device=batch.positions_1T.device) % longest
+        self.positions_1T = torch.cat([batch.positions_1T[0], positions])[None]
         cumulative = [0, *itertools.accumulate(self.lengths)]
         self.cu_seqlens = torch.tensor(cumulative, dtype=torch.int32, device=batch.cu_seqlens.device)
 
 
-class JoinedRows:
+class ProbeRows:
     """Rows (1, L) of a few tokens as a batch; the second half of each has token type 1."""
 
     def __init__(self, *rows: torch.Tensor) -> None:

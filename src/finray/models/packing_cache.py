@@ -41,14 +41,14 @@ def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
         ModelError: the model's configuration cannot be loaded.
     """
     folder = folder or cache_dir("packing")
-    known = cached_packing(model, folder)
-    if known is not None:
-        return known
+    cached = cached_packing(model, folder)
+    if cached is not None:
+        return cached
     from finray.models.packing_check import check_packing
 
-    found = check_packing(model)
-    store_packing(model, folder, found)
-    return found
+    packing = check_packing(model)
+    store_packing(model, folder, packing)
+    return packing
 
 
 def packing_of_config(config: Any, *, auto_class: str = CAUSAL_LM.auto_class, folder: Path | None = None) -> Packing:
@@ -63,13 +63,13 @@ def packing_of_config(config: Any, *, auto_class: str = CAUSAL_LM.auto_class, fo
 
     folder = folder or cache_dir("packing")
     # Not where it was loaded from, and how.
-    plain = {name: one for name, one in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    plain = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
     text = json.dumps(plain, sort_keys=True, default=str)
     key = _digest(f"{type(config).__module__} {text}".encode(), auto_class)
-    if (known := _read(key, folder)) is not None:
-        return known
-    _write(key, folder, found := check_packing_of(config, auto_class=auto_class))
-    return found
+    if (cached := _read(key, folder)) is not None:
+        return cached
+    _write(key, folder, packing := check_packing_of(config, auto_class=auto_class))
+    return packing
 
 
 def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | None:
@@ -123,8 +123,8 @@ def _packing_key(model: ModelConfig) -> str | None:
         # Whatever the Hub's client raises, loading the model says it better.
         return None
     # A user's task may have another class of model at another time.
-    own = "" if model.task in SPECS else task_spec(model.task).auto_class
-    return _digest(text, f"{model.task} {own}")
+    auto_class = "" if model.task in SPECS else task_spec(model.task).auto_class
+    return _digest(text, f"{model.task} {auto_class}")
 
 
 def _digest(text: bytes, task: str) -> str:

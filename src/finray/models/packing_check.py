@@ -19,7 +19,7 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.files import first_line
 from finray.models import attention
-from finray.models.packed import JoinedRows, PackedModel
+from finray.models.packed import PackedModel, ProbeRows
 from finray.models.ropes import FIXED, rope_types
 from finray.pretrained.tokenizers import check_exists, loading_options, not_loaded, silence_transformers
 
@@ -122,20 +122,20 @@ def check_packing_of(
             if small.config.get_text_config().pad_token_id is None:
                 small.config.get_text_config().pad_token_id = 0
             rows = [torch.randint(3, _VOCABULARY, (1, length)) for length in _LENGTHS]
-            alone = [_results(small, JoinedRows(row), None) for row in rows]
+            alone = [_results(small, ProbeRows(row), None) for row in rows]
             expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
         except Exception as error:
             return unsafe(f"no small model of its kind can be tried out ({first_line(error)[:120]})", error)
         attention.register()
         try:
             small.set_attn_implementation(attention.NAME)
-            found = _results(small, JoinedRows(*rows), attention.NAME)
+            packed = _results(small, ProbeRows(*rows), attention.NAME)
         except Exception as error:
             return unsafe(f"it refuses joined rows ({first_line(error)[:120]})", error)
-    if any(its.shape != ours.shape for its, ours in zip(expected, found, strict=True)):
+    if any(its.shape != ours.shape for its, ours in zip(expected, packed, strict=True)):
         return unsafe("its head makes something else of joined rows")
-    apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, found, strict=True)]
-    if all(one <= _TOLERANCE for one in apart):
+    apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, packed, strict=True)]
+    if all(difference <= _TOLERANCE for difference in apart):
         return Packing(True, family, positions=positions, hidden_size=width)
     what = f"its logits for joined rows are not those of the rows alone (apart by {max(apart):.1%} of the largest)"
     return unsafe(what)
@@ -162,7 +162,7 @@ def row_limit(model: Any) -> tuple[int | None, bool]:
     return None if context is None else int(context), bool(tables)
 
 
-def _results(model: Any, batch: JoinedRows, attention_name: str | None) -> list[torch.Tensor]:
+def _results(model: Any, batch: ProbeRows, attention_name: str | None) -> list[torch.Tensor]:
     """Hidden states of each token, and logits: per token, or per row for a classifier."""
     packed = PackedModel(model, precision="fp32", attention_name=attention_name, device=torch.device("cpu"))
     hidden_TH = packed.hidden_TH(batch)

@@ -41,13 +41,13 @@ def _forward(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     # The other arguments belong to decoders.
-    own, first = self.attention.self, hidden_states.index_select(1, first_tokens_S)
+    layer, first = self.attention.self, hidden_states.index_select(1, first_tokens_S)
     query, key, value = (
-        project(states).unflatten(-1, (own.num_attention_heads, own.attention_head_size)).transpose(1, 2)
-        for project, states in ((own.query, first), (own.key, hidden_states), (own.value, hidden_states))
+        project(states).unflatten(-1, (layer.num_attention_heads, layer.attention_head_size)).transpose(1, 2)
+        for project, states in ((layer.query, first), (layer.key, hidden_states), (layer.value, hidden_states))
     )
-    attend = ALL_ATTENTION_FUNCTIONS[own.config._attn_implementation]
-    dropout = own.dropout.p if self.training else 0.0
-    attended, _ = attend(own, query, key, value, attention_mask, dropout=dropout, scaling=own.scaling, **kwargs)
+    attend = ALL_ATTENTION_FUNCTIONS[layer.config._attn_implementation]
+    dropout = layer.dropout.p if self.training else 0.0
+    attended, _ = attend(layer, query, key, value, attention_mask, dropout=dropout, scaling=layer.scaling, **kwargs)
     output = self.feed_forward_chunk(self.attention.output(attended.flatten(2), first))
     return output

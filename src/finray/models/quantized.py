@@ -138,7 +138,7 @@ def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     require_package("model.quantization", "bitsandbytes", extra="quantization", where="model.quantization")
     fill = _per_element(bits, dtype)
     head, body = model.get_output_embeddings(), {id(module) for module in model.base_model.modules()}
-    found = [
+    layers = [
         (name, module)
         for name, module in model.named_modules()
         if type(module) is torch.nn.Linear
@@ -148,13 +148,13 @@ def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
         # It, or what it is part of, as PEFT compares names.
         and not any(path.endswith(tuple(keep)) for path in accumulate(name.split("."), "{}.{}".format))
     ]
-    if not found:
+    if not layers:
         raise ModelError(
             "the model has no linear layers to quantize",
             where="model.quantization",
             repair="set model.quantization to none",
         )
-    for name, module in found:
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, QuantizedLinear(module, bits, dtype))
-    return len(found)
+    for name, module in layers:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, QuantizedLinear(module, bits, dtype))
+    return len(layers)

@@ -16,8 +16,8 @@ def roles_of(model: Any) -> dict[str, str]:
     heads = {id(head)} if head is not None else set[int]()
     if head is None and hasattr(inner, inner.base_model_prefix):
         # Of a classifier: what it adds to the body.
-        heads = {id(one) for name, one in inner.named_children() if name != inner.base_model_prefix}
-    found: dict[str, str] = {}
+        heads = {id(child) for name, child in inner.named_children() if name != inner.base_model_prefix}
+    roles: dict[str, str] = {}
     for path, module in model.named_modules():
         if id(module) in heads:
             role = "head"
@@ -29,5 +29,5 @@ def roles_of(model: Any) -> dict[str, str]:
         else:
             continue
         for name, _ in module.named_parameters(prefix=path):
-            found.setdefault(name, role)
-    return found
+            roles.setdefault(name, role)
+    return roles

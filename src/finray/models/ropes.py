@@ -24,7 +24,11 @@ FIXED = ("default", "linear", "yarn", "llama3", "proportional", "axial")
 def rope_types(config: Any) -> list[str]:
     """The types of rotary embeddings in a text model's configuration, which may have one for each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [one.get("rope_type", one.get("type")) for one in (rope, *rope.values()) if isinstance(one, dict)]
+    kinds = [
+        settings.get("rope_type", settings.get("type"))
+        for settings in (rope, *rope.values())
+        if isinstance(settings, dict)
+    ]
     return [str(kind) for kind in kinds if kind is not None]
 
 
@@ -98,13 +102,13 @@ def _forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type:
         return compute(position_ids)
     parts, made = torch.split(position_ids.reshape(1, -1), list(lengths), dim=1), dict[int, tuple[torch.Tensor, ...]]()
     for rows in alike.values():
-        found = compute(torch.cat([parts[row] for row in rows], dim=1))
-        tensors = found if isinstance(found, tuple) else (found,)
-        apart = zip(*(torch.split(one, [lengths[row] for row in rows], dim=1) for one in tensors), strict=True)
+        computed = compute(torch.cat([parts[row] for row in rows], dim=1))
+        tensors = computed if isinstance(computed, tuple) else (computed,)
+        apart = zip(*(torch.split(tensor, [lengths[row] for row in rows], dim=1) for tensor in tensors), strict=True)
         made |= dict(zip(rows, apart, strict=True))
     joined = tuple(torch.cat(column, dim=1) for column in zip(*(made[row] for row in range(len(ends))), strict=True))
-    joined = tuple(one.reshape(*position_ids.shape, *one.shape[2:]) for one in joined)
-    return joined if isinstance(found, tuple) else joined[0]
+    joined = tuple(tensor.reshape(*position_ids.shape, *tensor.shape[2:]) for tensor in joined)
+    return joined if isinstance(computed, tuple) else joined[0]
 
 
 def _forget(module: Any, prefix: str, device: torch.device) -> None:

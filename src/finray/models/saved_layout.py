@@ -56,11 +56,11 @@ class SavedLayout:
         from peft import get_peft_model_state_dict
 
         names = partial(get_peft_model_state_dict, self._model, state_dict=named, save_embedding_layers=False)
-        found: dict[str, torch.Tensor] = names(adapter_name=NAME)
+        state: dict[str, torch.Tensor] = names(adapter_name=NAME)
         if self._has_residual:
             residual = names(adapter_name=PISSA_RESIDUAL)
-            found = found | {f"{name}:{PISSA_RESIDUAL}": tensor for name, tensor in residual.items()}
-        return found
+            state = state | {f"{name}:{PISSA_RESIDUAL}": tensor for name, tensor in residual.items()}
+        return state
 
     def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors to write to the file, given full tensors of :meth:`tensors`."""

@@ -45,10 +45,10 @@ def left_out(model: Any, stored: StoredWeights) -> list[str]:
     """
     inner = without_adapter(model)
     body = f"{inner.base_model_prefix}."
-    own = {base_name(name).removeprefix(body) for name, _ in model.named_parameters(remove_duplicate=False)}
-    kinds = {_NUMBER.sub(".", name) for name in own}
+    names = {base_name(name).removeprefix(body) for name, _ in model.named_parameters(remove_duplicate=False)}
+    kinds = {_NUMBER.sub(".", name) for name in names}
     there = {name.removeprefix(body): name for name in stored.tensors}
-    return sorted(there[one] for one in there.keys() - own if _NUMBER.search(one) and _NUMBER.sub(".", one) in kinds)
+    return sorted(there[key] for key in there.keys() - names if _NUMBER.search(key) and _NUMBER.sub(".", key) in kinds)
 
 
 def cut_model(tensors: list[str]) -> str:
@@ -85,11 +85,11 @@ def materialize(
     inner = without_adapter(model)
     _give_memory(model, inner, device, parameter_device or device)
     kept = inner.state_dict().keys()
-    tensors = {name: one for name, one in model.named_parameters() if ".lora_" not in name}
-    tensors |= {name: one for name, one in inner.named_buffers() if name in kept}
+    tensors = {name: value for name, value in model.named_parameters() if ".lora_" not in name}
+    tensors |= {name: value for name, value in inner.named_buffers() if name in kept}
     rows_trained = {name for name in tensors if ".trainable_tokens_" in name}
     base = _BaseWeights(config, inner, {base_name(name) for name in tensors if name not in rows_trained}, seed=seed)
-    packed = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, QuantizedLinear)}
+    packed = {f"{name}.weight": value for name, value in model.named_modules() if isinstance(value, QuantizedLinear)}
     for name, tensor in tensors.items():
         if name in packed:
             load_local(tensor, rows_of(packed[name].pack(base.read(base_name(name)).to(device))))
@@ -119,9 +119,9 @@ def _give_memory(model: Any, inner: Any, device: torch.device, parameter_device:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    for (first, own), *others in places.values():
+    for (first, first_name), *others in places.values():
         for module, name in others:
-            setattr(module, name, getattr(first, own))
+            setattr(module, name, getattr(first, first_name))
     for module in inner.modules():
         if any(True for _ in module.buffers(recurse=False)):
             weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -150,15 +150,15 @@ class _BaseWeights:
         folder = folder_of(config)
         stored = None if folder is None else stored_weights(folder)
         labels = labels_in(model.config)
-        found = {} if stored is None else {name: stored_name(model, name, stored) for name in wanted}
-        places = {name: place for name, place in found.items() if place is not None}
+        stored_names = {} if stored is None else {name: stored_name(model, name, stored) for name in wanted}
+        places = {name: place for name, place in stored_names.items() if place is not None}
         if stored is not None:
             held = set(places.values())
             require_numbers(stored.coded(held), like_scales(stored.tensors.keys() - held), config.name)
         new = wanted - places.keys()
-        if stored is not None and (not new or (labels is not None and all(may_be_new(model, one) for one in new))):
+        if stored is not None and (not new or (labels is not None and all(may_be_new(model, item) for item in new))):
             self._stored, self._places, self.is_whole = stored, places, False
-            shapes = {base_name(name): shape_of(one) for name, one in model.named_parameters()}
+            shapes = {base_name(name): shape_of(item) for name, item in model.named_parameters()}
             self._new = new_values(model.config, {name: shapes[name] for name in new}, seed)
             self._added = new_tokens(config)
             self._tables = {base_name(name) for name in vocabulary.table_weights(model)} if self._added else set()

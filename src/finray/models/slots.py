@@ -37,8 +37,8 @@ class Slots:
         capacity = max(length, self.capacity + max(_GROWTH, self.capacity // 4))
         for number, old in enumerate(self.layers):
             grown = self._allocated(*old, capacity)
-            for one, before in zip(grown, old, strict=True):
-                one[:, :, : before.shape[2]] = before
+            for tensor, before in zip(grown, old, strict=True):
+                tensor[:, :, : before.shape[2]] = before
             self.layers[number] = grown
         # If memory runs out before, the slots are as long as they were.
         self.capacity = capacity
@@ -117,13 +117,13 @@ class Step:
             values[self._rows_B, :, self._positions_B] = value[0, :, :count].transpose(0, 1)
             parts.append(self._attend_one_each(query[0, :, :count], keys[:count], values[:count], scores))
         at = count
-        for one in self._prefills:
-            span, end = slice(at, at + one.length), one.start + one.length
-            keys[one.slot, :, one.start : end] = key[0, :, span]
-            values[one.slot, :, one.start : end] = value[0, :, span]
+        for prefill in self._prefills:
+            span, end = slice(at, at + prefill.length), prefill.start + prefill.length
+            keys[prefill.slot, :, prefill.start : end] = key[0, :, span]
+            values[prefill.slot, :, prefill.start : end] = value[0, :, span]
             seen = key[:, :, span], value[:, :, span]
-            if one.start:
-                slot = slice(one.slot, one.slot + 1)
+            if prefill.start:
+                slot = slice(prefill.slot, prefill.slot + 1)
                 # Contiguous keys: torch's fused kernel takes no others.
                 seen = keys[slot, :, :end].contiguous(), values[slot, :, :end]
             parts.append(attend(query[:, :, span], *seen, scores).transpose(1, 2))
@@ -151,16 +151,16 @@ class Step:
 
     def _bias_of(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """(B, 1, 1, longest): 0 for visible tokens, minus infinity for others."""
-        found = self._bias.get((window, dtype))
-        if found is None:
+        bias = self._bias.get((window, dtype))
+        if bias is None:
             steps_L = torch.arange(self._longest, device=self._positions_B.device)
             ahead_BL = steps_L > self._positions_B[:, None]
             if window is not None:
                 ahead_BL |= steps_L <= self._positions_B[:, None] - window
-            found = torch.zeros(ahead_BL.shape, dtype=dtype, device=ahead_BL.device)
-            found = found.masked_fill_(ahead_BL, float("-inf"))[:, None, None]
-            self._bias[window, dtype] = found
-        return found
+            bias = torch.zeros(ahead_BL.shape, dtype=dtype, device=ahead_BL.device)
+            bias = bias.masked_fill_(ahead_BL, float("-inf"))[:, None, None]
+            self._bias[window, dtype] = bias
+        return bias
 
 
 def _by_products(tensor: torch.Tensor) -> bool:
@@ -187,9 +187,9 @@ class Branches:
             parts.append(attend(query[:, :, stem], key[:, :, stem], value[:, :, stem], scores))
             at += context
             for length in continuations:
-                own = slice(at, at + length)
-                seen = [torch.cat([tensor[:, :, stem], tensor[:, :, own]], dim=2) for tensor in (key, value)]
-                parts.append(attend(query[:, :, own], seen[0], seen[1], scores))
+                span = slice(at, at + length)
+                seen = [torch.cat([tensor[:, :, stem], tensor[:, :, span]], dim=2) for tensor in (key, value)]
+                parts.append(attend(query[:, :, span], seen[0], seen[1], scores))
                 at += length
         return torch.cat(parts, dim=2).transpose(1, 2)
 

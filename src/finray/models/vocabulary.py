@@ -19,11 +19,11 @@ def table_weights(model: Any) -> list[str]:
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     inside = {id(part) for table in tables if table is not None for part in table.modules()}
     return [
-        f"{name}.{own}"
+        f"{name}.{parameter}"
         for name, module in model.named_modules()
         if id(module) in inside
-        for own, _ in module.named_parameters(recurse=False)
-        if own in ("weight", "bias")
+        for parameter, _ in module.named_parameters(recurse=False)
+        if parameter in ("weight", "bias")
     ]
 
 
@@ -42,9 +42,9 @@ def widen(model: Any, added: NewTokens) -> None:
     for name in table_weights(model):
         table = tensors.get(name)
         if table is not None and not table.is_meta:
-            known = min(added.known, there)
+            old_rows = min(added.known, there)
             table[[*added.ids, *range(there, len(table))]] = (
-                table[:known].mean(dim=0, dtype=torch.float32).to(table.dtype)
+                table[:old_rows].mean(dim=0, dtype=torch.float32).to(table.dtype)
             )
 
 
@@ -54,10 +54,10 @@ def read_with_new_rows(
     """Rows of a table whose file does not have the new tokens yet, with rows for these."""
     there = stored.tensors[name].shape[0]
     stop = max(there, added.rows) if stop is None else stop
-    found = stored.read(name, min(start, there), min(stop, there))
-    rows = torch.empty((stop - start, *found.shape[1:]), dtype=found.dtype)
-    rows[: len(found)] = found
+    stored_rows = stored.read(name, min(start, there), min(stop, there))
+    rows = torch.empty((stop - start, *stored_rows.shape[1:]), dtype=stored_rows.dtype)
+    rows[: len(stored_rows)] = stored_rows
     new = [number - start for number in (*added.ids, *range(there, stop)) if start <= number < stop]
     if new:
-        rows[new] = stored.read(name, 0, min(added.known, there)).mean(dim=0, dtype=torch.float32).to(found.dtype)
+        rows[new] = stored.read(name, 0, min(added.known, there)).mean(dim=0, dtype=torch.float32).to(stored_rows.dtype)
     return rows

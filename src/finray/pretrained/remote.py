@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
+from finray.errors import FinrayError
+from finray.files import first_line
 from finray.pretrained import hub
 
 # Of the first question: a server on a machine at full load has taken more than six seconds.
@@ -20,6 +22,43 @@ WEB_READ_S = 10.0
 _WEB = ("http", "https")
 _GOOGLE = ("gs", "gcs")
 _answered: set[str] = set()
+_EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
+CREDENTIALS = "check the name, the credentials and the endpoint in the environment (such as AWS_ACCESS_KEY_ID)"
+
+
+def filesystem(
+    url: str, arguments: dict[str, Any], *, error: type[FinrayError], use: Literal["read", "write"], repair: str
+) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path within it.
+
+    Args:
+        url: of a file or folder.
+        arguments: as :func:`options`, and more of the caller's.
+        error: class of the errors.
+        use: what it is for.
+        repair: of a malformed URL.
+
+    Raises:
+        FinrayError: of that class; no library for the scheme is installed, or the URL is malformed.
+    """
+    import fsspec
+
+    scheme = url.split("://", 1)[0]
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **arguments)
+    except ImportError:
+        extra = _EXTRAS.get(scheme)
+        line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec package for `{scheme}://`"
+        raise error(f"no installed package can {use} `{scheme}://`", where=url, repair=line) from None
+    except (ValueError, TypeError, OSError) as failure:
+        # HDFS needs Java; of a URL that lacks something, fsspec may miss an argument.
+        raise error(f"the URL cannot be used: {first_line(failure)}", where=url, repair=repair) from None
+    return fs, path
+
+
+def described(failure: Exception) -> str:
+    """An error of storage in words: file systems raise exceptions of their own libraries (botocore, aiohttp, ...)."""
+    return type(failure).__name__ + (f": {first_line(failure)}" if str(failure).strip() else "")
 
 
 def options(scheme: str) -> dict[str, Any]:

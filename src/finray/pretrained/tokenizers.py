@@ -65,12 +65,12 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
             check_sizes(value, where)
         least, most = int(name not in _NONE), _SIZES.get(name)
         # A list has the size of each layer; null is what the model's code says.
-        for one in value if isinstance(value, list) else [value]:
-            if most is None or one is None:
+        for size in value if isinstance(value, list) else [value]:
+            if most is None or size is None:
                 continue
-            if not isinstance(one, int) or isinstance(one, bool) or not least <= one <= most:
+            if not isinstance(size, int) or isinstance(size, bool) or not least <= size <= most:
                 raise ModelError(
-                    f"`{name}` is {shown(one)}; it must be a whole number from {least} to {most:,}",
+                    f"`{name}` is {shown(size)}; it must be a whole number from {least} to {most:,}",
                     where=where,
                     repair="download the model's config.json again",
                 )
@@ -277,7 +277,7 @@ def add_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens | None:
     """
     if not model.new_tokens:
         return None
-    known = len(tokenizer)
+    size = len(tokenizer)
     there = [word for word in model.new_tokens if word in tokenizer.get_vocab()]
     if there:
         raise ModelError(
@@ -286,7 +286,7 @@ def add_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens | None:
             repair="leave out the existing tokens",
         )
     tokenizer.add_tokens(list(model.new_tokens))
-    return NewTokens(tuple(tokenizer.convert_tokens_to_ids(word) for word in model.new_tokens), known)
+    return NewTokens(tuple(tokenizer.convert_tokens_to_ids(word) for word in model.new_tokens), size)
 
 
 def new_tokens(model: ModelConfig) -> NewTokens | None:
@@ -342,13 +342,13 @@ def tokenizer_files(model: ModelConfig) -> list[Path] | None:
     With these, and the versions of the libraries that read them, a tokenizer is known without loading it.
     """
     path = Path(model.name).expanduser()
-    template = [one for one in [_template_file(model)] if one is not None]
+    template = [candidate for candidate in [_template_file(model)] if candidate is not None]
     if path.suffix == ".gguf" and path.is_file():
         return [path, *template]
     if not path.is_dir():
         return None
-    found = {file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}
-    return [*sorted(found), *template]
+    files = {file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}
+    return [*sorted(files), *template]
 
 
 def generation_stops(model: ModelConfig) -> tuple[int, ...]:
@@ -365,4 +365,4 @@ def generation_stops(model: ModelConfig) -> tuple[int, ...]:
 
             file = Path(hf_hub_download(model.name, file.name, revision=model.revision))
         stops = _CONFIGS.json(file, dict[str, Any]).get("eos_token_id")
-    return tuple(one for one in (stops if isinstance(stops, list) else [stops]) if isinstance(one, int))
+    return tuple(stop for stop in (stops if isinstance(stops, list) else [stops]) if isinstance(stop, int))

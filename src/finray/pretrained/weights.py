@@ -38,7 +38,7 @@ _OF_QUANTIZED = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class _WeightIndex:
     """Which file has which tensor, beside several files of weights."""
 
     weight_map: dict[str, str]
@@ -119,7 +119,7 @@ def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] 
         index = folder / f"{name}.index.json"
         if not there(index.name):
             return []
-        parts = _FILES.json(index, _Index).weight_map.values()
+        parts = _FILES.json(index, _WeightIndex).weight_map.values()
         paths = sorted({_FILES.inside(folder, part, where=index) for part in parts})
         missing = [path.name for path in paths if not there(path.relative_to(folder).as_posix())]
         if missing:

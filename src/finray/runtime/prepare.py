@@ -27,7 +27,7 @@ from finray.data.dataset.export import export_rows
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.plan import Part, Settings, remarks_on_files
+from finray.data.dataset.plan import Part, PrepareSettings, remarks_on_files
 from finray.data.dataset.prepare import Handle, Preparation, ignore, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines, shared_rows, unserved_ends
@@ -273,7 +273,7 @@ def _writer(reference: Any) -> PartWriter:
     plain, root, secrets = ray.get(reference)
     accept(secrets)
     config = build_config(plain, source="driver")
-    settings = Settings.of(config)
+    settings = PrepareSettings.of(config)
     with without_torch() if os.environ.get(_TOKENIZES_ONLY) == "1" else nullcontext():
         tokenizer = load_tokenizer(config.model)
     return PartWriter(settings, settings.encoder(tokenizer), Folder(root))

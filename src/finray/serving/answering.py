@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from finray.data.formats.convert import in_form, messages_of, template_arguments, tools_of
+from finray.data.formats.convert import in_form
+from finray.data.formats.messages import messages_of, template_arguments, tools_of
 from finray.errors import FinrayError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.prompts import Prompt

@@ -22,7 +22,7 @@ from finray.config.schema import Config
 from finray.config.tasks import task_class
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.order import Order, derive_key, total_steps
-from finray.data.sampling.packing import one_length_each, one_row_each, plan_packs
+from finray.data.sampling.packing import equal_length_batches, one_row_each, plan_packs
 from finray.errors import DataError, ModelError
 from finray.models import dropout, frozen, liger
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
@@ -506,7 +506,7 @@ def _held_out(
     sampled = held_out.sample(config.evaluation.max_rows, seed=config.run.seed)
     return EvalLoader(
         # Packed even if training is not: the loss of a row does not depend on its neighbours.
-        plan=(plan_packs if resolved.packs else one_length_each)(sampled.lengths, config.data.max_length),
+        plan=(plan_packs if resolved.packs else equal_length_batches)(sampled.lengths, config.data.max_length),
         collate=partial(task.collate, sampled),
         rows=len(sampled),
         held_out=len(held_out),

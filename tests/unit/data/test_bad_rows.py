@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from finray.config.schema import FIELDS
 from finray.data.sources import pieces, readers
 from finray.data.sources.pieces import read
-from finray.data.sources.readers import ByteRange, Reading, read_array
 from finray.data.sources.resolve import resolve
 from finray.errors import DataError
 from tests.support import tiny
@@ -205,19 +204,6 @@ def test_a_packed_file_is_read_as_the_file_that_is_in_it(
     assert preparing.texts(put(f"{name}.{suffix}", packed), prepare={"text_rows": "line"}) == texts
 
 
-@pytest.mark.parametrize(("suffix", "pack"), PACKED)
-@pytest.mark.parametrize("on_bad_row", ["error", "drop"])
-def test_a_packed_file_that_was_cut_off_or_is_none(
-    preparing: Preparing, put: Write, suffix: str, pack: Callable[[bytes], bytes], on_bad_row: str
-) -> None:
-    packed = pack(lines(GOOD).encode())
-    for content in (packed[:-9], b"plain"):
-        source = put(f"rows.jsonl.{suffix}", content)
-        error = preparing.refused(source, on_bad_row=on_bad_row)
-        assert str(source) in str(error.where)
-        assert "decompressed" in error.message or "damaged" in error.message
-
-
 def damaged_tables() -> Iterator[tuple[str, bytes]]:
     table = pa.table({"text": [f"{row['text']} {at}" for at, row in enumerate(GOOD * 100)]})
     with pa.BufferOutputStream() as stream:
@@ -305,12 +291,6 @@ def test_a_header_that_is_not_utf8_is_named(preparing: Preparing, put: Write) ->
     source = put("a.csv", b"text,caf\xe9\none,1\n")
     error = preparing.refused(source)
     assert (error.message, error.where) == ("the header is not UTF-8", str(source))
-
-
-def test_a_first_row_without_the_field_is_named_or_dropped(preparing: Preparing, put: Write) -> None:
-    source = put("a.jsonl", lines([{"txt": "one"}, *GOOD]))
-    assert preparing.texts(source, on_bad_row="drop") == [row["text"] for row in GOOD]
-    assert preparing.refused(source).where == f"{source}:1"
 
 
 def test_several_bad_rows_in_several_files_and_splits(
@@ -421,31 +401,6 @@ def test_random_rows_end_in_rows_or_in_a_data_error(
     anything: Callable[..., None], rows: list[dict[str, Any]], wanted: str
 ) -> None:
     anything(lines(rows).encode(), ".jsonl", format=wanted)
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    rows=st.lists(st.fixed_dictionaries({"text": st.text(alphabet='o"\\{}[],é😀\n', max_size=30)}), max_size=6),
-    window=st.integers(1, 40),
-    spaces=st.sampled_from(["", " ", "\n", "\r\n  "]),
-    limit=st.integers(20, 60),
-)
-def test_an_array_reads_the_same_through_any_window(
-    rows: list[dict[str, str]], window: int, spaces: str, limit: int
-) -> None:
-    """Also where a row is too large."""
-    written = [json.dumps(row, ensure_ascii=False) for row in rows]
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path = Path(folder) / "rows.json"
-        path.write_text(f"[{spaces}{f',{spaces}'.join(written)}{spaces}]{spaces}", encoding="utf-8", newline="")
-        patch.setattr(readers, "CHUNK", window)
-        found = list(read_array(ByteRange(str(path), "array"), Reading(max_row_bytes=limit)))
-    for value, row, text in zip(found, rows, written, strict=True):
-        if len(text.encode()) > limit:
-            assert isinstance(value, DataError)
-            assert "longer than" in value.message
-        else:
-            assert value == row
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from finray.data.dataset import cache
-from finray.data.dataset.cache import Entry, damaged, entries, prune
+from finray.data.dataset.cache import CachedDataset, damaged, entries, prune
 from finray.data.storage import Folder
 from finray.errors import DataError
 
@@ -99,4 +99,4 @@ def test_a_dataset_is_moved_aside_before_it_is_removed(tmp_path: Path, monkeypat
     ],
 )
 def test_an_age_is_said_in_the_largest_unit_of_which_there_are_two(used: float | None, said: str) -> None:
-    assert Entry(WHOLE, True, 1, used).age == said
+    assert CachedDataset(WHOLE, True, 1, used).age == said

@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from jinja2.exceptions import TemplateSyntaxError
 
-from finray.data.formats.convert import messages_of
 from finray.data.formats.examples import Chat, Message
-from finray.data.tokenize.chat import guarded
+from finray.data.formats.messages import messages_of
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
@@ -83,11 +81,6 @@ def test_thinking_that_is_switched_off_in_serving() -> None:
     assert "it barks" in str(caught.value)
 
 
-def test_conversations_that_are_split_are_counted() -> None:
-    assert "split_conversations" in encode("qwen-3", *TURN, user("why"), assistant("no")).notes
-    assert not encode("qwen-2.5", *TURN, user("why"), assistant("no")).notes
-
-
 SYSTEM_IGNORED = (
     "{% for m in messages %}{% if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -98,12 +91,9 @@ def test_a_template_that_ignores_the_system_message(monkeypatch: pytest.MonkeyPa
     assert "system_ignored" not in encode("chatml", system("be small"), *TURN).notes
     with_template(monkeypatch, "chatml", SYSTEM_IGNORED)
     assert encode("chatml", system("be small"), *TURN).notes == {"system_ignored"}
-    assert not encode("chatml", *TURN).notes
-
-
-def test_a_system_message_whose_words_also_stand_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_template(monkeypatch, "chatml", SYSTEM_IGNORED)
+    # Its words also stand in the answer.
     assert encode("chatml", system("a dog"), *TURN).notes == {"system_ignored"}
+    assert not encode("chatml", *TURN).notes
 
 
 def test_where_a_template_takes_no_markers_the_words_themselves_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +120,10 @@ def test_orders_in_a_system_message_are_not_called_ignored() -> None:
 
 
 def test_a_role_that_the_template_leaves_out_is_refused() -> None:
-    with pytest.raises(DataError, match=r"leaves out messages\[2\]"):
-        encode("zephyr", user("how deep"), calling("blue"), result("about nine"), assistant("four"))
-
-
-def test_a_role_that_is_left_out_though_its_words_also_stand_elsewhere() -> None:
-    with pytest.raises(DataError, match=r"leaves out messages\[2\]"):
-        encode("zephyr", user("how deep"), calling("blue"), result("4"), assistant("4 metres"))
+    # Also where its words stand elsewhere.
+    for said in ("about nine", "four"):
+        with pytest.raises(DataError, match=r"leaves out messages\[2\]"):
+            encode("zephyr", user("how deep"), calling("blue"), result(said), assistant("four metres"))
 
 
 def test_a_template_that_refuses_an_order_of_roles_is_quoted() -> None:
@@ -149,15 +136,6 @@ def test_a_conversation_that_begins_with_an_answer() -> None:
     with pytest.raises(DataError, match="begins with an assistant turn"):
         encode("chatml", assistant("hello"), *TURN)
     assert learned_texts("chatml", encode("chatml", assistant("hello", train=False), *TURN)) == ["a dog<|im_end|>"]
-
-
-@pytest.mark.parametrize(("role", "meant"), [("asistant", "assistant"), ("User", "user"), ("sytem", "system")])
-def test_an_unknown_role_names_the_one_that_was_meant(role: str, meant: str) -> None:
-    rows = [{"role": "user", "content": "what"}, {"role": role, "content": "a dog"}]
-    with pytest.raises(DataError, match=rf"did you mean `{meant}`") as caught:
-        messages_of(rows, "messages")
-    assert "messages[1]" in str(caught.value)
-    assert role in str(caught.value)
 
 
 # Tools in templates that know nothing of them
@@ -317,16 +295,6 @@ def test_calls_that_a_template_refuses() -> None:
         encode("mistral-v0.3", user("how deep"), short)
 
 
-def test_tools_and_calls_as_data_sets_write_them() -> None:
-    """OpenAI keeps arguments as JSON text; Qwen's template would quote that twice."""
-    function = {"name": "depth", "arguments": '{"river": "blue"}'}
-    rows = [
-        {"role": "user", "content": "how deep"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]},
-    ]
-    assert learned_texts("qwen-2.5", encode("qwen-2.5", *messages_of(rows, "messages"))) == [CALL + "<|im_end|>"]
-
-
 # Everything but messages that forbid it
 
 
@@ -347,18 +315,6 @@ def test_all_but_a_system_message_that_is_folded_into_the_question() -> None:
         encode("gemma-3", hidden, *TURN, train_on="all")
 
 
-def test_a_template_that_only_separates_turns() -> None:
-    """No token ends a turn: end of sequence is added, and learned."""
-    name = "zephyr"
-    template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        with_template(patch, name, template)
-        assert learned_texts(name, encode(name, *TURN)) == [" a dog</s>"]
-
-
 def test_a_template_that_prints_the_date_prints_one_and_the_same_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 26th of July 2024, a Friday and day 208 of its year; else tomorrow's tokens would be others."""
     form = "%d.%m.%Y %y %b %B %a %A %j %H:%M:%S"
@@ -368,24 +324,6 @@ def test_a_template_that_prints_the_date_prints_one_and_the_same_for_ever(monkey
     text = families.tokenizer("chatml").decode(encoded.rows[0].ids)
     assert text.startswith("<|im_start|>system\n26.07.2024 24 Jul July Fri Friday 208 00:00:00<|im_end|>\n")
     assert learned_texts("chatml", encoded) == ["a dog<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "repair"),
-    [
-        (DataError("mine", repair="do"), "mine", "do"),
-        (TemplateSyntaxError("no end of block", 7), "has a syntax error: no end of block (line 7)", "fix it"),
-        (RecursionError("deep"), "recurses without end", "fix it"),
-        (ValueError("no such role"), "refuses the prompt: no such role", "check the roles"),
-        (KeyError(), "refuses the prompt: KeyError", "check the roles"),
-    ],
-)
-def test_whatever_a_template_raises_is_one_error(error: Exception, message: str, repair: str) -> None:
-    with pytest.raises(DataError) as caught, guarded("the prompt", repair="check the roles"):
-        raise error
-    assert message in caught.value.message
-    assert repair in str(caught.value.repair)
-    assert (caught.value is error) is isinstance(error, DataError)
 
 
 @pytest.mark.parametrize(
@@ -410,17 +348,6 @@ def test_a_result_by_another_role_is_a_tools_unless_the_template_has_that_role(
 
     assert "nine metres" in text(role)
     assert (text(role) == text("tool")) is (not is_known or name == "llama-3.1")
-
-
-def test_a_result_by_another_role_of_a_template_that_refuses_unknown_roles() -> None:
-    called = calling("long")
-    rows = [
-        encode(
-            "mistral-v0.3", user("how deep"), called, replace(result("9"), role=role), assistant("nine"), tools=TOOLS
-        )
-        for role in ("function", "tool")
-    ]
-    assert rows[0].rows == rows[1].rows
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from finray.data.dataset.manifest import RowCounts
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines, unserved_ends
@@ -92,13 +91,6 @@ def test_every_counter(preparing: Preparing, put: Write, on_too_long: str) -> No
     ]
 
 
-def test_labels_are_listed_numbers_first(preparing: Preparing, put: Write) -> None:
-    rows = [{"text": f"row {number}", "label": label} for number, label in enumerate([10, "b", 2, "a", 2, "b"])]
-    dataset = preparing.dataset(put("rows.jsonl", lines(rows)), format="labelled_text")
-    stats = dataset.manifest.splits["train"]
-    assert (stats.labels, stats.kind, stats.rows, stats.unlearnable) == (("2", "10", "a", "b"), "labelled", 6, 0)
-
-
 def test_what_the_index_says_of_a_row(preparing: Preparing, put: Write) -> None:
     """docs/formats.md: length, targets, source row, piece, number in it, and a hash of the tokens; groups by a hash."""
     rows = [
@@ -121,24 +113,6 @@ def test_what_the_index_says_of_a_row(preparing: Preparing, put: Write) -> None:
     assert found["piece"] == [0, 0, 0]
     assert found["digest"] == [hashed(b"".join(token.to_bytes(4, "little") for token in one)) for one in ids]
     assert found["group"] == [hashed(owner.encode()) for _, _, owner in texts]
-
-
-def test_rows_of_a_batch_and_of_the_next_are_read_from_their_place(preparing: Preparing, put: Write) -> None:
-    """1,024 rows to a batch of the file: the first and last of each."""
-    source = put("rows.jsonl", lines([{"text": f"row {number}"} for number in range(2_050)]))
-    dataset = preparing.dataset(source)
-    table = pa.ipc.open_file(str(Path(dataset.folder.root) / "train" / "tokens-00000.arrow"))
-    assert [table.get_batch(at).num_rows for at in range(table.num_record_batches)] == [1_024, 1_024, 2]
-    split = PreparedDataset(dataset.folder.root).all_rows("train")
-    assert split is not None
-    for number in (0, 1_023, 1_024, 2_047, 2_048, 2_049):
-        ids, mask = split.row(number)
-        assert preparing.tokenizer.decode(ids) == f"row {number}<|im_end|>"
-        assert mask.tolist() == [1] * len(ids)
-
-
-def test_nothing_is_counted_before_a_row_was_seen() -> None:
-    assert set(RowCounts().counts().values()) == {0}
 
 
 @pytest.mark.parametrize(

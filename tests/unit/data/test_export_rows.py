@@ -10,7 +10,6 @@ import pytest
 
 from finray.data.dataset.export import export_rows
 from finray.data.dataset.prepare import prepare_here
-from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import DataError
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing
@@ -38,6 +37,7 @@ def assistant(text: str) -> dict[str, str]:
     ("row", "expected"),
     [
         ({"text": "née one"}, {"input": "", "output": "née one"}),
+        ({"text": "one", "label": 3}, {"input": "one", "output": "3"}),
         ({"prompt": "2 + 2 = ", "completion": "4"}, {"input": "2 + 2 = ", "output": "4"}),
         (
             {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]},
@@ -52,18 +52,12 @@ def assistant(text: str) -> dict[str, str]:
 def test_a_row_of_each_kind(
     preparing: Preparing, put: Write, tmp_path: Path, row: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    data = {} if "messages" in row else {"format": "text" if "text" in row else "prompt_completion"}
+    kinds = {"messages": "messages", "label": "labelled_text", "text": "text", "prompt": "prompt_completion"}
+    data = {"format": next(kind for column, kind in kinds.items() if column in row)}
     found = exported(preparing, tmp_path / "out", put("rows.jsonl", lines([row])), **data)
     assert found == {"training.jsonl": [expected]}
     assert "née" not in json.dumps(expected) or "née" in (tmp_path / "out" / "training.jsonl").read_text("utf-8")
     assert (tmp_path / "out" / ".data_ready").read_text() == "ready"
-
-
-def test_rows_with_a_label_are_written_with_it(preparing: Preparing, put: Write, tmp_path: Path) -> None:
-    source = put("rows.jsonl", lines([{"text": "one", "label": 3}]))
-    assert exported(preparing, tmp_path / "out", source, format="labelled_text") == {
-        "training.jsonl": [{"input": "one", "output": "3"}]
-    }
 
 
 USER_A = "<|im_start|>user\na<|im_end|>\n"
@@ -167,12 +161,3 @@ def test_a_folder_that_cannot_be_written_is_named(preparing: Preparing, put: Wri
     with pytest.raises(DataError, match="cannot be written") as caught:
         exported(preparing, tmp_path / "out", put("rows.jsonl", lines([{"text": "a"}])))
     assert caught.value.where == str(tmp_path / "out")
-
-
-def test_the_prepared_rows_themselves_are_left_alone(preparing: Preparing, put: Write, tmp_path: Path) -> None:
-    config = preparing.config(put("rows.jsonl", lines([{"text": "a"}])))
-    location = prepare_here(config, root=tmp_path / "c")
-    before = PreparedDataset(location).content
-    export_rows(config, location, tmp_path / "out")
-    PreparedDataset(location).verify()
-    assert PreparedDataset(location).content == before

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from finray.config.schema import DataConfig, SourceConfig
@@ -76,11 +75,6 @@ def test_optional_columns_are_text_or_numbers_and_a_missing_number_is_none() -> 
     assert "`output` is null" in refused({**ALPACA, "output": math.nan})
 
 
-def test_alpaca_without_a_chat_template_is_the_prompt_of_alpaca() -> None:
-    wanted = "### Instruction:\nname a river\n\n### Input:\nin Peru\n\n### Response:\n"
-    assert example(ALPACA, chat=False) == Completion(wanted, "the Marañón")
-
-
 def test_alpaca_with_a_system_message_and_earlier_turns() -> None:
     row = {**ALPACA, "system": "be brief", "history": [["and one in Chad?", "the Chari"], ["one more", "the Logone"]]}
     assert said(example(row)) == [
@@ -96,14 +90,10 @@ def test_alpaca_with_a_system_message_and_earlier_turns() -> None:
 
 
 def test_the_prompt_of_alpaca_with_a_system_message_and_earlier_turns() -> None:
-    row = {"instruction": "one more", "output": "the Ob", "history": [["a river?", "the Chari"]], "system": "be brief"}
-    wanted = "be brief\n\n### Instruction:\na river?\n\n### Response:\nthe Chari\n\n### Instruction:\none more\n\n"
-    assert example(row, chat=False) == Completion(f"{wanted}### Response:\n", "the Ob")
-
-
-def test_what_alpaca_calls_context_is_its_input() -> None:
-    row = {"instruction": "name a river", "context": "in Peru", "output": "the Marañón"}
-    assert example(row) == example(ALPACA)
+    row = {**ALPACA, "history": [["a river?", "the Chari"]], "system": "be brief"}
+    wanted = "be brief\n\n### Instruction:\na river?\n\n### Response:\nthe Chari\n\n"
+    wanted += "### Instruction:\nname a river\n\n### Input:\nin Peru\n\n### Response:\n"
+    assert example(row, chat=False) == Completion(wanted, "the Marañón")
 
 
 @pytest.mark.parametrize("history", ["abc", 5, [["one"]], ["ab"], [["a", "b", "c"]], [["a", None]], [["a", 1]]])
@@ -141,22 +131,6 @@ def test_sharegpt_with_tools_as_json_text_calls_and_observations() -> None:
     call = {"type": "function", "function": {"name": "depth", "arguments": {"river": "Ob"}}}
     assert chat.messages[2].extra == {"tool_calls": [call]}
     assert chat.tools == ({"type": "function", "function": TOOL},)
-
-
-def test_openais_single_call_is_a_call_beside_the_words() -> None:
-    """As it was before there were several: a field of the message, and a role for its result."""
-    asked = {"name": "depth", "arguments": json.dumps({"river": "Ob"})}
-    rows = [
-        {"role": "user", "content": "how deep is it"},
-        {"role": "assistant", "content": "Let me look.", "function_call": asked},
-        {"role": "function", "name": "depth", "content": "12 m"},
-        {"role": "assistant", "content": "Twelve metres.", "function_call": None},
-    ]
-    chat = example({"messages": rows})
-    call = {"type": "function", "function": {"name": "depth", "arguments": {"river": "Ob"}}}
-    assert chat.messages[1].extra == {"tool_calls": [call]}
-    assert [one.content for one in chat.messages] == ["how deep is it", "Let me look.", "12 m", "Twelve metres."]
-    assert "tool_calls" not in chat.messages[3].extra
 
 
 @pytest.mark.parametrize(
@@ -216,29 +190,14 @@ def test_several_calls_in_a_row_are_one_turn() -> None:
     assert len(chat.messages[1].extra["tool_calls"]) == 2
 
 
-def test_the_system_column_gives_way_to_a_system_message() -> None:
-    turns = [{"from": "system", "value": "inside"}, *SHAREGPT[:2]]
-    assert said(example({"conversations": turns, "system": "outside"}))[0] == ("system", "inside")
-    assert said(example({"conversations": SHAREGPT[:2], "system": ""}))[0][0] == "user"
-
-
-def test_tools_beside_messages_are_kept() -> None:
-    messages = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": "Twelve metres."}]
-    for tools in ([TOOL], json.dumps([{"type": "function", "function": TOOL}])):
-        assert example({"messages": messages, "tools": tools}).tools == ({"type": "function", "function": TOOL},)
-
-
-@pytest.mark.parametrize("tools", [None, "", "[]", []])
-def test_no_tools(tools: Any) -> None:
-    assert example({"conversations": SHAREGPT[:2], "tools": tools}).tools == ()
-
-
 @pytest.mark.parametrize(
     ("tools", "message"),
     [("[{", "`tools` is not JSON"), ('{"name": "x"}', "list of functions"), (5, "list of functions")],
 )
 def test_tools_that_are_none_are_named(tools: Any, message: str) -> None:
     assert message in refused({"conversations": SHAREGPT[:2], "tools": tools})
+    for nothing in (None, "", "[]", []):
+        assert example({"conversations": SHAREGPT[:2], "tools": nothing}).tools == ()
 
 
 @pytest.mark.parametrize("value", ["depth(Ob)", None, "5", '{"arguments": {}}', '[{"name": 5}]'])
@@ -247,26 +206,18 @@ def test_a_call_that_is_none_is_named_with_its_turn(value: str | None) -> None:
     assert "conversations[1]" in refused({"conversations": turns})
 
 
-@pytest.mark.parametrize("arguments", [None, "", {}, "{}"])
-def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "is_object"),
+    [(None, True), ("", True), ({}, True), ("{}", True), (5, False), ("5", False), (["Ob"], False), ("null", False)],
+)
+def test_the_arguments_of_a_call_are_an_object_or_nothing(arguments: Any, is_object: bool) -> None:
     call = {"function": {"name": "depth", "arguments": arguments}}
-    turns = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    function = {"name": "depth", "arguments": {}}
-    assert example({"messages": turns}).messages[1].extra["tool_calls"] == [{"type": "function", "function": function}]
-
-
-@pytest.mark.parametrize("arguments", [5, "5", ["Ob"], "null", True])
-def test_arguments_that_are_no_object_are_named(arguments: Any) -> None:
-    call = {"function": {"name": "depth", "arguments": arguments}}
-    turns = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    assert "messages[1]: the `arguments` of a tool call must be an object" in refused({"messages": turns})
-
-
-def test_ms_swifts_loss_says_what_is_learned() -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": False}]
-    assert not example({"messages": turns}).messages[1].train
-    assert example({"messages": [turns[0], {**turns[1], "train": True}]}).messages[1].train
-    assert "messages[1].loss is 0.25; it must be 1" in refused({"messages": [turns[0], {**turns[1], "loss": 0.25}]})
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    if is_object:
+        function = {"name": "depth", "arguments": {}}
+        assert example(row).messages[1].extra["tool_calls"] == [{"type": "function", "function": function}]
+    else:
+        assert "messages[1]: the `arguments` of a tool call must be an object" in refused(row)
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -291,6 +242,10 @@ def test_openai_tool_calls_with_arguments_as_json_text() -> None:
     assert called.extra["tool_calls"][0]["id"] == "call_1"
     assert told == Message("tool", "12 m", extra={"name": "depth", "tool_call_id": "call_1"})
     assert answered.extra == {"reasoning_content": "it says so"}
+    # As OpenAI wrote it before there were several: one call, a field of the message.
+    single = example({"messages": [USER, {"role": "assistant", "content": "b", "function_call": call["function"]}]})
+    assert single.messages[1].content == "b"
+    assert single.messages[1].extra["tool_calls"][0]["function"] == {"name": "depth", "arguments": {"river": "Ob"}}
     spoilt = json.loads(json.dumps(row).replace('\\"Ob\\"}', ""))
     assert "messages[1].arguments` is not JSON" in refused(spoilt)
 
@@ -369,18 +324,7 @@ def test_the_format_that_columns_speak_for(columns: list[str], wanted: str) -> N
 def test_columns_that_fit_no_format_are_listed() -> None:
     assert "(columns: q, a)" in refused({"q": "", "a": ""})
     assert "do not match `alpaca` (columns: text)" in refused({"text": ""}, format="alpaca")
-
-
-def test_very_many_columns_are_not_all_listed() -> None:
-    found = refused({f"column {number}": 1 for number in range(5000)})
-    assert "column 9, " in found
-    assert len(found) < 1500
-
-
-def test_columns_under_other_names() -> None:
-    pair = example({"q": "a", "a": "b"}, field_mapping={"prompt": "q", "completion": "a"}, chat=False)
-    assert pair == Completion("a", "b")
-    assert example({"body": "a", "text": "b"}, field_mapping={"text": "body"}) == Text("a")
+    assert len(refused({f"column {number}": 1 for number in range(5000)})) < 1500
 
 
 @pytest.mark.parametrize(
@@ -490,6 +434,15 @@ def test_nested_columns_through_dots() -> None:
     assert example(row, field_mapping={"text": "a.b"}) == Text("dotted")
     assert "`data.nothing` is missing" in refused(row, field_mapping={**mapping, "output": "data.nothing"})
     assert "holds dict, not text" in refused(row, field_mapping={"text": "data"})
+    for value in ("text", ["text"], None, 5):
+        assert "`data.text` is missing" in refused({"data": value}, field_mapping={"text": "data.text"})
+
+
+def test_a_label_is_a_name_or_a_whole_number() -> None:
+    for label, expected in ((1, "1"), ("good", "good"), (True, "true")):
+        assert example({"sentence": "a", "label": label}, format="labelled_text") == Labelled("a", expected)
+    for missing in (math.nan, None):
+        assert "`label` is null" in refused({"text": "a", "label": missing}, format="labelled_text")
 
 
 def test_a_column_without_a_name_is_no_field() -> None:
@@ -507,25 +460,6 @@ def test_a_column_without_a_name_is_no_field() -> None:
 )
 def test_a_mapping_that_comes_to_nothing_is_an_error(row: dict[str, Any], mapping: dict[str, str]) -> None:
     refused(row, field_mapping=mapping)
-
-
-def test_labels_are_names_or_whole_numbers(preparing: Preparing, put: Write) -> None:
-    wanted = {"format": "labelled_text"}
-    assert example({"sentence": "a", "label": 1}, **wanted) == Labelled("a", "1")
-    assert example({"text": "a", "labels": "good"}, **wanted) == Labelled("a", "good")
-    assert example({"text": "a", "label": True}, **wanted) == Labelled("a", "true")
-    for label in ({"a": 1}, " "):
-        assert "the label is" in refused({"text": "a", "label": label}, **wanted)
-    assert "`label` is null" in refused({"text": "a", "label": math.nan}, **wanted)
-    assert "`label` is null" in refused({"text": "a", "label": None}, **wanted)
-    rows = [{"text": "one", "label": label} for label in (10, 2, 2, 0)]
-    dataset = preparing.dataset(put("rows.jsonl", lines(rows)), **wanted)
-    # Numbers in the order of numbers.
-    assert dataset.manifest.splits["train"].labels == ("0", "2", "10")
-    split = dataset.all_rows("train")
-    assert split is not None
-    assert split.labels == ["10", "2", "2", "0"]
-    assert split.take(split.source_rows[[3, 0]]).labels == ["0", "10"]
 
 
 # --- templates ------------------------------------------------------------------------------------------------------
@@ -548,10 +482,12 @@ def filled(row: dict[str, Any], template: str, **mapping: str) -> str:
         ("{a}{a}", "one {b}one {b}"),
         ("{ } {}", "{ } {}"),
         ("no column", "no column"),
+        ("{my column} {d.q}", "c d"),
     ],
 )
 def test_templates(template: str, wanted: str) -> None:
-    assert filled({"a": "one {b}", "n": 3, "f": 0.5, "t": True, "o": "x"}, template) == wanted
+    row = {"a": "one {b}", "n": 3, "f": 0.5, "t": True, "o": "x", "my column": "c", "d": {"q": "d"}}
+    assert filled(row, template) == wanted
 
 
 def test_braces_of_a_template_that_name_no_column_are_none_of_those_that_are_read() -> None:
@@ -601,11 +537,6 @@ def test_what_a_template_cannot_be_filled_with(row: dict[str, Any], message: str
 
 def test_a_template_may_take_nested_columns_by_another_name() -> None:
     assert filled({"d": {"q": "a"}, "o": "x"}, "{question}?", question="d.q") == "a?"
-
-
-@pytest.mark.parametrize(("name", "row"), [("d.q", {"d": {"q": "a"}}), ("my column", {"my column": "a"})])
-def test_a_placeholder_of_another_form_is_filled_or_refused(name: str, row: dict[str, Any]) -> None:
-    assert filled({**row, "o": "x"}, f"{{{name}}}?") != f"{{{name}}}?"
 
 
 @pytest.mark.parametrize("name", ["passage (en)", "Answer/1", "Answer/1.text", "the question?"])
@@ -711,6 +642,7 @@ def test_sources_with_a_label_and_without_one_are_not_mixed(
         ("yield exit(3)", "the converter failed: SystemExit: 3"),
         ("return {'foo': 1}", "the columns do not match a format (columns: foo)"),
         ("return {'text': None}", "`text` is null"),
+        ("return {1: 'a'}", "whose keys are texts"),
     ],
 )
 def test_what_a_converter_may_not_do(own: Callable[[str], str], body: str, message: str) -> None:
@@ -827,16 +759,6 @@ def test_compressed_lines_and_tabs(put: Write) -> None:
     table = put("rows.tsv", 'text\tn\n"one\ttwo"\t1\nthree, or "four"\t2\n')
     found = [row.value for row in read(resolve(str(table), split="train"))]
     assert found == [{"text": "one\ttwo", "n": "1"}, {"text": 'three, or "four"', "n": "2"}]
-
-
-def test_a_table_compressed_with_zstandard(tmp_path: Path) -> None:
-    """A stream that cannot be read from its end."""
-    with pa.BufferOutputStream() as stream:
-        pq.write_table(pa.table({"text": ["one", "two"]}), stream)
-        packed = pa.compress(stream.getvalue(), "zstd", asbytes=True)
-    (tmp_path / "rows.parquet.zst").write_bytes(packed)
-    rows = read(resolve(str(tmp_path / "rows.parquet.zst"), split="train"))
-    assert [row.value["text"] for row in rows] == ["one", "two"]
 
 
 @pytest.mark.parametrize("kind", [pa.ipc.new_file, pa.ipc.new_stream])

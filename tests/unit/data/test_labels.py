@@ -19,7 +19,6 @@ from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.data.dataset.labels import FoundLabels, find_labels
 from finray.data.dataset.prepare import check_inputs
-from finray.data.dataset.report import report_lines
 from finray.data.formats.convert import FormatChoice, converter_of
 from finray.data.formats.examples import Label, Labelled
 from finray.data.formats.labels import LabelRules, LabelSet, in_order, label_of
@@ -252,22 +251,6 @@ def test_long_rows_are_dropped_or_refused_where_the_config_says_so(classifying: 
     assert "the row has 22 tokens" in error.message
 
 
-def test_a_converter_may_return_labelled_text(
-    classifying: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "reads_stars.py").write_text(
-        "def f(row):\n    return {'premise': row['t'], 'hypothesis': 'a cat', 'label': row['stars'] - 1}\n",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    source = put("rows.jsonl", lines([{"t": "one", "stars": 2}, {"t": "two", "stars": 1}]))
-    split = classifying.splits(
-        source, model=CLASSIFIES, converter="reads_stars:f", classification={"labels": ["bad", "good"]}
-    ).train
-    assert split.labels == ["good", "bad"]
-    assert 1 in split.row(0)[1]
-
-
 def test_what_labels_are_read_as_changes_the_prepared_dataset(classifying: Preparing, put: Write) -> None:
     source = put("rows.jsonl", lines([{"text": "a", "label": 1}, {"text": "a", "label": 0}]))
     names = {
@@ -336,6 +319,8 @@ def look(
 def test_labels_that_the_training_rows_have_are_no_problem(classifying: Preparing, put: Write) -> None:
     found = look(classifying, put, ["a", "b", "b"], ["b", "a"])
     assert found == FoundLabels(LabelSet("single_label", ("a", "b")))
+    # Numbers that are held out need not be those of the training rows.
+    assert look(classifying, put, [0.5, 1.5], [2.5]) == FoundLabels(LabelSet("regression", ()))
 
 
 def test_a_held_out_label_that_no_training_row_has_is_named_with_its_row(classifying: Preparing, put: Write) -> None:
@@ -351,30 +336,17 @@ def test_a_held_out_label_that_no_training_row_has_is_named_with_its_row(classif
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["a", "a"], "all 2 rows to train on have the label `a`"),
-        ([["a"], ["a"]], r"all 2 rows to train on have the label \('a',\)"),
-        ([0.5, 0.5, 0.5], "all 3 rows to train on have the label 0.5"),
-    ],
-)
-def test_rows_that_all_have_one_label_are_refused(
-    classifying: Preparing, put: Write, labels: list[Any], said: str
-) -> None:
-    (problem,) = look(classifying, put, labels).problems
-    with pytest.raises(DataError, match=said):
-        raise problem
-
-
-@pytest.mark.parametrize(
-    ("labels", "said"),
-    [
         ([[1, 0], [0, 1]] * 3, "each of the classes: labels such as [0, 1] are read as ids, not as a vector"),
         (["[1, 0]", "[0, 1]", "[0, 1]"], "are read as ids, not as a vector"),
+        (["a", "a"], "all 2 rows to train on have the label `a`"),
+        ([["a"], ["a"]], "all 2 rows to train on have the label ('a',)"),
+        ([0.5, 0.5, 0.5], "all 3 rows to train on have the label 0.5"),
         ([["a", "b"], ["a", "c"], ["a"], ["c", "a"]], "all 4 rows to train on have the class `a`: nothing to learn"),
         ([[2, 5], [2, 3], [5], [3]], None),
         ([["a"], ["b"], ["a", "b"]], None),
     ],
 )
-def test_vectors_of_two_classes_and_a_class_that_all_rows_have_are_refused(
+def test_one_label_of_all_rows_and_vectors_of_two_classes_are_refused(
     classifying: Preparing, put: Write, labels: list[Any], said: str | None
 ) -> None:
     problems = [str(one) for one in look(classifying, put, labels).problems]
@@ -419,6 +391,7 @@ def test_a_section_that_does_not_fit_the_labels_is_refused(
         (["good", 1, "bad"], "some classes are numbers, others names: 1, bad, good"),
         # As pandas writes whole numbers among which one is missing.
         ([1.0, 0.0, 1.0], "a few whole numbers with decimals"),
+        ([float(at) for at in range(10)], "a few whole numbers with decimals"),
         (["good", "bad", " good", "Bad"], "only in case or white space: ` good`, `good`"),
         (["1.5", "2", "2"], "classification.problem: regression learns them as numbers"),
     ],
@@ -459,23 +432,6 @@ def test_classes_of_unequal_size_are_a_warning_without_weights(classifying: Prep
     assert warning[0].startswith("the classes are unbalanced (good 90.9%, bad 9.1% of the rows)")
     assert look(classifying, put, labels, class_weights="balanced").warnings == []
     assert look(classifying, put, labels[1:]).warnings == []
-
-
-def test_ten_different_whole_numbers_are_few(classifying: Preparing, put: Write) -> None:
-    found = look(classifying, put, [float(at) for at in range(10)])
-    assert [field for _, field in found.warnings] == ["classification.problem"]
-
-
-def test_each_class_that_no_training_row_has_is_counted(classifying: Preparing, put: Write) -> None:
-    (problem,) = look(classifying, put, ["a", "b"], ["e", "c", "d", "d"]).problems
-    assert "the label `e`" in str(problem)
-    assert "(and 2 other labels)" in str(problem)
-    (problem,) = look(classifying, put, ["a", "b"], ["b", "e"]).problems
-    assert "the label `e` of the evaluation rows is not in the training rows, which have a, b" in str(problem)
-
-
-def test_held_out_numbers_need_not_be_those_of_the_training_rows(classifying: Preparing, put: Write) -> None:
-    assert look(classifying, put, [0.5, 1.5], [2.5]) == FoundLabels(LabelSet("regression", ()))
 
 
 def metric_problem(classifying: Preparing, put: Write, labels: list[Any], metric: str) -> str:
@@ -526,14 +482,6 @@ def test_a_format_without_labels_is_refused_before_anything_is_read(
     check_inputs(classifying.config(source, model=CLASSIFIES, format="labelled_text"))
     with pytest.raises(DataError, match=said):
         check_inputs(classifying.config(source, model=CLASSIFIES, **changes))
-
-
-def test_the_report_says_how_the_classes_are_shared(classifying: Preparing, put: Write) -> None:
-    source = put("rows.jsonl", lines([{"text": "a", "label": label} for label in (1, 0, 1, 1)]))
-    dataset = classifying.dataset(source, model=CLASSIFIES, classification={"labels": ["no", "yes"]})
-    assert report_lines(dataset.manifest)[-1] == "train: single_label, 2 classes: yes 3 (75.0%), no 1 (25.0%)"
-    alone = classifying.dataset(put("one.jsonl", lines([{"text": "a", "label": 1}])), model=CLASSIFIES)
-    assert report_lines(alone.manifest)[-1] == "train: single_label, 1 class: 1 1 (100.0%)"
 
 
 def test_a_continued_run_has_the_classes_that_it_began_with() -> None:

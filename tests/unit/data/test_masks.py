@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from finray.data.formats.examples import Chat, Completion, Labelled, Message, Text
-from finray.data.tokenize.chat import ChatRenderer
 from finray.data.tokenize.encode import Tokenizer, Tokens
 from finray.errors import DataError
 from tests.support import tiny
@@ -98,58 +97,6 @@ def test_an_end_of_turn_that_begins_with_another_special_token_is_learned_whole(
     assert learned_text(tokenizer, chat) == "dog<|im_end|>!|cat<|im_end|>!"
 
 
-def test_only_the_last_answer(templated: Any) -> None:
-    chat = conversation(("user", "what"), ("assistant", "a dog"), ("user", "why"), ("assistant", "no"))
-    assert learned_text(templated, chat, train_on="last_assistant") == "no<|im_end|>"
-
-
-def test_a_message_may_forbid_learning(tokenizer: Any) -> None:
-    chat = Chat(
-        (
-            Message("user", "a"),
-            Message("assistant", "the cat", train=False),
-            Message("user", "b"),
-            Message("assistant", "yes"),
-        )
-    )
-    assert learned_text(tokenizer, chat) == "yes<|im_end|>"
-
-
-def test_an_answer_that_also_stands_in_the_question_is_learned_once(templated: Any) -> None:
-    chat = conversation(("user", "a dog a dog"), ("assistant", "a dog"))
-    assert learned_text(templated, chat) == "a dog<|im_end|>"
-
-
-def test_what_is_trained_continues_the_prompt_that_is_served(tokenizer: Any) -> None:
-    chat = conversation(("user", "what is the river"), ("assistant", "water"))
-    encoder = make(tokenizer)
-    prompt = encoder.renderer.render(chat.messages[:1], add_generation_prompt=True)
-    served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    (row,) = rows_of(encoder, chat)
-    assert row.ids[: len(served)] == served
-    answer = len(tokenizer("water", add_special_tokens=False)["input_ids"]) + 1
-    assert mask_of(row) == [0] * len(served) + [1] * answer + [0] * (len(row.ids) - len(served) - answer)
-
-
-_word = st.text(alphabet="abc dé\n☃{}<|", min_size=1, max_size=12)
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.lists(st.tuples(_word, _word), min_size=1, max_size=3))
-def test_random_conversations_learn_exactly_the_answers(turns: list[tuple[str, str]]) -> None:
-    """An independent check: learned text, put together again, is the answers with their end-of-turn."""
-    tokenizer = _TOKENIZER
-    chat = conversation(
-        *((role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True))
-    )
-    (row,) = rows_of(make(tokenizer), chat)
-    assert tokenizer.decode(row.ids) == tokenizer.decode(
-        tokenizer(make(tokenizer).renderer.render(chat.messages), add_special_tokens=False)["input_ids"]
-    )
-    learned = tokenizer.decode([token for token, mask in zip(row.ids, mask_of(row), strict=True) if mask])
-    assert learned == "".join(f"{answer}<|im_end|>" for _, answer in turns)
-
-
 _TOKENIZER = tiny.train_tokenizer()
 
 
@@ -189,27 +136,6 @@ def test_what_a_tokenizer_puts_in_front_of_every_text_is_there_once_and_is_no_ta
     assert bos not in chat.ids
 
 
-def test_without_special_tokens_no_turn_is_ended_by_one(tokenizer: Any) -> None:
-    chat = conversation(("user", "one"), ("assistant", "two"))
-    for special, ended in (((), False), (("<|im_end|>",), True)):
-        (rendered,), _ = ChatRenderer(tokenizer, special_tokens=special).rows(chat, [1])
-        assert rendered.ends == (ended,)
-        assert rendered.text[slice(*rendered.spans[0])] == "two<|im_end|>"
-
-
-def test_half_a_surrogate_pair_is_no_text(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="half of a surrogate pair"):
-        make(tokenizer).encode([Text("one \ud800")])
-
-
-def test_a_prompt_of_white_space_alone_is_served_as_it_is_trained(tokenizer: Any) -> None:
-    for prompt in ("  ", " \n", "\n\n\n"):
-        (row,) = rows_of(make(tokenizer), Completion(prompt, "yes"))
-        served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        assert row.ids[: len(served)] == served
-        assert mask_of(row)[len(served) - 1 :][:2] == [0, 1]
-
-
 def test_truncation_and_padding_that_a_tokenizers_file_asks_for_do_not_happen() -> None:
     tokenizer = tiny.train_tokenizer()
     (expected,) = rows_of(make(tokenizer), Text("one two three"))
@@ -222,10 +148,15 @@ def test_truncation_and_padding_that_a_tokenizers_file_asks_for_do_not_happen() 
 def test_labelled_text_has_the_special_tokens_of_a_classifier_and_says_whether_it_was_cut(tokenizer: Any) -> None:
     whole = tokenizer("one two three four")["input_ids"]
     for limit in (len(whole) - 1, len(whole), len(whole) + 1):
-        (row,) = rows_of(make(tokenizer, max_length=limit), Labelled("one two three four", "b"))
-        assert (row.ids, row.spans, row.label) == (whole[:limit], (), "b")
-        assert row.truncated == (limit < len(whole))
-        assert row.supervised == 1
+        encoder = make(tokenizer, max_length=limit)
+        # The second too: each call of a tokenizer of Transformers sets anew whether it truncates.
+        for _ in range(2):
+            (encoded,) = encoder.encode([Labelled("one two three four", "b")])
+            (row,) = encoded.rows
+            assert (row.ids, row.spans, row.label) == (whole[:limit], (), "b")
+            assert row.truncated == (limit < len(whole))
+            assert encoded.truncated_tokens == max(0, len(whole) - limit)
+            assert row.supervised == 1
 
 
 @pytest.mark.parametrize(
@@ -236,14 +167,6 @@ def test_the_first_token_of_a_row_is_no_target(spans: tuple[tuple[int, int], ...
     assert Tokens([7] * 5, spans).supervised == count
 
 
-def test_a_labelled_text_that_was_cut_leaves_the_next_ones_whole(tokenizer: Any) -> None:
-    # Each call of a tokenizer of Transformers sets anew whether it truncates.
-    whole = len(tokenizer("one two three four")["input_ids"])
-    encoder = make(tokenizer, max_length=3)
-    found = [encoder.encode([Labelled("one two three four", "b")])[0].truncated_tokens for _ in range(2)]
-    assert found == [whole - 3] * 2
-
-
 def test_prompts_that_end_in_white_space_are_served_as_they_are_trained_however_many_there_are(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,17 +174,13 @@ def test_prompts_that_end_in_white_space_are_served_as_they_are_trained_however_
     encoder = make(tokenizer)
     for number in range(12):
         for space in ("  ", " \n", "\n\n"):
-            prompt = f"row {number}:{space}"
-            (row,) = rows_of(encoder, Completion(prompt, "yes"))
-            served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-            assert row.ids[: len(served)] == served
-            assert mask_of(row)[len(served)] == 1
-            assert not any(mask_of(row)[: len(served)])
+            for prompt in (f"row {number}:{space}", space):
+                (row,) = rows_of(encoder, Completion(prompt, "yes"))
+                served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+                assert row.ids[: len(served)] == served
+                assert mask_of(row)[len(served)] == 1
+                assert not any(mask_of(row)[: len(served)])
         assert len(encoder._tails) <= 4
-
-
-def test_prompt_and_completion_are_joined_as_they_are(tokenizer: Any) -> None:
-    assert learned_text(tokenizer, Completion("one two ", "three four")) == "three four<|im_end|>"
 
 
 def test_a_token_across_the_border_is_split_there(tokenizer: Any) -> None:
@@ -274,14 +193,6 @@ def test_a_token_across_the_border_is_split_there(tokenizer: Any) -> None:
     assert (
         tokenizer.decode([token for token, mask in zip(row.ids, mask_of(row), strict=True) if mask]) == "dog<|im_end|>"
     )
-
-
-def test_all_tokens_of_text_are_learned_and_long_text_is_cut_into_pieces(tokenizer: Any) -> None:
-    rows = rows_of(make(tokenizer, max_length=8), Text(" ".join(tiny.WORDS)))
-    whole = [*tokenizer(" ".join(tiny.WORDS), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert [token for row in rows for token in row.ids] == whole
-    assert all(all(mask_of(row)) and len(row.ids) <= 8 for row in rows)
-    assert rows[0].supervised == 7
 
 
 @settings(deadline=None, max_examples=examples(60))
@@ -337,18 +248,10 @@ def test_an_answer_that_is_cut_off_whole_is_counted(tokenizer: Any) -> None:
         0,
     )
     dropped = make(tokenizer, max_length=20, on_too_long="drop").encode([chat])[0]
+    with pytest.raises(DataError, match=r"data\.max_length is 20"):
+        make(tokenizer, max_length=20, on_too_long="error").encode([chat])
     (whole,) = rows_of(make(tokenizer), chat)
     assert (dropped.rows, dropped.dropped, dropped.dropped_tokens) == ([], 1, len(whole.ids))
-
-
-def test_a_cut_off_answer_says_so(tokenizer: Any) -> None:
-    chat = conversation(("user", "one two three"), ("assistant", " ".join(tiny.WORDS)))
-    (row,) = rows_of(make(tokenizer, max_length=16), chat)
-    assert row.truncated
-    assert len(row.ids) == 16
-    assert rows_of(make(tokenizer, max_length=16, on_too_long="drop"), chat) == []
-    with pytest.raises(DataError, match=r"data\.max_length is 16"):
-        make(tokenizer, max_length=16, on_too_long="error").encode([chat])
 
 
 def test_a_template_that_rewrites_answers_is_noted(with_template: Callable[[str], Any]) -> None:
@@ -367,19 +270,6 @@ def test_without_a_generation_prompt_the_header_is_learned_too(with_template: Ca
     plain = tiny.CHATML.split("{% if add_generation_prompt %}")[0]
     chat = conversation(("user", "what"), ("assistant", "a dog"))
     assert learned_text(with_template(plain), chat) == "<|im_start|>assistant\na dog<|im_end|>"
-
-
-def test_a_prompt_that_differs_in_serving_is_refused(with_template: Callable[[str], Any]) -> None:
-    chat = conversation(("user", "what"), ("assistant", "a dog"))
-    thinking = tiny.CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
-    with pytest.raises(DataError, match=r"training and serving differ.*<think>"):
-        make(with_template(thinking)).encode([chat])
-
-
-def test_a_template_that_refuses_is_quoted(with_template: Callable[[str], Any]) -> None:
-    refusing = with_template("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match="roles must alternate"):
-        make(refusing).encode([conversation(("user", "a"), ("assistant", "b"))])
 
 
 def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence(with_template: Callable[[str], Any]) -> None:

@@ -10,12 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finray.data.formats.convert import messages_of
 from finray.data.sources.resolve import resolve, split_name
-from finray.errors import DataError, FinrayError
-from finray.inspection.inspect import inspect
-from finray.inspection.result import findings, verdict
-from tests.support import runs
+from finray.errors import DataError
 from tests.support.preparing import Preparing, Write
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -111,18 +107,6 @@ def test_more_than_all_rows_cannot_be_asked_for(split: str) -> None:
     assert split_name("train[:100%]")[1] is not None
 
 
-def test_openais_weight_says_what_is_learned() -> None:
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
-    assert [one.train for one in messages_of(said, "messages")] == [True, False]
-    said[1]["weight"] = 1
-    assert messages_of(said, "messages")[1].train
-    said[1] |= {"weight": 0, "train": True}
-    assert messages_of(said, "messages")[1].train
-    said[1] = {"role": "assistant", "content": "b", "weight": 0.5}
-    with pytest.raises(DataError, match=r"messages\[1\]\.weight is 0\.5"):
-        messages_of(said, "messages")
-
-
 def test_a_converter_that_leaves_every_row_out_is_the_reason(
     preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,47 +115,6 @@ def test_a_converter_that_leaves_every_row_out_is_the_reason(
     with pytest.raises(DataError, match="2 were left out by the converter") as caught:
         preparing.dataset(put("rows.jsonl", f"{json.dumps(ROW)}\n" * 2), converter="leaves_out:f")
     assert caught.value.repair == "the converter must return rows"
-
-
-def test_a_converter_whose_rows_have_keys_that_are_no_texts_is_named_with_the_row(
-    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "number_keys.py").write_text("def f(row):\n    return {1: 'a'}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    file = put("rows.jsonl", f"{json.dumps(ROW)}\n")
-    with pytest.raises(DataError, match="whose keys are texts") as caught:
-        preparing.dataset(file, converter="number_keys:f")
-    assert f"{file}:1" in str(caught.value)
-
-
-def test_inspect_tells_of_empty_answers(tiny_run: Any, write_rows: Any) -> None:
-    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    empty = {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": ""}]}
-    plain = tiny_run({"data.source": str(write_rows([good, good, empty]))})
-    checks = findings(inspect(runs.config_of(plain)))
-    assert any(check.name == "Empty answers (train)" and check.count == 1 for check in checks)
-    assert verdict(checks)[0] != "ok"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        *("ftp://127.0.0.1:1/rows.jsonl", "hdfs://127.0.0.1:1/rows.jsonl", "nothing://x/rows.jsonl", "://"),
-        *(
-            "file://",
-            "s3://",
-            "http://[::1/rows.jsonl",
-            "https://",
-            "webhdfs://127.0.0.1:1/x.jsonl",
-            "sftp://h/x.jsonl",
-        ),
-        *("memory://x.jsonl", "zip://x.jsonl::/nowhere.zip", "git://x.jsonl", "github://x:y@z/a.jsonl"),
-    ],
-)
-def test_a_url_that_nothing_can_be_read_from_is_one_error(source: str, preparing: Preparing) -> None:
-    with pytest.raises(FinrayError) as caught:
-        preparing.dataset(source)
-    assert len(str(caught.value)) < 1000
 
 
 def test_a_date_beyond_pythons_is_a_bad_row(preparing: Preparing, put: Write) -> None:
@@ -198,21 +141,24 @@ def test_a_csv_file_is_separated_by_what_its_header_has(
     assert preparing.texts(put("rows.csv", text), format="prompt_completion") == ["one, two three;\tfour", 'a "b" c']
 
 
-@pytest.mark.parametrize("header", ["prompt, completion", "prompt,completion", '"prompt", "completion"'])
-def test_quotes_after_a_space_are_quotes(preparing: Preparing, put: Write, header: str) -> None:
-    file = put("rows.csv", f'{header}\n"one, two", "three, four"\n"a", "b"\n')
-    assert preparing.texts(file, format="prompt_completion") == ["one, twothree, four", "ab"]
-
-
-def test_a_space_in_a_value_stays(preparing: Preparing, put: Write) -> None:
-    """Also in front of a quote that belongs to the text."""
-    file = put("rows.csv", 'prompt,completion\na, b\na," ""b"""\n')
-    assert preparing.texts(file, format="prompt_completion") == ["a b", 'a "b"']
-
-
-def test_a_comma_in_the_header_is_the_separator(preparing: Preparing, put: Write) -> None:
-    file = put("rows.csv", "prompt,completion,a;b\none, two;,x;y\n")
-    assert preparing.texts(file, format="prompt_completion") == ["one two;"]
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        # Quotes after a space are quotes.
+        *(
+            (f'{header}\n"one, two", "three, four"\n"a", "b"\n', ["one, twothree, four", "ab"])
+            for header in ("prompt, completion", "prompt,completion", '"prompt", "completion"')
+        ),
+        # A space in a value stays, also in front of a quote that belongs to the text.
+        ('prompt,completion\na, b\na," ""b"""\n', ["a b", 'a "b"']),
+        # A comma in the header is the separator.
+        ("prompt,completion,a;b\none, two;,x;y\n", ["one two;"]),
+    ],
+)
+def test_spaces_quotes_and_commas_of_a_csv_file(
+    preparing: Preparing, put: Write, content: str, texts: list[str]
+) -> None:
+    assert preparing.texts(put("rows.csv", content), format="prompt_completion") == texts
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finray.data.sampling.order import Order, derive_key, micro_batches, mix, permutation, total_steps
-from finray.data.sampling.splits import hold_out
-from finray.errors import DataError
 from tests.support.examples import examples
 
 
@@ -76,18 +74,6 @@ def test_the_last_step_is_short_and_nothing_is_seen_twice() -> None:
 def test_other_seeds_and_epochs_give_other_orders() -> None:
     orders = {tuple(permutation(20, "epoch", seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
-
-
-@pytest.mark.parametrize(("count", "ratio", "held_out"), [(10, 0.2, 2), (3, 0.01, 1), (2, 0.9, 1), (5, 0.0, 0)])
-def test_splits_are_exact_disjoint_and_complete(count: int, ratio: float, held_out: int) -> None:
-    chosen = hold_out(np.arange(count), eval_ratio=ratio, test_ratio=0.0, seed=3)
-    assert len(chosen.eval) == held_out
-    assert sorted([*chosen.train.tolist(), *chosen.eval.tolist()]) == list(range(count))
-
-
-def test_one_row_is_not_split() -> None:
-    with pytest.raises(DataError, match="one row cannot be split"):
-        hold_out(np.arange(1), eval_ratio=0.5, test_ratio=0.0, seed=3)
 
 
 def test_an_order_of_nothing_is_a_mistake() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from finray.data.dataset import parts
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.plan import Part, Settings, plan, plan_streams
+from finray.data.dataset.plan import Part, PrepareSettings, plan, plan_streams
 from finray.data.formats.examples import Labelled, Text
 from finray.data.storage import Folder
 from finray.data.tokenize.encode import Tokenizer
@@ -26,7 +26,7 @@ ROWS = [{"text": "the cat"}, {"text": "a dog sleeps"}]
 
 def planned(preparing: Preparing, source: Path, folder: Path, **data: Any) -> tuple[PartWriter, list[Part]]:
     """A writer into a folder, and the parts that it is to write."""
-    settings = Settings.of(preparing.config(source, **data))
+    settings = PrepareSettings.of(preparing.config(source, **data))
     writer = PartWriter(settings, settings.encoder(preparing.tokenizer), Folder(folder))
     return writer, plan(settings, plan_streams(settings))
 
@@ -127,39 +127,6 @@ def test_a_row_that_takes_too_long_ends_the_part_where_other_bad_rows_are_droppe
     assert (found.message, found.repair, found.overdue) == ("is slow (data.converter)", "look for a loop", True)
     assert str(found.where).endswith("rows.jsonl:3")
     assert seen == ["one", "bad", "one", "bad", "slow"], "the next row would take as long"
-
-
-@pytest.mark.parametrize(("case", "ahead"), [("short", True), ("long", False), ("may end", False)])
-def test_the_next_rows_are_tokenized_while_the_last_ones_are_written_unless_they_are_long(
-    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, ahead: bool
-) -> None:
-    monkeypatch.setattr(parts, "_ROWS_AT_A_TIME", 2)
-    if case == "long":
-        monkeypatch.setattr(parts, "_MOST_AHEAD", 13)
-    writer, (part,) = planned(preparing, put("rows.jsonl", lines([{"text": "the cat"}] * 6)), tmp_path / "p")
-    did = list[str]()
-    texts, rows = Tokenizer.texts, Tokenizer.rows
-    monkeypatch.setattr(Tokenizer, "texts", lambda *given: (did.append("texts"), texts(*given))[1])
-    monkeypatch.setattr(Tokenizer, "rows", lambda *given: (did.append("rows"), rows(*given))[1])
-    assert writer.write(part, enough=(lambda: False) if case == "may end" else None).rows == 6
-    assert did == (["texts", "texts", "rows", "texts", "rows", "rows"] if ahead else ["texts", "rows"] * 3)
-
-
-def test_rows_after_enough_are_not_converted(
-    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "_ROWS_AT_A_TIME", 2)
-    seen, own = list[str](), parts.converter_of
-
-    def converter_of(*given: Any, **options: Any) -> Any:
-        convert = own(*given, **options)
-        return lambda row: (seen.append(row["text"]), convert(row))[1]
-
-    monkeypatch.setattr(parts, "converter_of", converter_of)
-    rows = [{"text": text} for text in ("one", "two", "three", "four")]
-    writer, (part,) = planned(preparing, put("rows.jsonl", lines(rows)), tmp_path / "p")
-    assert writer.write(part, enough=lambda: True).rows == 2
-    assert seen == ["one", "two"]
 
 
 @pytest.mark.parametrize("later", ['{"text": 1}', "not JSON"])

@@ -22,7 +22,7 @@ from finray.data.sources.memory import write_rows
 from finray.data.sources.pieces import plan_parts, read, read_piece
 from finray.data.sources.readers import Reading
 from finray.data.sources.resolve import Source, resolve, unread
-from finray.data.storage import Digests, Folder, opened
+from finray.data.storage import Digests, Folder
 from finray.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]
@@ -60,30 +60,6 @@ def test_globs_and_directories_are_read_in_the_order_of_names(tmp_path: Path) ->
         "c.parquet",
     ]
     assert len(texts(tmp_path / "*.jsonl")) == 3
-
-
-def test_a_directory_that_is_called_like_a_file_is_none(tmp_path: Path) -> None:
-    write(tmp_path / "d" / "odd.jsonl" / "a.jsonl")
-    assert [Path(file).name for file in resolve(str(tmp_path / "d"), split="train").files] == ["a.jsonl"]
-
-
-def test_named_splits_in_a_directory(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl")
-    write(tmp_path / "validation-00000.jsonl")
-    assert len(texts(tmp_path, split="train")) == 3
-    assert [Path(file).name for file in resolve(str(tmp_path), split="validation").files] == ["validation-00000.jsonl"]
-    with pytest.raises(DataError, match="there is no file for the split `test`"):
-        resolve(str(tmp_path), split="test")
-
-
-def test_directories_named_after_splits(tmp_path: Path) -> None:
-    write(tmp_path / "train" / "a.jsonl")
-    write(tmp_path / "validation" / "a.jsonl")
-    write(tmp_path / "other.jsonl")
-    assert len(texts(tmp_path, split="validation")) == 3
-    assert [Path(file).parent.name for file in resolve(str(tmp_path), split="train").files] == ["train"]
-    # All in one directory: its name says nothing.
-    assert len(resolve(str(tmp_path / "train"), split="validation").files) == 1
 
 
 def test_data_sets_that_datasets_wrote(tmp_path: Path) -> None:
@@ -204,16 +180,6 @@ def test_another_subset_revision_or_directory_has_other_rows(saved: str) -> None
     assert len({hub.digest(source, Digests(None)) for source in everything}) == 4
 
 
-def test_a_data_set_that_was_saved_again_is_read_again(saved: str, tmp_path: Path) -> None:
-    source = resolve(saved, split="test")
-    before = hub.digest(source, Digests(None))
-    assert texts(saved, split="test") == ["x", "y"]
-    shutil.rmtree(saved)
-    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["z"]})}).save_to_disk(saved)
-    assert texts(saved, split="test") == ["z"]
-    assert hub.digest(source, Digests(None)) != before
-
-
 def test_an_edited_data_set_with_the_time_it_had_is_another_one(saved: str) -> None:
     source = resolve(saved, split="test")
     before = hub.digest(source, Digests(None))
@@ -309,11 +275,6 @@ def test_a_url_that_is_no_file_of_a_known_type_says_so(tmp_path: Path) -> None:
         assert len(resolve(f"{place.root}/validation.jsonl", split="train").files) == 1
 
 
-def test_a_url_whose_file_is_not_there_is_no_matter_of_credentials() -> None:
-    with pytest.raises(DataError, match="the file does not exist"), opened(f"memory:///{uuid.uuid4()}/a.jsonl"):
-        pass
-
-
 def test_files_of_a_directory_that_are_not_read_are_named(tmp_path: Path) -> None:
     for folder in (Folder(tmp_path), Folder(f"memory:///{uuid.uuid4()}/a")):
         for file in ("train.jsonl", "extra.jsonl", "validation.jsonl", "notes.txt", "b.bin", "sub/a.xlsx", ".hidden"):
@@ -349,6 +310,8 @@ def test_what_stands_behind_a_colon_is_a_directory_inside(tmp_path: Path) -> Non
     ("files", "split", "wanted"),
     [
         ("train.jsonl valid.jsonl", "validation", "valid.jsonl"),
+        ("train/a.jsonl validation/a.jsonl other.jsonl", "train", "train/a.jsonl"),
+        ("odd.jsonl/a.jsonl", "train", "odd.jsonl/a.jsonl"),
         ("train.jsonl dev-0.jsonl", "val", "dev-0.jsonl"),
         ("train.jsonl val.jsonl validation.jsonl", "validation", "validation.jsonl"),
         ("training_a.jsonl testing.jsonl", "train", "training_a.jsonl"),
@@ -383,18 +346,6 @@ def test_hub_style_directories_with_configurations(tmp_path: Path, monkeypatch: 
     card = "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: data/part.jsonl\n---\n"
     (tmp_path / "set/README.md").write_text(card, encoding="utf-8")
     assert texts(tmp_path / "set", subset="small") == [row["text"] for row in ROWS]
-
-
-@pytest.mark.parametrize(
-    ("content", "row", "message"),
-    [(b'{"text": "a"}\n{"text": \n', 2, "not JSON"), (b'{"text": "a"}\n\n[1]\n', 3, "not an object")],
-)
-def test_read_names_a_bad_row_by_file_and_row(tmp_path: Path, content: bytes, row: int, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        texts(path)
-    assert caught.value.where == f"{path}:{row}"
 
 
 @pytest.mark.parametrize(

@@ -157,13 +157,6 @@ def with_system(name: str, *messages: Message) -> tuple[Message, ...]:
 
 @pytest.mark.parametrize("train_on", TRAIN_ON)
 @pytest.mark.parametrize("name", NAMES)
-def test_one_turn(name: str, train_on: str) -> None:
-    check(name, [user("what is the river"), assistant("water")], train_on=train_on)
-    check(name, with_system(name, user("what is the river"), assistant("water")), train_on=train_on)
-
-
-@pytest.mark.parametrize("train_on", TRAIN_ON)
-@pytest.mark.parametrize("name", NAMES)
 def test_several_turns(name: str, train_on: str) -> None:
     turns = (user("what"), assistant("a dog"), user("a dog"), assistant("a cat"), user("why"), assistant("no"))
     for messages in (turns, with_system(name, *turns)):
@@ -212,15 +205,6 @@ def test_a_call_and_its_result(name: str, train_on: str) -> None:
     check(name, with_system(name, *turns), TOOLS, train_on=train_on)
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
-def test_calls_in_a_later_turn(name: str) -> None:
-    first = [user("what"), assistant("a river")]
-    check(name, [*first, user("how deep"), calling("é☃"), result("4"), assistant("four")], TOOLS)
-    check(
-        name, [user("how deep"), calling("blue"), result("4"), assistant("four"), user("why"), assistant("no")], TOOLS
-    )
-
-
 @pytest.mark.parametrize("name", PARALLEL)
 def test_calls_side_by_side(name: str) -> None:
     turns = [user("how deep"), calling("blue", "green"), result("4"), result("5", 1), assistant("four and five")]
@@ -259,19 +243,6 @@ def test_earlier_reasoning_is_learned_in_rows_of_its_own(train_on: str) -> None:
     check("qwen-3", turns, train_on=train_on)
     check("qwen-3", with_system("qwen-3", *turns), train_on=train_on)
     check("qwen-3", turns[:4], train_on=train_on)
-
-
-def test_rows_of_a_conversation_whose_history_is_rewritten() -> None:
-    """The same, spelled out once more: the last answer in the whole conversation, the first in a row of its own."""
-    chat = Chat((user("a"), assistant("b", reasoning_content="r"), user("c"), assistant("d", reasoning_content="s")))
-    tokenizer = families.tokenizer("qwen-3")
-    rows = rows_of(Tokenizer(tokenizer, train_on="assistant", max_length=512, on_too_long="error"), chat)
-    question = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    whole = question.format("a") + "b<|im_end|>\n" + question.format("c") + "<think>\ns\n</think>\n\nd<|im_end|>\n"
-    first = question.format("a") + "<think>\nr\n</think>\n\nb<|im_end|>\n"
-    assert {tokenizer.decode(row.ids) for row in rows} == {whole, first}
-    learned = {tokenizer.decode([i for i, m in zip(row.ids, mask_of(row), strict=True) if m]) for row in rows}
-    assert learned == {"<think>\ns\n</think>\n\nd<|im_end|>", "<think>\nr\n</think>\n\nb<|im_end|>"}
 
 
 def test_reasoning_between_calls() -> None:

@@ -106,21 +106,6 @@ def test_masks_by_widths_where_offsets_leave_spaces_out(
         backend.post_processor = before
 
 
-def test_tokens_that_do_not_add_up_to_their_text_have_no_places() -> None:
-    backend = families.tokenizer("smollm2").backend_tokenizer
-    widths = Widths.of(backend)
-    assert widths is not None
-    text = "a dog é 漢"
-    ids = backend.encode(text, add_special_tokens=False).ids
-    end = len(text)
-    assert widths.places([text], [ids], [[end]]) == [{end: (len(ids), True)}]
-    assert widths.places([text, text + " ", text], [ids[1:], ids, ids], [[0], [1], [end]]) == [
-        None,
-        None,
-        {end: (len(ids), True)},
-    ]
-
-
 @given(rows=st.lists(st.tuples(st.text("a é漢🎉\n", max_size=12), st.booleans()), min_size=1, max_size=6))
 def test_places_among_other_texts_are_those_of_each_token(rows: list[tuple[str, bool]]) -> None:
     backend = families.tokenizer("smollm2").backend_tokenizer

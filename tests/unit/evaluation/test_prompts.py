@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from finray.config.schema import DataConfig
-from finray.data.formats.convert import FormatChoice, converter_of, prompt_form, tools_of
+from finray.data.formats.convert import FormatChoice, converter_of, prompt_form
 from finray.data.formats.examples import Chat, Completion
+from finray.data.formats.messages import tools_of
 from finray.data.tokenize.encode import Tokenizer as Tokens
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.engines.sampling import Sampling

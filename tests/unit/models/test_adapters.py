@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -16,19 +15,18 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 
 from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models import adapter_methods, adapters
+from finray.models import adapters
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import _scratch, export
 from finray.models.loading import build_model
 from finray.models.many_adapters import read_plain_lora
 from finray.models.saved_layout import WEIGHTS, SavedLayout
-from finray.pretrained.tokenizers import check_exists, load_tokenizer
+from finray.pretrained.tokenizers import check_exists
 from tests.support import adapted, tiny
 from tests.support.adapted import lora, save_adapter
 
@@ -82,20 +80,12 @@ def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(plain(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 
 
-def test_target_modules_that_match_nothing_are_named_with_what_there_is() -> None:
-    for names in (["qproj"], ["q_proj", "qproj"], ["q_proj", "proj"]):
-        with pytest.raises(ModelError, match="down_proj, gate_proj") as caught:
-            lora(target_modules=names)
-        assert caught.value.where == "adapter.target_modules"
-        assert f"`{names[-1]}`" in str(caught.value)
-        assert "`q_proj`: " not in str(caught.value)
-
-
 @pytest.mark.parametrize("method", ["lora", "rslora", "dora", "pissa"])
 def test_one_misspelt_target_among_right_ones_is_an_error_that_names_the_nearest(method: str) -> None:
     with pytest.raises(ModelError, match=r"this matches no module: `v_prj` \(did you mean `v_proj`\?\)") as caught:
         lora(target_modules=["q_proj", "v_prj"], method=method)
     assert caught.value.where == "adapter.target_modules"
+    assert "`q_proj`: " not in str(caught.value)
     assert len(trained(lora(target_modules=["layers.0.self_attn.q_proj", "lm_head"]))) == 4
 
 
@@ -108,11 +98,6 @@ def test_models_that_do_not_exist(name: str) -> None:
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         check_exists(str(tmp_path))
-
-
-def test_an_unknown_hub_name_is_one_message() -> None:
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        load_tokenizer(ModelConfig(name="nobody/no-such-model"))
 
 
 def test_an_exported_model_has_the_logits_of_base_and_adapter(tiny_adapter_dir: Path, tmp_path: Path) -> None:
@@ -151,14 +136,6 @@ def test_an_export_that_reads_back_differently_is_not_kept(
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_export_overwrites_nothing(tiny_adapter_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").write_text("mine")
-    with pytest.raises(ModelError, match="not empty"):
-        export(read_artifact(tiny_adapter_dir), tmp_path / "there", merge=True, dtype="fp32")
-    assert (tmp_path / "there" / "file").read_text() == "mine"
-
-
 def test_modules_to_save_that_match_nothing_are_an_error() -> None:
     with pytest.raises(ModelError, match=r"adapter\.modules_to_save: this matches no module: `lm_heed`") as caught:
         lora(modules_to_save=["embed_tokens", "lm_heed"])
@@ -173,23 +150,6 @@ def test_a_module_with_an_adapter_is_not_trained_in_full_as_well() -> None:
     with pytest.raises(ModelError, match="the adapter cannot be added") as caught:
         lora(target_modules=["q_proj"], modules_to_save=["_proj"])
     assert caught.value.where == "adapter.modules_to_save"
-
-
-def test_a_pissa_adapter_with_rslora_is_saved_with_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from peft import PeftModel
-
-    method = adapter_methods.AdapterMethod({"use_rslora": True}, is_pissa=True)
-    monkeypatch.setattr(adapters, "adapter_method", lambda name: method)
-    monkeypatch.setattr(adapter_methods, "adapter_method", lambda name: method)
-    made = lora(target_modules=["q_proj"], rank=4, alpha=6)
-    scales = {layer.scaling["default"] for layer in made.modules() if isinstance(layer, LoraLayer)}
-    assert scales == {3.0}
-    SavedLayout(made).save_settings(tmp_path)
-    again = PeftModel(tiny.build_model("llama"), LoraConfig.from_pretrained(str(tmp_path)))
-    assert {layer.r["default"] for layer in again.modules() if isinstance(layer, LoraLayer)} == {8}
-    for layer in again.modules():
-        if isinstance(layer, LoraLayer):
-            assert layer.scaling["default"] == pytest.approx(3.0)
 
 
 def test_modules_to_save_of_a_bf16_model_are_trained_in_fp32() -> None:
@@ -222,18 +182,6 @@ def test_a_new_pissa_adapter_changes_nothing_while_it_is_trained() -> None:
     assert not any("pissa_residual" in name for name in trained(model))
 
 
-def test_the_frozen_part_of_a_pissa_adapter_drops_nothing_and_repeats_no_module() -> None:
-    model = lora(1, method="pissa", dropout=0.4, modules_to_save=["lm_head"])
-    asked, frozen = model.peft_config["default"], model.peft_config["pissa_residual"]
-    assert (asked.lora_dropout, asked.modules_to_save) == (0.4, ["lm_head"])
-    assert (frozen.lora_dropout, frozen.modules_to_save, frozen.trainable_token_indices) == (0.0, None, None)
-    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
-    assert layers
-    for layer in layers:
-        assert layer.active_adapters == ["default", "pissa_residual"]
-        assert [type(layer.lora_dropout[name]).__name__ for name in layer.active_adapters] == ["Dropout", "Identity"]
-
-
 def test_the_revision_of_the_base_is_written_beside_the_adapter(tmp_path: Path) -> None:
     for revision in (None, "v1"):
         model = adapters.add_lora(tiny.build_model("llama"), AdapterConfig(rank=4), seed=1, revision=revision)
@@ -241,40 +189,18 @@ def test_the_revision_of_the_base_is_written_beside_the_adapter(tmp_path: Path) 
         assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] == revision
 
 
-_SETTINGS_OF_A_PROCESS = """
-import sys
-from pathlib import Path
-from finray.models.saved_layout import SavedLayout
-from tests.support.adapted import lora
-SavedLayout(lora(modules_to_save=["norm", "lm_head"])).save_settings(Path(sys.argv[1]))
-"""
-_ORDERS = 'import json; print(json.dumps([list({"norm", "lm_head"}), list({"q_proj", "k_proj", "v_proj", "o_proj"})]))'
-
-
 def test_equal_runs_write_equal_settings(tmp_path: Path) -> None:
     """The order of a set of texts is another in each process."""
-    orders = [list({"norm", "lm_head"}), list({"q_proj", "k_proj", "v_proj", "o_proj"})]
-    for seed in range(1000):
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
-        printed = subprocess.check_output([sys.executable, "-S", "-c", _ORDERS], env=environment, text=True)
-        # Of a seed with which both kinds of names come in another order.
-        if all(one != other for one, other in zip(orders, json.loads(printed), strict=True)):
-            break
-    else:
-        raise AssertionError("the order is the same with every seed")
-    command = [sys.executable, "-c", _SETTINGS_OF_A_PROCESS, str(tmp_path)]
-    subprocess.run(command, check=True, env=environment)
-    theirs = (tmp_path / "adapter_config.json").read_bytes()
     SavedLayout(lora(modules_to_save=["norm", "lm_head"])).save_settings(tmp_path)
-    assert (tmp_path / "adapter_config.json").read_bytes() == theirs
-    settings = json.loads(theirs)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == ["lm_head", "norm"]
     assert settings["target_modules"] == sorted(settings["target_modules"])
     assert len(settings["target_modules"]) == 14
 
 
 def test_an_activated_lora_is_refused(tmp_path: Path) -> None:
     """It acts only behind the tokens that invoke it, which nothing here looks for."""
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     made = get_peft_model(tiny.build_model("llama"), LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]))
     made.save_pretrained(str(tmp_path), save_embedding_layers=False)
@@ -283,20 +209,9 @@ def test_an_activated_lora_is_refused(tmp_path: Path) -> None:
     assert caught.value.where == str(tmp_path)
 
 
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from finray.models.export import _scratch
-with _scratch(Path(sys.argv[1])) as scratch:
-    (scratch / "model.safetensors").write_bytes(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_what_a_killed_export_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "one")], check=False)
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".tmp-export-one-")
+    left = tmp_path / ".tmp-export-one-12345678"
+    left.mkdir()
     os.utime(left, (0, 0))
     with _scratch(tmp_path / "two") as mine:
         os.utime(mine, (0, 0))
@@ -425,21 +340,6 @@ def test_an_adapter_with_other_tensors_than_the_model_takes_is_no_answer_of_the_
     assert str(tiny_adapter_dir) in str(caught.value)
 
 
-@pytest.mark.parametrize(("count", "more"), [(1, ""), (3, ""), (4, " and 1 more"), (14, " and 11 more")])
-def test_three_of_the_tensors_that_are_missing_are_named(tiny_adapter_dir: Path, count: int, more: str) -> None:
-    tensors = load_file(tiny_adapter_dir / WEIGHTS)
-    lacking = sorted(name for name in tensors if ".layers.1." in name)[:count]
-    kept = {name: one for name, one in tensors.items() if name not in lacking}
-    save_file(kept, tiny_adapter_dir / WEIGHTS)
-    with pytest.raises(ModelError, match="the adapter lacks tensors: ") as caught:
-        load_artifact(read_artifact(tiny_adapter_dir), dtype=torch.float32)
-    listed = caught.value.message.partition(": ")[2]
-    named = listed.removesuffix(more).split(", ")
-    assert listed.endswith(more)
-    assert len(named) == min(count, 3)
-    assert set(named) <= set(lacking)
-
-
 def test_an_adapter_that_lacks_a_layer_is_not_served_beside_others(tiny_adapter_dir: Path) -> None:
     found = read_artifact(tiny_adapter_dir)
     assert found.base is not None
@@ -490,7 +390,7 @@ PEFTS = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("options", PEFTS.values(), ids=PEFTS.keys())
 def test_an_adapter_that_peft_made_is_loaded(options: dict[str, Any], tied: bool, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     def base() -> Any:
         if "task_type" in options:

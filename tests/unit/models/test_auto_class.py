@@ -126,18 +126,6 @@ def test_an_exported_classifier_is_read_by_plain_transformers(
     )
 
 
-def test_a_classifier_trained_in_full_is_an_ordinary_model(model: ModelConfig, tokenizer: Any, tmp_path: Path) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    made = built(model, method="none")
-    save(made, tmp_path / "run", model, tokenizer)
-    export(read_artifact(tmp_path / "run"), tmp_path / "out", merge=True, dtype="bf16")
-    plain = AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "out"), dtype=torch.float32).eval()
-    expected = made(input_ids=TOKENS).logits
-    tolerance = 0.05 * expected.abs().max().item()
-    torch.testing.assert_close(plain(input_ids=TOKENS).logits, expected, rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize("change", [lambda head: None, lambda head: head[:1]], ids=["missing", "another shape"])
 def test_a_trained_classifier_without_its_head_gives_no_answers_of_a_random_one(
     change: Callable[[torch.Tensor], torch.Tensor | None], model: ModelConfig, tokenizer: Any, tmp_path: Path

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from finray.config.schema import AdapterConfig
-from finray.errors import ModelError
-from finray.models import adapters, attention, blocks, fused_lora, liger
+from finray.models import adapters, attention, blocks, fused_lora
 from finray.models.blocks import blocks_of, is_kept, wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.support.packing import batch_of, gradients, packed_model, rows
@@ -98,25 +95,6 @@ def test_the_blocks_of_a_model_are_the_outermost_lists_of_modules_of_one_kind() 
     assert blocks_of(model) == [*model.encoder, *model.decoder]
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_without_gradients_nothing_is_kept_for_them(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = task_of("llama", lora=False)
-    wrap_blocks(task.model, checkpointing=checkpointing, offload=True, smallest=1)
-    asked = []
-    real = blocks.checkpoint
-
-    def spy(*args: Any, **options: Any) -> Any:
-        asked.append(args)
-        return real(*args, **options)
-
-    monkeypatch.setattr(blocks, "checkpoint", spy)
-    with torch.no_grad():
-        expected = task.loss_sum(batch_of(rows()))
-    assert asked == []
-    assert task.loss_sum(batch_of(rows())).item() == expected.item()
-    assert len(asked) == 2
-
-
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts matrix products and what is worked out beside them."""
 
@@ -185,37 +163,6 @@ def test_activations_are_moved_and_weights_are_not(monkeypatch: pytest.MonkeyPat
     large = task_of("llama", lora=True)
     wrap_blocks(large.model, offload=True)
     assert moved_bytes(large, monkeypatch) == (0, set())
-
-
-def test_what_is_kept() -> None:
-    kept = ["aten.mm.default", "aten.addmm.default", "aten._scaled_dot_product_flash_attention.default"]
-    assert all(
-        map(is_kept, [*kept, "torch_attn._varlen_attn.default", "flash_attn._flash_attn_varlen_forward.default"])
-    )
-    again = [
-        "aten.mm.out",
-        "aten.mul.Tensor",
-        "aten._scaled_dot_product_flash_attention_backward.default",
-        "aten.silu.default",
-    ]
-    assert not any(map(is_kept, again))
-
-
-def test_liger_is_used_for_layers_and_not_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, dict[str, Any]]] = []
-    package = ModuleType("liger_kernel.transformers")
-    package._apply_liger_kernel_to_instance = lambda model, **options: calls.append((model, options))  # type: ignore[attr-defined]
-    patches = ModuleType("liger_kernel.transformers.monkey_patch")
-    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}  # type: ignore[attr-defined]
-    with pytest.raises(ModelError, match="not installed"):
-        liger.apply(packed_model("llama"))
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setitem(sys.modules, patches.__name__, patches)
-    model = packed_model("llama")
-    liger.apply(model)
-    liger.apply(packed_model("gpt2"))
-    assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
 
 
 # torch's tracer looks at gradients of tensors that have none.

@@ -131,23 +131,6 @@ def test_rows_are_filled_up_by_a_32nd_at_most(tokens: int, filled: int) -> None:
     assert 32 * (filled - tokens) <= tokens
 
 
-@pytest.mark.parametrize(
-    ("precision", "lengths", "tokens"),
-    [("bf16", (9, 8, 7, 5) * 25, 736), ("fp32", (9, 8, 7, 5) * 25, 725), ("bf16", (5,) * 145, 725)],
-)
-def test_rows_of_several_lengths_are_filled_up_in_bf16(precision: str, lengths: tuple[int, ...], tokens: int) -> None:
-    """There each number of tokens is compiled."""
-    attention.register()
-    model = tiny.build_classifier("bert").eval()
-    model.set_attn_implementation(attention.NAME)
-    ours = PackedModel(model, precision=precision, attention_name=attention.NAME, device=CPU)
-    seen = list[int]()
-    model.base_model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
-    with torch.no_grad(), ours.autocast():
-        found = ours.logits_SC(batch_of(rows(lengths, typed=True), np.arange(len(lengths)) % 3))
-    assert (seen, len(found)) == ([tokens], len(lengths))
-
-
 @pytest.mark.parametrize("family", tiny.ENCODERS)
 def test_many_short_rows_are_those_that_are_computed_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are batched within attention, with padding."""
@@ -253,17 +236,6 @@ def test_a_decoder_is_read_at_the_last_token_that_is_no_padding() -> None:
     items[3][0][:] = model.config.pad_token_id
     expected = padded_logits(model, items)
     torch.testing.assert_close(packed(model).logits_SC(batch_of(items)), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_may_be_packed_and_its_layers_are_found(family: str) -> None:
-    kind, fields = (tiny.ENCODERS | tiny.FAMILIES)[family]
-    config = AutoConfig.for_model(kind, **fields)
-    found = check_packing_of(config, auto_class="AutoModelForSequenceClassification")
-    assert found.safe, found.reason
-    model = tiny.build_classifier(family)
-    layers = getattr(config, "num_hidden_layers", None) or config.n_layers
-    assert len(blocks_of(model)) == layers
 
 
 @pytest.mark.parametrize("kind", ["deberta-v2", "electra", "mpnet", "xlm-roberta", "albert", "gpt2", "bloom"])

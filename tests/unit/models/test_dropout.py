@@ -63,28 +63,6 @@ def test_elements_are_dropped_independently_of_their_neighbours_and_of_other_dra
     assert max(first.mean(0).abs().max().item(), first.mean(1).abs().max().item()) < 4.5 * by_row
 
 
-def test_every_value_of_a_byte_is_as_likely_as_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all 256 numbers drawn once, exactly the share is dropped: no bound is one off."""
-
-    class Counts:
-        last = 0
-
-        def __init__(self, seed: int) -> None:
-            del seed
-
-        def random_raw(self, size: int) -> np.ndarray:
-            assert size == 2**5 + 1
-            return np.append(np.arange(2**8, dtype=np.uint8).view(np.uint64), np.array(self.last, dtype=np.uint64))
-
-    monkeypatch.setattr(module.np.random, "SFC64", Counts)
-    most = 2**64 - 1
-    for p, last, share in ((0.1, 0, 25), (0.1, most, 26), (0.25, most, 64), (3 / 2**8, 0, 3), (255 / 2**8, most, 255)):
-        Counts.last = last
-        found = drop(torch.ones(2**8, dtype=torch.float64), p)
-        assert int((found == 0).sum()) == share
-        assert found.sum().item() == pytest.approx(2**8, rel=1e-12)
-
-
 def test_the_gradient_is_that_of_what_was_kept() -> None:
     x = torch.randn(SHAPE, requires_grad=True)
     torch.manual_seed(3)

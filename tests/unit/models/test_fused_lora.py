@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from peft import KasaConfig, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from finray.config.schema import AdapterConfig
-from finray.models import adapters, attention, fused_lora
+from finray.models import adapters, fused_lora
 from tests.support import tiny
 
 
@@ -158,25 +157,6 @@ def test_an_adapter_with_biases_of_its_own_is_left_to_peft(bias: str | None) -> 
 
 def test_layers_that_are_not_plain_keep_pefts_forward() -> None:
     assert fused_lora.fuse(adapters.add_lora(tiny.build_model("gpt2"), AdapterConfig(rank=4), seed=1)) == 0
-
-
-@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("length", [1, 7, 130])
-def test_explicit_attention_is_attention(heads: int, shared: int, length: int) -> None:
-    torch.manual_seed(0)
-    query = torch.randn(1, heads, length, 16, dtype=torch.float64, requires_grad=True)
-    key, value = (torch.randn(1, shared, length, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    results = []
-    for attend in (
-        partial(attention._attend_explicitly, visible=torch.ones(length, length, dtype=torch.bool).tril()),
-        lambda q, k, v, scale: torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=heads != shared
-        ),
-    ):
-        output = attend(query, key, value, 0.3)
-        results.append([output, *torch.autograd.grad(output.sin().sum(), (query, key, value))])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 def test_pissa_and_its_start_are_one_product() -> None:

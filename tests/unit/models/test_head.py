@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from finray.models import head as head_module
 from finray.models.head import Head, _add, loss_sum, plain_head
 
 
@@ -126,38 +125,6 @@ def test_under_autocast_products_are_in_its_dtype_and_the_sum_is_not() -> None:
     expected = naive(Head(weight.bfloat16().double()), hidden.bfloat16().double(), targets)
     assert float(found) == pytest.approx(float(expected), rel=1e-2)
     assert float(found) != float(loss_sum(Head(weight), hidden, targets))
-
-
-def test_an_evaluation_of_a_trained_head_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    lowered: list[torch.Tensor] = []
-    real = head_module._lowered
-
-    def watched(grad_KV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        lowered.append(grad_KV)
-        return real(grad_KV, dtype)
-
-    monkeypatch.setattr(head_module, "_lowered", watched)
-    weight, hidden = torch.randn(37, 8, requires_grad=True), torch.randn(23, 8)
-    targets = torch.randint(0, 37, (23,))
-    with torch.no_grad():
-        evaluated = loss_sum(Head(weight), hidden, targets)
-    assert not lowered
-    assert loss_sum(Head(weight), hidden, targets).item() == evaluated.item()
-    assert lowered
-
-
-@pytest.mark.parametrize(("vocabulary", "rows"), [(2**15, 384), (2**17, 96), (2**18, 64), (5, 300)])
-def test_a_chunk_of_logits_takes_48_mib_and_never_fewer_than_64_rows(vocabulary: int, rows: int) -> None:
-    sizes: list[int] = []
-
-    class Spying(Head):
-        def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
-            sizes.append(len(hidden_KH))
-            return hidden_KH.new_zeros(len(hidden_KH), 5)
-
-    hidden, targets = torch.zeros(rows + 1 if vocabulary > 5 else 300, 2), torch.zeros(400, dtype=torch.int64)
-    loss_sum(Spying(torch.empty(vocabulary, 2)), hidden, targets[: len(hidden)])
-    assert sizes == ([rows, 1] if vocabulary > 5 else [300])
 
 
 @pytest.mark.parametrize(

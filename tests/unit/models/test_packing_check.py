@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from finray.models.packing_check import check_packing_of, row_limit, shrunk
+from finray.models.packing_check import check_packing_of, row_limit
 from tests.support import tiny
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
@@ -66,17 +66,6 @@ def test_a_model_that_cannot_be_tried_out_is_not_packed() -> None:
     found = check_packing_of(config)
     assert not found.safe
     assert "can be tried out" in found.reason
-
-
-def test_what_is_no_size_stays() -> None:
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
-    config = AutoConfig.for_model("llama", rope_parameters=rope, attention_bias=True, **LARGE)
-    small = shrunk(config)
-    # Rows of the check reach beyond it.
-    assert small.rope_parameters == config.rope_parameters | {"original_max_position_embeddings": 12}
-    assert small.attention_bias is True
-    assert small.hidden_size == 64
 
 
 def test_no_random_state_is_used_up() -> None:

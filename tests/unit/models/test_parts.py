@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import math
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models import adapters, attention, sharded, vocabulary
+from finray.models import adapters, attention, vocabulary
 from finray.models.attention import packed_attention
 from finray.models.classifier import mark_new, modules_to_save, new_values, set_padding
-from finray.models.export import Exported
-from finray.models.packed import JoinedRows, PackedModel
 from finray.models.packing_check import check_packing_of, shrunk
 from finray.models.quantized import QuantizedLinear, quantize_layers
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.models.sharded import base_name
 from finray.pretrained.tokenizers import NewTokens
-from finray.pretrained.weights import folder_of, stored_weights
+from finray.pretrained.weights import stored_weights
 from tests.support import tiny
 
 CPU = torch.device("cpu")
@@ -48,61 +43,6 @@ CPU = torch.device("cpu")
 )
 def test_the_name_of_a_weight_without_what_an_adapter_puts_around_it(name: str, expected: str) -> None:
     assert base_name(name) == expected
-
-
-def test_tensors_of_layers_that_the_model_has_fewer_of_are_known() -> None:
-    model = torch.nn.Module()
-    model.base_model_prefix = "model"  # type: ignore[assignment]
-    model.model, model.head = torch.nn.Module(), torch.nn.Linear(2, 2)
-    model.model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
-    names = ("model.layers.0.weight", "head.weight", "model.layers.2.weight", "layers.1.weight", "layers.1.bias")
-    # Of another kind, of no layer, and of another head.
-    others = ("model.layers.1.scale", "model.norm.weight", "score.weight")
-    stored: Any = SimpleNamespace(tensors=dict.fromkeys((*names, *others)))
-    assert sharded.left_out(model, stored) == ["layers.1.weight", "model.layers.2.weight"]
-
-
-def test_where_the_files_of_a_model_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert folder_of(ModelConfig(name=str(tmp_path))) == tmp_path
-    assert folder_of(ModelConfig(name=str(tmp_path / "model.gguf"))) is None
-    asked: list[Any] = []
-
-    def download(name: str, **options: Any) -> str:
-        asked.append((name, options))
-        if name == "org/none":
-            raise OSError("offline")
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert folder_of(ModelConfig(name="org/tiny", revision="v1")) == tmp_path
-    options = {"revision": "v1", "allow_patterns": ["*.safetensors", "*.json"], "local_files_only": False}
-    assert asked == [("org/tiny", options)]
-    assert folder_of(ModelConfig(name="org/none")) is None
-
-
-def test_memory_is_given_to_what_is_tied_once_and_buffers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[Any] = []
-    real = sharded.compat.init_module
-
-    def compute(whole: Any, module: Any) -> None:
-        # Weights are away meanwhile: they may be shards.
-        assert all(one.is_meta for one in module.parameters(recurse=False))
-        computed.append(module)
-        real(whole, module)
-
-    monkeypatch.setattr(sharded.compat, "init_module", compute)
-    expected = tiny.build_model("llama", tie_word_embeddings=True)
-    with torch.device("meta"):
-        model = tiny.build_model("llama", tie_word_embeddings=True)
-    model.model.embed_tokens.weight = model.lm_head.weight
-    sharded._give_memory(model, model, CPU, CPU)
-    assert model.model.embed_tokens.weight is model.lm_head.weight
-    assert not any(one.is_meta for one in [*model.parameters(), *model.buffers()])
-    assert computed == [one for one in model.modules() if list(one.buffers(recurse=False))]
-    theirs = dict(expected.named_buffers())
-    assert theirs
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, theirs[name])
 
 
 ROWS = torch.arange(12.0).reshape(6, 2)
@@ -145,17 +85,6 @@ def test_a_model_is_widened_by_what_it_lacks(tied: bool, rows: int) -> None:
     assert (tables[0] is tables[1]) is tied
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_rows_that_a_tokenizer_with_more_tokens_lacked_are_the_mean_too(tied: bool) -> None:
-    """The table has 384 rows, the tokenizer 390 tokens and two new ones."""
-    model = tiny.build_model("llama", tie_word_embeddings=tied)
-    means = [one.weight.detach().mean(0) for one in (model.get_input_embeddings(), model.lm_head)]
-    vocabulary.widen(model, NewTokens((390, 391), known=390))
-    for table, mean in zip((model.get_input_embeddings().weight, model.lm_head.weight), means, strict=True):
-        assert len(table) == 392
-        torch.testing.assert_close(table[384:].detach(), mean.expand(8, -1))
-
-
 def test_weights_of_another_model_or_adapter_are_refused_with_a_name(tmp_path: Path) -> None:
     def lora(**fields: Any) -> Any:
         return adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=1)
@@ -177,47 +106,7 @@ def test_weights_of_another_model_or_adapter_are_refused_with_a_name(tmp_path: P
     assert all(torch.equal(one, expected[name]) for name, one in SavedLayout(again).tensors().items())
 
 
-def test_what_is_said_of_an_export() -> None:
-    def said(**fields: Any) -> list[str]:
-        out = io.StringIO()
-        whole = {"folder": Path("/out"), "merged": True, "dtype": "bf16", "difference": 0.0123, **fields}
-        Exported(**whole).print(Console(file=out, width=200))
-        assert Exported(**whole).plain()["folder"] == "/out"
-        return out.getvalue().splitlines()
-
-    again = "loaded it again: logits differ by 1.2e-02 of their spread, which is within the rounding of "
-    assert said(merged=False, dtype="fp32") == ["wrote the adapter to /out", f"{again}fp32"]
-    merged = ["wrote the model in bf16 to /out", f"{again}bf16", "merged onto base in full precision"]
-    assert said(onto="base") == merged
-    packed = "the base was in 4bit during training: logits "
-    assert said(onto="base", trained_on="4bit") == [
-        *merged,
-        f"{packed}not measured, because bitsandbytes is not installed",
-    ]
-    assert said(onto="base", trained_on="4bit", rounding=0.5)[-1] == f"{packed}differ by 5.0e-01 of their spread"
-
-
 # --- the head that is compared with the model's own -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("factor", [1.0, 1.5, math.nan])
-def test_a_head_that_is_not_the_models_own_is_not_used(training: bool, factor: float) -> None:
-    # With dropout no two passes in training are alike.
-    model = tiny.build_model("llama", attention_dropout=0.5).train(training)
-    real = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: real(hidden) * factor
-    packed = PackedModel(model, precision="fp32", attention_name=None, device=CPU)
-    batch = JoinedRows(torch.arange(3, 90)[None])
-    calls: list[int] = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, options: calls.append(options["input_ids"].shape[1]), with_kwargs=True
-    )
-    assert packed.has_plain_head(batch) is (factor == 1.0)
-    # On a few tokens, once and for all, and training continues as it was.
-    assert packed.has_plain_head(batch) is (factor == 1.0)
-    assert calls == [32]
-    assert model.training is training
 
 
 # --- a small model of the same kind -----------------------------------------------------------------------------------
@@ -366,34 +255,6 @@ def test_without_bitsandbytes_what_to_install_is_said(monkeypatch: pytest.Monkey
 # --- torch's variable-length attention --------------------------------------------------------------------------------
 
 
-def new(query: Any, *, scale: Any, window_size: Any, enable_gqa: bool = False) -> None: ...
-
-
-def without_groups(query: Any, *, scale: Any, window_size: Any) -> None: ...
-
-
-def old(query: Any, *, scale: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"), [(new, (new, True)), (without_groups, (without_groups, False)), (old, None), (None, None)]
-)
-def test_torchs_kernel_is_used_where_it_knows_what_is_asked(
-    function: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "torch.nn.attention.varlen"
-    module: Any = ModuleType(name)
-    if function is not None:
-        module.varlen_attn = function
-    monkeypatch.setitem(sys.modules, name, module)
-    attention._varlen.cache_clear()
-    try:
-        assert attention._varlen() == expected
-        assert attention._varlen() is attention._varlen()
-    finally:
-        attention._varlen.cache_clear()
-
-
 @pytest.mark.parametrize(("width", "dropout", "used"), [(256, 0.0, True), (264, 0.0, False), (64, 0.1, False)])
 def test_the_kernel_takes_heads_of_up_to_256_and_no_dropout(
     width: int, dropout: float, used: bool, monkeypatch: pytest.MonkeyPatch
@@ -460,17 +321,6 @@ def test_what_a_classifier_adds_to_its_body_is_its_head(family: str) -> None:
 
 
 # --- weights that are in no file --------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_weight_that_is_in_no_file_and_a_number_is_whole() -> None:
-    for is_whole in (True, False):
-        base = sharded._BaseWeights.__new__(sharded._BaseWeights)
-        held = {"w": torch.arange(6.0).view(3, 2), "n": torch.tensor(7.0)}
-        base.is_whole, base._new, base._state = is_whole, {} if is_whole else held, held if is_whole else {}
-        assert base.read("w", 1, 2).tolist() == [[2.0, 3.0]]
-        assert base.read("w", 2).tolist() == [[4.0, 5.0]]
-        assert base.read("w").tolist() == held["w"].tolist()
-        assert base.read("n", 0, 1).item() == 7.0
 
 
 @pytest.mark.parametrize(

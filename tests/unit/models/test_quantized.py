@@ -82,6 +82,7 @@ def storages(model: Any) -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
+@pytest.mark.nightly
 def test_memory_of_a_real_model_is_what_the_estimate_says(smollm2_dir: Path, tmp_path: Path) -> None:
     base = ModelConfig(name=str(smollm2_dir))
     adapter = AdapterConfig(rank=2, target_modules=["q_proj"])
@@ -97,29 +98,29 @@ def test_memory_of_a_real_model_is_what_the_estimate_says(smollm2_dir: Path, tmp
     assert storages(whole) > 1.8 * storages(model)
 
 
-def test_the_head_and_what_is_trained_whole_stay_as_they_are() -> None:
+@pytest.mark.parametrize(
+    ("keep", "plain"),
+    [
+        (["o_proj"], {f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)}),
+        # Cut as for PEFT.
+        (
+            ["wn_proj", "s.0.self_attn"],
+            {f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)}
+            | {f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"},
+        ),
+        # All layers in a module.
+        (
+            ["mlp"],
+            {f"model.layers.{layer}.mlp.{one}_proj" for layer in (0, 1) for one in ("gate", "up", "down")},
+        ),
+    ],
+)
+def test_the_head_and_what_is_trained_whole_stay_as_they_are(keep: list[str], plain: set[str]) -> None:
     with torch.device("meta"):
         model = tiny.build_model("llama")
-    assert quantize_layers(model, 4, dtype=torch.bfloat16, keep=["o_proj"]) == 12
-    kinds = {name: type(module) for name, module in model.named_modules()}
-    assert kinds["lm_head"] is kinds["model.layers.0.self_attn.o_proj"] is torch.nn.Linear
-    assert kinds["model.layers.1.mlp.up_proj"] is QuantizedLinear
-
-
-def test_names_of_what_is_trained_whole_may_be_cut_as_for_peft() -> None:
-    with torch.device("meta"):
-        model = tiny.build_model("llama")
-    assert quantize_layers(model, 4, dtype=torch.bfloat16, keep=["wn_proj", "s.0.self_attn"]) == 8
-    kinds = {name: type(module) for name, module in model.named_modules()}
-    assert kinds["model.layers.1.mlp.down_proj"] is kinds["model.layers.0.self_attn.q_proj"] is torch.nn.Linear
-
-
-def test_all_layers_in_a_module_that_is_trained_whole_stay_as_they_are() -> None:
-    with torch.device("meta"):
-        model = tiny.build_model("llama")
-    assert quantize_layers(model, 4, dtype=torch.bfloat16, keep=["mlp", "layers.1.self_attn"]) == 4
-    quantized = {name for name, module in model.named_modules() if type(module) is QuantizedLinear}
-    assert quantized == {f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"}
+    assert quantize_layers(model, 4, dtype=torch.bfloat16, keep=keep) == 14 - len(plain)
+    found = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert found == {"lm_head", *plain}
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

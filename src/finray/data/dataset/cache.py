@@ -20,7 +20,7 @@ _NAME = re.compile(r"^(\.partial-)?[0-9a-f]{24}$")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedDataset:
     """A prepared dataset, or the remains of an interrupted preparation.
 
     Attributes:
@@ -52,7 +52,7 @@ class Entry:
         return "just now"
 
 
-def entries(root: str) -> list[Entry]:
+def entries(root: str) -> list[CachedDataset]:
     """All prepared datasets, in the order of their names.
 
     Raises:
@@ -67,7 +67,7 @@ def entries(root: str) -> list[Entry]:
         first = name.split("/")[0]
         if _NAME.match(first) and "/" in name:
             sizes[first] = sizes.get(first, 0) + size
-    found = []
+    datasets = []
     for name, size in sorted(sizes.items()):
         folder, used = _folder(root, name), None
         if not folder.is_remote:
@@ -75,20 +75,20 @@ def entries(root: str) -> list[Entry]:
             used = max(0.0, time.time() - (manifest if manifest.is_file() else Path(folder.root)).stat().st_mtime)
         content = folder.read(MANIFEST)
         if content is None or name.startswith(_PARTIAL):
-            found.append(Entry(name, False, size, used))
+            datasets.append(CachedDataset(name, False, size, used))
             continue
         try:
             splits = Manifest.from_bytes(content, folder).splits
         except DataError:
-            found.append(Entry(name, True, size, used, sources="damaged"))
+            datasets.append(CachedDataset(name, True, size, used, sources="damaged"))
             continue
         sources = []
         for split, stats in splits.items():
             files = sorted({piece.file for part in stats.parts for piece in part.pieces})
             sources.append(f"{split}: {', '.join(files[:2])}{' ...' if len(files) > 2 else ''}")
-        rows, tokens = sum(one.rows for one in splits.values()), sum(one.tokens for one in splits.values())
-        found.append(Entry(name, True, size, used, rows, tokens, "; ".join(sources)))
-    return found
+        rows, tokens = sum(counts.rows for counts in splits.values()), sum(counts.tokens for counts in splits.values())
+        datasets.append(CachedDataset(name, True, size, used, rows, tokens, "; ".join(sources)))
+    return datasets
 
 
 def damaged(root: str, name: str) -> list[str]:

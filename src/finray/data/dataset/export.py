@@ -12,7 +12,7 @@ from typing import Any
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
 from finray.data.dataset.manifest import PartEntry
-from finray.data.dataset.plan import Settings
+from finray.data.dataset.plan import PrepareSettings
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Chat, Completion, Example, Labelled
@@ -36,7 +36,7 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
             earlier export.
     """
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
-    encoder = Settings.of(config).encoder(load_tokenizer(config.model))
+    encoder = PrepareSettings.of(config).encoder(load_tokenizer(config.model))
     splits = dataset.splits(config.data, seed=config.run.seed)
     source = SourceRows(config, has_chat_template=encoder.has_chat_template)
     names = {split: name for split, name in NAMES.items() if getattr(splits, split) is not None}
@@ -98,12 +98,12 @@ def _input_output(example: Example, encoder: Tokenizer) -> dict[str, Any]:
         return {"input": text, "output": example.label}
     if not isinstance(example, Chat):
         return {"input": "", "output": example.text}
-    last = max((index for index, one in enumerate(example.messages) if one.role == "assistant"), default=None)
-    render, own = encoder.renderer.render, example.arguments
+    last = max((index for index, message in enumerate(example.messages) if message.role == "assistant"), default=None)
+    render, variables = encoder.renderer.render, example.arguments
     if not last:
-        return {"input": render(example.messages, example.tools, arguments=own), "output": ""}
-    prompt = render(example.messages[:last], example.tools, arguments=own, add_generation_prompt=True)
-    whole = render(example.messages[: last + 1], example.tools, arguments=own)
+        return {"input": render(example.messages, example.tools, arguments=variables), "output": ""}
+    prompt = render(example.messages[:last], example.tools, arguments=variables, add_generation_prompt=True)
+    whole = render(example.messages[: last + 1], example.tools, arguments=variables)
     answer = example.messages[last].content or whole.removeprefix(prompt)
     # Training on these rows adds the beginning-of-sequence token again.
     return {"input": prompt.removeprefix(encoder.bos_text), "output": answer}

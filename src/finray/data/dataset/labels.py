@@ -53,24 +53,25 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
     labels = dataset.label_set
     if labels is None or not task_spec(config.model.task).reads_labels:
         return FoundLabels()
-    found, own = FoundLabels(labels), splits.train.labels
-    counts = count_classes(own)
-    if len(set(own)) == 1:
+    result, row_labels = FoundLabels(labels), splits.train.labels
+    counts = count_classes(row_labels)
+    if len(set(row_labels)) == 1:
         # Also of a regression: there is no difference to be explained.
-        found.problems.append(
+        result.problems.append(
             DataError(
-                f"all {len(own):,} rows to train on have the label {_shown(own[0])}: there is nothing to learn",
+                f"all {len(row_labels):,} rows to train on have the label {_shown(row_labels[0])}: there is nothing to "
+                "learn",
                 where="data.source",
                 repair="set the label column in data.field_mapping, or add rows with other labels",
             )
         )
-    elif labels.problem == "multi_label" and (everywhere := _everywhere(counts, len(own))):
+    elif labels.problem == "multi_label" and (everywhere := _everywhere(counts, len(row_labels))):
         # Two ids in any order are probably one-hot vectors of two classes.
         is_vector = len(counts) == len(everywhere) == 2
         all_of = "each of the classes" if len(everywhere) == len(counts) else f"the class {_shown(everywhere[0])}"
-        found.problems.append(
+        result.problems.append(
             DataError(
-                f"all {len(own):,} rows to train on have {all_of}"
+                f"all {len(row_labels):,} rows to train on have {all_of}"
                 + (": labels such as [0, 1] are read as ids, not as a vector" if is_vector else ": nothing to learn"),
                 where="data.source",
                 repair=f"{NO_VECTOR}; of rows with one class each, write that class alone"
@@ -78,48 +79,50 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
                 else "remove the class from the labels, or add rows without it",
             )
         )
-    elif labels.problem == "single_label" and len(counts) == len(own) >= _SOME_ROWS:
-        found.warnings.append(
+    elif labels.problem == "single_label" and len(counts) == len(row_labels) >= _SOME_ROWS:
+        result.warnings.append(
             ("each row has a class of its own: is it the column of the labels that is read?", "data.field_mapping")
         )
     if labels.problem == "single_label" and any("." in name for name in labels.names) and all(map(_is_number, counts)):
         text = "the classes are numbers, some with decimals; classification.problem: regression learns them as numbers"
-        found.warnings.append((text, "classification.problem"))
-    values = {label for label in own if isinstance(label, float)}
+        result.warnings.append((text, "classification.problem"))
+    values = {label for label in row_labels if isinstance(label, float)}
     if config.classification.problem is None and 1 < len(values) <= _FEW_NUMBERS and all(map(float.is_integer, values)):
         text = "the labels are a few whole numbers with decimals (such as 1.0), and are learned as numbers"
-        found.warnings.append((f"{text}; write them without decimals to learn classes", "classification.problem"))
+        result.warnings.append((f"{text}; write them without decimals to learn classes", "classification.problem"))
     numbers = [name for name in labels.names if _is_number(name)]
     if labels.problem != "regression" and 0 < len(numbers) < len(labels.names):
         text = f"some classes are numbers, others names: {cut(', '.join(labels.names), 100)}"
-        found.warnings.append((text, "data.source"))
+        result.warnings.append((text, "data.source"))
     for names in _alike(labels.names):
         text = f"classes differ only in case or white space: {cut(', '.join(f'`{name}`' for name in names), 100)}"
-        found.warnings.append((text, "data.source"))
+        result.warnings.append((text, "data.source"))
     if missing := [name for name in labels.names if not counts[name]]:
         text = f"no training row has the class {cut(', '.join(missing), 100)}"
-        found.warnings.append((text, "classification.labels"))
-    if labels.problem == "single_label" and len(own) >= _SOME_ROWS and not config.classification.class_weights:
+        result.warnings.append((text, "classification.labels"))
+    if labels.problem == "single_label" and len(row_labels) >= _SOME_ROWS and not config.classification.class_weights:
         (most, many), (least, few) = counts.most_common(1)[0], counts.most_common()[-1]
         if many >= UNBALANCED * few:
-            shares = ", ".join(f"{cut(name, 40)} {rows / len(own):.1%}" for name, rows in ((most, many), (least, few)))
+            shares = ", ".join(
+                f"{cut(name, 40)} {rows / len(row_labels):.1%}" for name, rows in ((most, many), (least, few))
+            )
             text = f"the classes are unbalanced ({shares} of the rows), so the rarest may never be predicted; "
             text += "classification.class_weights: balanced gives each class the same weight"
-            found.warnings.append((text, "classification.class_weights"))
+            result.warnings.append((text, "classification.class_weights"))
     for name, split, by_ratio in (
         ("evaluation", splits.eval, bool(config.data.eval_ratio)),
         ("test", splits.test, bool(config.data.test_ratio)),
     ):
         if split is not None and not by_ratio:
-            found.problems.extend(_unknown(name, split, labels))
+            result.problems.extend(_unknown(name, split, labels))
     if (misfit := _misfit(config, labels)) is not None:
-        found.problems.append(misfit)
+        result.problems.append(misfit)
     try:
-        weights = class_weights(config.classification, labels, counts, rows=len(own))
+        weights = class_weights(config.classification, labels, counts, rows=len(row_labels))
     except ConfigError as error:
-        found.problems.append(error)
-        return found
-    return FoundLabels(labels, weights, found.problems, found.warnings)
+        result.problems.append(error)
+        return result
+    return FoundLabels(labels, weights, result.problems, result.warnings)
 
 
 def count_classes(labels: Iterable[Label]) -> Counter[str]:
@@ -168,17 +171,17 @@ def class_weights(
 
 def _everywhere(counts: Counter[str], rows: int) -> list[str]:
     """The classes that every row has, if none lacks any or there are more than a few rows."""
-    found = [name for name in counts if counts[name] == rows]
-    return found if len(found) == len(counts) or rows > _FEW_ROWS else []
+    everywhere = [name for name in counts if counts[name] == rows]
+    return everywhere if len(everywhere) == len(counts) or rows > _FEW_ROWS else []
 
 
 def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayError]:
     """What held-out rows have of labels that the training rows lack: the first such row."""
-    own, known = split.labels, set(labels.names)
-    unknown = count_classes(own).keys() - known
+    row_labels, names = split.labels, set(labels.names)
+    unknown = count_classes(row_labels).keys() - names
     if not unknown:
         return []
-    row, first = next((at, name) for at, label in enumerate(own) for name in _classes(label) if name in unknown)
+    row, first = next((at, name) for at, label in enumerate(row_labels) for name in _classes(label) if name in unknown)
     more = f" (and {len(unknown) - 1:,} other label{'s' if len(unknown) > 2 else ''})" if len(unknown) > 1 else ""
     return [
         DataError(
@@ -192,19 +195,19 @@ def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayEr
 
 def _misfit(config: Config, labels: LabelSet) -> ConfigError | None:
     """What is wrong with ``evaluation.metric``, which is one of the task's, for these labels."""
-    metric, known = config.evaluation.metric, CLASSIFIER_METRICS[labels.problem]
+    metric, metrics = config.evaluation.metric, CLASSIFIER_METRICS[labels.problem]
     if metric in (None, "eval_loss") or config.model.task != SEQUENCE_CLASSIFICATION.name:
         return None
-    if not any(fnmatchcase(metric, one) for one in SEQUENCE_CLASSIFICATION.metrics or ()):
+    if not any(fnmatchcase(metric, pattern) for pattern in SEQUENCE_CLASSIFICATION.metrics or ()):
         # Found before anything is read.
         return None
-    if metric in [name.replace("*", one) for name in known for one in (labels.names or ("",))]:
+    if metric in [name.replace("*", pattern) for name in metrics for pattern in (labels.names or ("",))]:
         return None
     classes = f"; the classes are {cut(', '.join(labels.names), 200)}" if labels.names else ""
     return ConfigError(
         f"there is no metric `{metric}` for {labels.problem} labels{classes}",
         where=f"evaluation.metric={metric}",
-        repair=f"use one of: eval_loss, {', '.join(known)}",
+        repair=f"use one of: eval_loss, {', '.join(metrics)}",
     )
 
 

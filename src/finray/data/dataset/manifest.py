@@ -249,14 +249,14 @@ class Manifest:
             raise kind.refused(f"has format version {version}; this finray reads {FORMAT_VERSION}", where)
         # Those of older versions have no seal; their digests must fit each other at least.
         is_older = plain.keys() == {field.name for field in fields(cls)}
-        found = kind.parsed(content, cls, where) if is_older else kind.unsealed(content, cls, where)
-        if (found.fingerprint, found.content) != (fingerprint(found.shaped_by), content_of(found.splits)):
+        manifest = kind.parsed(content, cls, where) if is_older else kind.unsealed(content, cls, where)
+        if (manifest.fingerprint, manifest.content) != (fingerprint(manifest.shaped_by), content_of(manifest.splits)):
             raise kind.refused("was changed after it was written", where)
-        for split in found.splits.values():
-            for name, _ in (one for stream in split.streams for one in stream.files()):
+        for split in manifest.splits.values():
+            for name, _ in (file for stream in split.streams for file in stream.files()):
                 # Files behind a URL are copied to paths of these names.
                 kind.inside(Path(), name, where=where)
-        return found
+        return manifest
 
     def to_bytes(self) -> bytes:
         """The file."""
@@ -294,11 +294,13 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
     if odd := next((part for part in some if (part.problem is None) != (some[0].problem is None)), None):
         raise DataError("a dataset cannot mix rows with a label and rows without one", where=odd.pieces[0].file)
     for name in dict.fromkeys(stream.split for stream in streams):
-        own = [stream for stream in streams if stream.split == name]
-        parts = [part for stream in own for part in _parts_of(stream.name, results)]
+        own_streams = [stream for stream in streams if stream.split == name]
+        parts = [part for stream in own_streams for part in _parts_of(stream.name, results)]
         each = [part.counts() for part in parts]
-        counts = {counter: sum(one[counter] for one in each) for counter in each[0]}
-        classes = dict.fromkeys(name for stream in own if (rules := stream.choice.labels) for name in rules.names)
+        counts = {counter: sum(part_counts[counter] for part_counts in each) for counter in each[0]}
+        classes = dict.fromkeys(
+            name for stream in own_streams if (rules := stream.choice.labels) for name in rules.names
+        )
         of_class: Counter[str] = Counter()
         for part in parts:
             of_class.update(dict(zip(part.labels, part.label_rows, strict=True)))
@@ -310,7 +312,7 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             (first, _), (other, file), *_ = kinds.items()
             error = mixed_labels(first, other)
             raise DataError(error.message, where=file, repair=error.repair)
-        streams_of = tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own)
+        streams_of = tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own_streams)
         entries = [entry for stream in streams_of for entry in stream.parts]
         named: dict[str, list[str]] = {}
         for entry, part in zip(entries, parts, strict=True):
@@ -347,7 +349,7 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             why = ", ".join(f"{count:,} {text}" for count, text in reasons if count)
             raise DataError(
                 f"none of the {split.source_rows} rows has a token to train on ({name}: {why or 'they are empty'})",
-                where=own[0].source.name,
+                where=own_streams[0].source.name,
                 repair="the converter must return rows"
                 if split.left_out == split.source_rows
                 else "check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from finray.config.resolved import Problem
 from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartResult, files_of, part_note
-from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
+from finray.data.dataset.plan import ROWS_PER_BATCH, Part, PrepareSettings
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Chat, Example, RowFormat
 from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
@@ -86,7 +86,7 @@ class PartWriter:
         folder: the unfinished prepared dataset.
     """
 
-    def __init__(self, settings: Settings, encoder: Tokenizer, folder: Folder) -> None:
+    def __init__(self, settings: PrepareSettings, encoder: Tokenizer, folder: Folder) -> None:
         self._settings = settings
         self._encoder = encoder
         self._folder = folder
@@ -127,7 +127,7 @@ class PartWriter:
                         break
                     for row, examples, encoded in self._encode_each(part, batch, begin, bad):
                         if part.row_format.system and part.row_format.kind != "alpaca":
-                            files.counts["system_unused"] += sum(not isinstance(one, Chat) for one in examples)
+                            files.counts["system_unused"] += sum(not isinstance(example, Chat) for example in examples)
                         try:
                             files.add(row, examples, encoded)
                         except DataError as error:
@@ -219,7 +219,7 @@ class PartWriter:
             if (group_by := self._settings.data.group_by) is not None:
                 for row in rows:
                     row.group = column(row.value, group_by)
-            batch.texts = self._encoder.texts([example for own in batch.examples for example in own])
+            batch.texts = self._encoder.texts([example for examples in batch.examples for example in examples])
         except Exception as error:
             # Its turn comes after that of the rows before it.
             batch.error = error
@@ -243,7 +243,7 @@ class PartWriter:
         # They are large, and the next ones wait.
         batch.encodings = Future()
         each = zip(batch.rows, batch.examples, strict=True)
-        return [(row, own, list(islice(encoded, len(own)))) for row, own in each]
+        return [(row, examples, list(islice(encoded, len(examples)))) for row, examples in each]
 
 
 def _with_next(
@@ -296,7 +296,7 @@ def _columns(
         filled.update(dict.fromkeys(names, rows))
     # A column that is read of some rows only.
     never = {name for name, rows in noted.items() if rows == filled[name]}
-    kept = tuple(one for one in read if one.rpartition(" from ")[2] not in never)
+    kept = tuple(column for column in read if column.rpartition(" from ")[2] not in never)
     return kept, unread | {name: unread.get(name, 0) + rows for name, rows in noted.items()}
 
 
@@ -352,27 +352,27 @@ class _ArrowFiles:
         counts["left_out"] += not examples
         # Without those that are null or empty.
         self.columns[tuple([name for name, value in row.value.items() if value or value == 0])] += 1
-        for example, one in zip(examples, encoded, strict=True):
+        for example, result in zip(examples, encoded, strict=True):
             self.kind = self.kind or type(example).__name__.lower()
             # Sets have another order in each process.
-            for note in sorted(one.notes):
+            for note in sorted(result.notes):
                 if note.startswith("unread:"):
                     self.unread[note.removeprefix("unread:")] += 1
                 else:
                     self._note(note, row)
-            if one.dropped or one.truncated_tokens or one.answers_lost:
-                counts["dropped_too_long"] += one.dropped
-                counts["dropped_tokens"] += one.dropped_tokens
-                counts["truncated_tokens"] += one.truncated_tokens
-                counts["answers_lost"] += one.answers_lost
-                if one.answers_lost and len(self.lost) < NAMED_ROWS:
+            if result.dropped or result.truncated_tokens or result.answers_lost:
+                counts["dropped_too_long"] += result.dropped
+                counts["dropped_tokens"] += result.dropped_tokens
+                counts["truncated_tokens"] += result.truncated_tokens
+                counts["answers_lost"] += result.answers_lost
+                if result.answers_lost and len(self.lost) < NAMED_ROWS:
                     self.lost.append((row.piece, row.number))
                 # Rows whose answer was truncated have a separate counter.
-                counts["unlearnable"] -= one.answers_lost
-            if "split_conversations" in one.notes:
-                counts["split_rows"] += len(one.rows)
-                counts["split_tokens"] += sum(len(tokens.ids) for tokens in one.rows)
-            for tokens in one.rows:
+                counts["unlearnable"] -= result.answers_lost
+            if "split_conversations" in result.notes:
+                counts["split_rows"] += len(result.rows)
+                counts["split_tokens"] += sum(len(tokens.ids) for tokens in result.rows)
+            for tokens in result.rows:
                 if tokens.truncated:
                     counts["truncated"] += 1
                     if len(self.cut) < NAMED_ROWS:

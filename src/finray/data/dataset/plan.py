@@ -65,7 +65,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PrepareSettings:
     """The settings of a config that change tokens, besides sources and tokenizer."""
 
     data: DataConfig
@@ -75,7 +75,7 @@ class Settings:
     labels: LabelRules | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Settings:
+    def of(cls, config: Config) -> PrepareSettings:
         """From a config."""
         prepare = config.prepare
         reading = Reading(max_row_bytes=prepare.max_row_bytes, text_rows=prepare.text_rows)
@@ -96,7 +96,7 @@ class Settings:
         )
 
 
-def plan_streams(settings: Settings) -> list[Stream]:
+def plan_streams(settings: PrepareSettings) -> list[Stream]:
     """The sources of a config, by split (ratio splits are made later, from the training rows).
 
     Raises:
@@ -120,26 +120,28 @@ def remarks_on_files(config: Config) -> list[str]:
     Raises:
         DataError: a source is missing.
     """
-    streams = _streams(Settings.of(config))
-    found = {one.name: held_out_by_name(one.source) for one in streams if one.split == "train" and one.source.is_files}
+    streams = _streams(PrepareSettings.of(config))
+    held_out = {
+        item.name: held_out_by_name(item.source) for item in streams if item.split == "train" and item.source.is_files
+    }
     warnings = [
         f"warning: {name}: trained on, but by name to be held out: {listed(map(posixpath.basename, files))}; begin the "
         "names of the other files with `train`, or give only them as the source"
-        for name, files in found.items()
+        for name, files in held_out.items()
         if files
     ]
     return [*warnings, *unread(stream.source for stream in streams)]
 
 
-def _streams(settings: Settings) -> list[Stream]:
+def _streams(settings: PrepareSettings) -> list[Stream]:
     data, labels = settings.data, settings.labels
     choice = FormatChoice.of(data, labels=labels)
     if data.mix:
         streams = []
-        for number, one in enumerate(data.mix):
-            split = one.split or data.train_split
-            source = resolve(one.source, split=split, subset=one.subset, revision=one.revision)
-            streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, one, labels=labels)))
+        for number, item in enumerate(data.mix):
+            split = item.split or data.train_split
+            source = resolve(item.source, split=split, subset=item.subset, revision=item.revision)
+            streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, item, labels=labels)))
     else:
         streams = [Stream("train", "train", _own(data, data.train_split), choice)]
     if data.eval_source is not None:
@@ -160,13 +162,13 @@ def with_class_names(streams: list[Stream]) -> list[Stream]:
     Raises:
         DataError: a source cannot be opened.
     """
-    own = {stream.name: _class_names(stream) for stream in streams}
-    first = next(filter(None, own.values()), ())
+    names_of = {stream.name: _class_names(stream) for stream in streams}
+    first = next(filter(None, names_of.values()), ())
     named = []
     for stream in streams:
         rules = stream.choice.labels
         if first and rules is not None:
-            names = rules.names or own[stream.name] or first
+            names = rules.names or names_of[stream.name] or first
             stream = replace(stream, choice=replace(stream.choice, labels=replace(rules, names=names)))
         named.append(stream)
     return named
@@ -193,21 +195,21 @@ def _own(data: DataConfig, split: str) -> Source:
     return resolve(data.source, split=split, subset=data.subset, revision=data.revision)
 
 
-def _share_rows(one: Source, other: Source, reading: Reading) -> bool:
+def _share_rows(first: Source, other: Source, reading: Reading) -> bool:
     """Whether two sources read the same rows. Files are compared, not rows; `finray inspect` counts rows that two files
     share."""
-    if not one.is_files and not other.is_files:
-        return one.name == other.name and hub.share_rows(one, other)
-    if not set(one.files) & set(other.files):
+    if not first.is_files and not other.is_files:
+        return first.name == other.name and hub.share_rows(first, other)
+    if not set(first.files) & set(other.files):
         return False
-    if one.slice is None or other.slice is None or one.files != other.files:
+    if first.slice is None or other.slice is None or first.files != other.files:
         return True
-    rows = count_rows(one, reading)
-    (start, stop), (begin, end) = one.slice.of(rows), other.slice.of(rows)
+    rows = count_rows(first, reading)
+    (start, stop), (begin, end) = first.slice.of(rows), other.slice.of(rows)
     return max(start, begin) < min(stop, end)
 
 
-def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, digests: Digests) -> dict[str, Any]:
+def shaped_by(settings: PrepareSettings, streams: list[Stream], *, tokenizer: str, digests: Digests) -> dict[str, Any]:
     """Everything that a prepared dataset depends on, as stored in its manifest.
 
     Args:
@@ -293,7 +295,7 @@ def _sha256(plain: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
+def plan(settings: PrepareSettings, streams: list[Stream]) -> list[Part]:
     """The parts of all streams, in order.
 
     Raises:
@@ -309,7 +311,7 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
     return parts
 
 
-def first_columns(stream: Stream, parts: list[tuple[ByteRange, ...]], settings: Settings) -> list[str]:
+def first_columns(stream: Stream, parts: list[tuple[ByteRange, ...]], settings: PrepareSettings) -> list[str]:
     """The columns of the first readable rows, which decide the format.
 
     Raises:

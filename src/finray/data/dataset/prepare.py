@@ -28,7 +28,7 @@ from finray.data.dataset.manifest import MANIFEST, Manifest, PartResult, bad_row
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import (
     Part,
-    Settings,
+    PrepareSettings,
     Stream,
     fingerprint,
     plan,
@@ -64,7 +64,7 @@ class Planned:
         root: directory or URL that holds prepared datasets.
     """
 
-    settings: Settings
+    settings: PrepareSettings
     streams: list[Stream]
     shape: dict[str, Any]
     root: str
@@ -109,7 +109,7 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     check_exists(config.model.name)
     root = root or prepared_dir(config)
     digests = Digests(None if is_url(root) else Path(root) / _DIGESTS)
-    settings = Settings.of(config)
+    settings = PrepareSettings.of(config)
     streams = with_class_names(plan_streams(settings))
     shape = shaped_by(settings, streams, tokenizer=tokenizer_identity(config.model, digests), digests=digests)
     return Planned(settings, streams, shape, root)
@@ -123,13 +123,13 @@ def check_inputs(config: Config) -> None:
     """
     check_exists(config.model.name)
     data, task = config.data, config.model.task
-    if "labelled_text" in (data.format, *(one.format for one in data.mix)) and "labelled" not in task_spec(task).rows:
+    if "labelled_text" in (data.format, *(item.format for item in data.mix)) and "labelled" not in task_spec(task).rows:
         raise DataError(
             f"the rows have labels for classification, but model.task is {task}",
             where="data.format",
             repair="set data.format to text to train on the text only, or model.task to sequence_classification",
         )
-    streams = plan_streams(Settings.of(config))
+    streams = plan_streams(PrepareSettings.of(config))
     for choice in [stream.choice for stream in streams] if task_spec(task).reads_labels else []:
         template = choice.input_template is not None
         if template or choice.format not in ("auto", "labelled_text"):
@@ -323,7 +323,7 @@ class Preparation:
         else:
             self._results.append(result)
             done = self._results
-            rows, tokens = sum(one.source_rows for one in done), sum(one.tokens for one in done)
+            rows, tokens = sum(part.source_rows for part in done), sum(part.tokens for part in done)
             seconds = time.perf_counter() - self._started
             self._records.put(PrepareProgress(len(done), self._total, rows, tokens, seconds))
         self._changed.notify_all()
@@ -394,8 +394,8 @@ def finish(planned: Planned, config: Config, results: list[PartResult]) -> None:
         if bad:
             scratch.write(BAD_ROWS, bad.encode())
         scratch.write(MANIFEST, manifest.to_bytes())
-        for one in results:
-            scratch.remove(part_note(one.stream, one.number))
+        for result in results:
+            scratch.remove(part_note(result.stream, result.number))
         if not scratch.is_remote:
             for path in Path(scratch.root).rglob(".*"):
                 # Left by a killed writer.

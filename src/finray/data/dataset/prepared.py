@@ -67,8 +67,8 @@ class PreparedSplit:
         self._groups = self._column("group") if grouped else None
 
     def _column(self, name: str) -> IntArray:
-        found = [table.column(name).to_numpy() for table in self._index if len(table)]
-        return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
+        arrays = [table.column(name).to_numpy() for table in self._index if len(table)]
+        return np.concatenate([np.empty(0, np.int64), *arrays]).astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -140,14 +140,14 @@ class PreparedSplit:
         """The first row with a token id of ``size`` or more; None if there is none. Reads all token files."""
         parts = np.searchsorted(self._starts, self._rows, side="right") - 1
         batch = (self._rows - self._starts[parts]) // ROWS_PER_BATCH
-        found = []
+        beyond_rows = []
         for part in np.unique(parts).tolist():
             for number, (ids, _, _) in enumerate(self._batches(part)):
                 # One pass over all tokens; single rows are looked at only where there is something to find.
                 if ids.max(initial=0) >= size:
                     rows = np.flatnonzero((parts == part) & (batch == number)).tolist()
-                    found += [row for row in rows if self.row(row)[0].max(initial=0) >= size][:1]
-        return min(found, default=None)
+                    beyond_rows += [row for row in rows if self.row(row)[0].max(initial=0) >= size][:1]
+        return min(beyond_rows, default=None)
 
     def where(self, number: int) -> str:
         """``file:row`` in the source."""
@@ -159,8 +159,8 @@ class PreparedSplit:
     @property
     def labels(self) -> list[Label]:
         """Label of each row, for labelled text."""
-        found = [value for table in self._index if len(table) for value in table.column("label").to_pylist()]
-        return [tuple(value) if isinstance(value := found[row], list) else value for row in self._rows.tolist()]
+        stored = [value for table in self._index if len(table) for value in table.column("label").to_pylist()]
+        return [tuple(value) if isinstance(value := stored[row], list) else value for row in self._rows.tolist()]
 
     def prefetch(self, rows: Iterable[int]) -> None:
         """Announce the order in which rows will be read, so that remote files are downloaded in that order."""
@@ -204,9 +204,9 @@ class PreparedDataset:
         if content is None:
             raise DataError("not a prepared dataset", where=str(location), repair="run `finray prepare` again")
         self.manifest = Manifest.from_bytes(content, self.folder)
-        found = dict(self.folder.files())
+        sizes = dict(self.folder.files())
         for name, expected in self.files():
-            if found.get(name) != expected.bytes:
+            if sizes.get(name) != expected.bytes:
                 raise DataError(
                     "a file of the prepared dataset is missing or cut off",
                     where=self.folder.at(name),
@@ -242,10 +242,10 @@ class PreparedDataset:
 
     def kind(self, split: str = "train") -> str:
         """Kind of the rows; of a mix the first of ``chat``, ``completion``, ``text`` and ``labelled`` that some are."""
-        own = self.manifest.splits[split]
+        stats = self.manifest.splits[split]
         # Older manifests know only the first row's.
-        found = {own.kind, *(part.kind for part in own.parts)}
-        return next((kind for kind in ("chat", "completion", "text", "labelled") if kind in found), str(own.kind))
+        kinds = {stats.kind, *(part.kind for part in stats.parts)}
+        return next((kind for kind in ("chat", "completion", "text", "labelled") if kind in kinds), str(stats.kind))
 
     @property
     def label_set(self) -> LabelSet | None:
@@ -295,6 +295,6 @@ class PreparedDataset:
             train = train.take(chosen.train)
         if data.mix:
             available = np.bincount(train.streams, minlength=len(data.mix)).tolist()
-            wanted = sizes_of_mix(available, [one.weight for one in data.mix], [one.count for one in data.mix])
+            wanted = sizes_of_mix(available, [item.weight for item in data.mix], [item.count for item in data.mix])
             train = train.take(mixed(train.streams, wanted, seed=seed))
         return Splits(train, held_out, test)

@@ -12,34 +12,28 @@ from finray.data.sources.resolve import listed
 from finray.limits import cut
 
 _CLASSES = 10
-# Counters, and what they mean for a row: also those in which `finray inspect` sees a problem.
-_WARNINGS = (
-    ("truncated", "cut off at data.max_length"),
-    ("answers_lost", "lost their whole answer at data.max_length"),
-    ("dropped_too_long", "dropped: longer than data.max_length"),
-    ("unlearnable", "dropped: no token to learn"),
-    ("bad_rows", f"are bad and were left out; they are listed in {BAD_ROWS}"),
-    ("system_unused", "are no conversations: data.system has no effect on them"),
-    ("system_ignored", "have a system message that the chat template leaves out"),
-    ("answers_rewritten", "have an answer that the chat template rewrites"),
-    ("empty_answers", "have an empty answer: the model learns to say nothing there"),
-    ("joined_words", "have no white space between prompt and completion, which are joined as they are"),
-    (
-        "tools_as_text",
-        "have tools or tool calls written as text, as data.tool_format says: the chat template knows none",
-    ),
-    ("calls_left_out", "have tool calls of which the chat template leaves out a name or an argument"),
-    ("open_answers", "have an answer that no end-of-turn token closes: the model does not learn to stop there"),
-    ("doubled_bos", "begin with the BOS token twice: the text has one, and another was added"),
-    ("doubled_eos", "have an end token twice in a row: the text has one, and another was added"),
-    (
-        "special_in_prompts",
-        "have text in their prompt that the tokenizer reads as special tokens, which can end or begin a turn; a server "
-        "reads it in the same way",
-    ),
-    ("numbers_as_text", "have numbers, true or false where text belongs: learned as JSON writes them"),
-    ("unwanted_answers", "say that their answer is not wanted (as in data for KTO), and it is learned like the others"),
-)
+# Counters of rows, and what they mean for a row; `finray inspect` says the same.
+COUNTERS: dict[str, str] = {
+    "truncated": "were cut off at data.max_length",
+    "answers_lost": "lost their whole answer at data.max_length",
+    "dropped_too_long": "were dropped: longer than data.max_length",
+    "unlearnable": "were dropped: no token to learn",
+    "bad_rows": f"are bad and were left out; they are listed in {BAD_ROWS}",
+    "system_unused": "are no conversations: data.system has no effect on them",
+    "system_ignored": "have a system message that the chat template leaves out",
+    "answers_rewritten": "have an answer that the chat template rewrites",
+    "empty_answers": "have an empty answer: the model learns to say nothing there",
+    "joined_words": "have no white space between prompt and completion, which are joined as they are",
+    "tools_as_text": "have tools or tool calls written as text, as data.tool_format says: the chat template knows none",
+    "calls_left_out": "have tool calls of which the chat template leaves out a name or an argument",
+    "open_answers": "have an answer that no end-of-turn token closes: the model does not learn to stop there",
+    "doubled_bos": "begin with the BOS token twice: the text has one, and another was added",
+    "doubled_eos": "have an end token twice in a row: the text has one, and another was added",
+    "special_in_prompts": "have text in their prompt that the tokenizer reads as special tokens, which can end or "
+    "begin a turn; a server reads it in the same way",
+    "numbers_as_text": "have numbers, true or false where text belongs: learned as JSON writes them",
+    "unwanted_answers": "say that their answer is not wanted (as in data for KTO), and it is learned like the others",
+}
 _REASONING = (
     *("reasoning", "reasoning_content", "reasoning_details", "thinking", "think", "thought", "thoughts", "cot"),
     *("chain_of_thought", "rationale", "explanation"),
@@ -118,7 +112,7 @@ def report_lines(manifest: Manifest) -> list[str]:
             # A converter may make several rows of one.
             f"warning: {split}: {count:,} of {max(stats.source_rows, count):,} rows {text}"
             + (f", such as {', '.join(places)}" if (places := named.get(name)) else "")
-            for name, text in _WARNINGS
+            for name, text in COUNTERS.items()
             if (count := getattr(stats, name))
         ]
     return lines
@@ -181,7 +175,7 @@ def balance(stats: SplitStats) -> str:
     """The labels of a split, with the number of rows in the largest classes."""
     if stats.problem == "regression":
         return "regression: each label is a number"
-    largest = sorted(zip(stats.label_rows, stats.labels, strict=False), key=lambda one: -one[0])[:_CLASSES]
+    largest = sorted(zip(stats.label_rows, stats.labels, strict=False), key=lambda pair: -pair[0])[:_CLASSES]
     named = ", ".join(f"{cut(name, 40)} {rows:,} ({rows / max(1, stats.rows):.1%})" for rows, name in largest)
     more = len(stats.labels) - len(largest)
     classes = f"{len(stats.labels):,} class{'' if len(stats.labels) == 1 else 'es'}"

@@ -39,11 +39,11 @@ class SourceRows:
 
     def places(self, part: Part) -> list[str]:
         """``file:row`` of each row of a part, in order."""
-        found = []
+        lines = []
         for piece in part.pieces:
             file, first = part.stream.source.short(piece.file), row_number(piece, 0, self._reading)
-            found += [f"{file}:{first + number}" for number, _ in read_piece(piece, part.stream.source, self._reading)]
-        return found
+            lines += [f"{file}:{first + number}" for number, _ in read_piece(piece, part.stream.source, self._reading)]
+        return lines
 
     def examples(self, part: Part) -> Iterator[list[Example]]:
         """The examples from each row of a part, in order; none for a bad row."""

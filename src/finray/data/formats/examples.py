@@ -157,12 +157,14 @@ class RowFormat:
         """Of a row's columns: the fields that are read, and from where; and the columns that are not read."""
         if self.kind == "converter":
             return [], []
-        found = {name: column for name, column in self.columns.items() if _root(column, columns) is not None}
+        chosen = {name: column for name, column in self.columns.items() if _root(column, columns) is not None}
         for name, candidates in self.optional.items():
-            if (there := next((one for one in candidates if _root(one, columns) is not None), None)) is not None:
-                found[name] = there
-        roots = {_root(column, columns) for column in found.values()}
-        read = [name if name == column else f"{name} from {column}" for name, column in found.items()]
+            if (
+                there := next((column for column in candidates if _root(column, columns) is not None), None)
+            ) is not None:
+                chosen[name] = there
+        roots = {_root(column, columns) for column in chosen.values()}
+        read = [name if name == column else f"{name} from {column}" for name, column in chosen.items()]
         return read, [column for column in columns if column not in roots]
 
     def describe(self, *, has_chat_template: bool = False) -> str:
@@ -236,16 +238,16 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
         mapping = {fields[name]: column for name, column in given.items() if name in fields}
         if wanted not in ("auto", kind) or len(mapping) < len(given):
             continue
-        found = {}
+        chosen = {}
         for name, names in required.items():
             for candidate in (mapping[name],) if name in mapping else names:
-                if name not in found and _root(candidate, present) is not None:
-                    found[name] = candidate
-        if len(found) < len(required):
+                if name not in chosen and _root(candidate, present) is not None:
+                    chosen[name] = candidate
+        if len(chosen) < len(required):
             continue
-        taken = {_root(column, present) for column in (*found.values(), *mapping.values())}
+        taken = {_root(column, present) for column in (*chosen.values(), *mapping.values())}
         others = {
-            name: (mapping[name],) if name in mapping else tuple(one for one in names if one not in taken)
+            name: (mapping[name],) if name in mapping else tuple(column for column in names if column not in taken)
             for name, names in optional.items()
         }
         for name in mapping.keys() & optional.keys():
@@ -256,7 +258,7 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
                     f"`{close[0]}`?)",
                     where="data.field_mapping",
                 )
-        return RowFormat(kind, found, others, present=present)
+        return RowFormat(kind, chosen, others, present=present)
     raise _no_format(present, given, wanted)
 
 
@@ -276,30 +278,30 @@ def _labelled(present: tuple[str, ...], given: Mapping[str, str]) -> RowFormat:
             where="data.field_mapping",
             repair="leave it out, or set data.format",
         )
-    found = {_LABELLED[name]: column for name, column in given.items()}
+    chosen = {_LABELLED[name]: column for name, column in given.items()}
     for name, column in given.items():
         if _root(column, present) is None:
             raise _no_format(present, {name: column}, "labelled_text")
-    if "text" not in found:
-        pairs = () if "text_pair" in found else _PAIRS
+    if "text" not in chosen:
+        pairs = () if "text_pair" in chosen else _PAIRS
         first, second = next((pair for pair in pairs if set(pair) <= set(present)), (None, None))
         first = first or next((name for name in _TEXTS if name in present), None)
         if first is None:
             raise missing("the text", "text", "text")
-        found |= {"text": first, **({"text_pair": second} if second else {})}
-    elif "text_pair" in present and "text_pair" not in found:
-        found["text_pair"] = "text_pair"
-    if "label" not in found:
+        chosen |= {"text": first, **({"text_pair": second} if second else {})}
+    elif "text_pair" in present and "text_pair" not in chosen:
+        chosen["text_pair"] = "text_pair"
+    if "label" not in chosen:
         named = next((name for name in _LABELS if name in present), None)
         if named is None:
             raise missing("the labels", "label", "label")
-        found["label"] = named
+        chosen["label"] = named
     # A second text that only later rows have is no single text without it.
-    late = tuple(second for first, second in _PAIRS if first == found["text"] and second not in present)
+    late = tuple(second for first, second in _PAIRS if first == chosen["text"] and second not in present)
     return RowFormat(
         "labelled_text",
-        {name: found[name] for name in ("text", "text_pair", "label") if name in found},
-        {} if "text_pair" in found else {"text_pair": late},
+        {name: chosen[name] for name in ("text", "text_pair", "label") if name in chosen},
+        {} if "text_pair" in chosen else {"text_pair": late},
         present=present,
     )
 

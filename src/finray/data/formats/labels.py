@@ -65,9 +65,9 @@ def label_of(value: Any, rules: LabelRules) -> Label:
                 f"the label is a list, {shown(value)}, but classification.problem is single_label",
                 repair="set classification.problem to multi_label, or give the row one label",
             )
-        if any(isinstance(one, bool) for one in value):
+        if any(isinstance(item, bool) for item in value):
             raise DataError(f"the label is a vector, {shown(value)}", repair=NO_VECTOR)
-        names = [_class(one, rules, within="a list") for one in value]
+        names = [_class(item, rules, within="a list") for item in value]
         if len(set(names)) < len(names):
             raise DataError(
                 f"the label lists a class twice: {shown(value)}",
@@ -137,9 +137,9 @@ def _class(value: Any, rules: LabelRules, *, within: str = "") -> str:
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
     """Class names in the order of their ids: integers by value, then the others."""
-    found = set(names)
-    whole = set(filter(_WHOLE.fullmatch, found))
-    return (*sorted(whole, key=lambda one: (int(one), one)), *sorted(found - whole))
+    unique = set(names)
+    whole = set(filter(_WHOLE.fullmatch, unique))
+    return (*sorted(whole, key=lambda name: (int(name), name)), *sorted(unique - whole))
 
 
 _KINDS: dict[Problem, str] = {
@@ -149,11 +149,11 @@ _KINDS: dict[Problem, str] = {
 }
 
 
-def mixed_labels(one: Problem, other: Problem, label: Label | None = None) -> DataError:
+def mixed_labels(first: Problem, other: Problem, label: Label | None = None) -> DataError:
     """The error for labels of different problem types."""
-    numbers = "regression" in (one, other) and "multi_label" not in (one, other)
+    numbers = "regression" in (first, other) and "multi_label" not in (first, other)
     return DataError(
-        f"the labels have different types: {_KINDS[one]} before, {_KINDS[other]} here"
+        f"the labels have different types: {_KINDS[first]} before, {_KINDS[other]} here"
         + ("" if label is None else f" ({shown(label)})"),
         repair="set classification.problem to regression to read all labels as numbers, or use one type for all labels"
         if numbers

@@ -52,7 +52,9 @@ class JoinedRows:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: change(one) for name, one in held.items() if isinstance(one, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: change(tensor) for name, tensor in held.items() if isinstance(tensor, torch.Tensor)
+        }
         return replace(self, **moved)
 
 

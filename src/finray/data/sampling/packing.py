@@ -92,7 +92,7 @@ def one_row_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     return PackPlan(np.arange(count), np.arange(count + 1), capacity, int(sizes.sum()))
 
 
-def one_length_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
+def equal_length_batches(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     """The plan for a model whose rows cannot be packed: batches of rows of one length, shortest first."""
     sizes = np.asarray(lengths, dtype=np.int64)
     rows = np.argsort(sizes, kind="stable")

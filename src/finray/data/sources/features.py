@@ -21,8 +21,8 @@ def features_of(source: Source) -> Mapping[str, Any]:
         DataError: the dataset or the file cannot be opened.
     """
     if not source.is_files:
-        found: Mapping[str, Any] = hub.load(source).features.to_dict()
-        return found
+        features: Mapping[str, Any] = hub.load(source).features.to_dict()
+        return features
     kind = kind_of(source.files[0])
     if kind not in ("parquet", "arrow"):
         return {}
@@ -45,10 +45,10 @@ def features_of(source: Source) -> Mapping[str, Any]:
 def features_in(schema: Any) -> Mapping[str, Any]:
     """The features that ``datasets`` put into the metadata of an Arrow schema; of anything else there are none."""
     try:
-        found = json.loads((getattr(schema, "metadata", None) or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        features = json.loads((getattr(schema, "metadata", None) or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, Mapping) else {}
+    return features if isinstance(features, Mapping) else {}
 
 
 def class_names(feature: Any) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ def _files(source: Source) -> list[Path]:
 def _state(source: Source) -> str:
     """Changes with the files of a local directory, within a process: by sizes, times and inodes. Empty without any, as
     for a dataset on the Hub."""
-    found = [(str(file), file.stat()) for file in _files(source)]
-    known = [[name, one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino] for name, one in found]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24] if known else ""
+    files = [(str(file), file.stat()) for file in _files(source)]
+    state = [[name, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino] for name, about in files]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:24] if state else ""
 
 
 @lru_cache(maxsize=8)
@@ -71,7 +71,7 @@ def _load(source: Source, state: str) -> Any:
         if split == source.split:
             return loaded
         ranges = datasets.ReadInstruction.from_spec(source.split).to_absolute({split: len(loaded)})
-        return datasets.concatenate_datasets([loaded.select(range(one.from_ or 0, one.to)) for one in ranges])
+        return datasets.concatenate_datasets([loaded.select(range(part.from_ or 0, part.to)) for part in ranges])
     except DataError:
         raise
     except Exception as error:
@@ -123,13 +123,13 @@ def digest(source: Source, digests: Digests) -> str:
     ).hexdigest()
 
 
-def share_rows(one: Source, other: Source) -> bool:
+def share_rows(first: Source, other: Source) -> bool:
     """Whether two splits of a dataset overlap, according to their names and slices."""
-    if compat.dataset_fingerprint(load(one)) == compat.dataset_fingerprint(load(other)):
+    if compat.dataset_fingerprint(load(first)) == compat.dataset_fingerprint(load(other)):
         return True
-    if (one.subset, one.revision, one.data_dir) != (other.subset, other.revision, other.data_dir):
+    if (first.subset, first.revision, first.data_dir) != (other.subset, other.revision, other.data_dir):
         return False
-    ranges = [_ranges(source) for source in (one, other)]
+    ranges = [_ranges(source) for source in (first, other)]
     return any(
         name == split and max(start, begin) < min(stop, end)
         for name, start, stop in ranges[0]

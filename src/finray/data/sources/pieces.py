@@ -23,7 +23,7 @@ from finray.data.sources.readers import (
     read_parquet,
     read_text,
 )
-from finray.data.sources.resolve import Row, Source
+from finray.data.sources.resolve import Source, SourceRow
 from finray.data.storage import is_compressed, opened, size
 from finray.errors import DataError
 from finray.files import first_line
@@ -169,7 +169,7 @@ def read_piece(
         position += 1
 
 
-def read(source: Source, reading: Reading | None = None) -> Iterator[Row]:
+def read(source: Source, reading: Reading | None = None) -> Iterator[SourceRow]:
     """All rows of a source, in order.
 
     Raises:
@@ -182,10 +182,10 @@ def read(source: Source, reading: Reading | None = None) -> Iterator[Row]:
             for number, value in read_piece(piece, source, reading):
                 if isinstance(value, DataError):
                     raise bad_row(value, piece, number, reading)
-                yield Row(piece.file, first + number, value)
+                yield SourceRow(piece.file, first + number, value)
 
 
-def read_file(path: Path) -> Iterator[Row]:
+def read_file(path: Path) -> Iterator[SourceRow]:
     """Rows of one local file, by its suffix."""
     yield from read(Source(str(path), (str(path),)))
 

@@ -100,11 +100,11 @@ class RepeatedKey(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         keys = Counter(key for key, _ in pairs)
         raise RepeatedKey(next(key for key, count in keys.items() if count > 1))
-    return found
+    return content
 
 
 # Created once: `json.loads` with a hook creates one for each row, which takes as long as parsing it.
@@ -313,7 +313,7 @@ def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         header = text.readline()
         # Spreadsheets write semicolons where the comma is for decimals.
-        between = "\t" if piece.kind == "tsv" else next((one for one in ",;\t" if one in header), ",")
+        between = "\t" if piece.kind == "tsv" else next((separator for separator in ",;\t" if separator in header), ",")
         begins, after_space = _first_lines(header, text, between)
         reader = csv.DictReader(chain(begins, text), delimiter=between, strict=True, skipinitialspace=after_space)
         try:
@@ -359,17 +359,17 @@ def _first_lines(header: str, text: io.TextIOWrapper, between: str) -> tuple[lis
     except csv.Error:
         return lines, False
     # More than the spaces themselves must differ.
-    return lines, [[one.lstrip(" ") for one in row] for row in plain] != [
-        [one.lstrip(" ") for one in row] for row in after
+    return lines, [[value.lstrip(" ") for value in row] for row in plain] != [
+        [value.lstrip(" ") for value in row] for row in after
     ]
 
 
 def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:
     if None in row or None in row.values():
         extra = len(row.get(None) or ())
-        found = columns + extra - sum(value is None for value in row.values())
+        count = columns + extra - sum(value is None for value in row.values())
         return DataError(
-            f"the row has {found} columns, but the header has {columns}",
+            f"the row has {count} columns, but the header has {columns}",
             repair="quote a value that holds the separator or a line break, or set data.on_bad_row to drop",
         )
     text = "".join(row.values())
@@ -394,9 +394,9 @@ def without_nulls(value: Any, depth: int = 0) -> Any:
     """A column of a table without the null fields of records within records, such as the arguments of a tool call; a
     column's own record, or each of a list of them, keeps its fields."""
     if isinstance(value, list):
-        return [without_nulls(one, depth) for one in value]
+        return [without_nulls(item, depth) for item in value]
     if isinstance(value, dict):
-        return {name: without_nulls(one, depth + 1) for name, one in value.items() if not depth or one is not None}
+        return {name: without_nulls(item, depth + 1) for name, item in value.items() if not depth or item is not None}
     return value
 
 

@@ -39,7 +39,7 @@ _SLICE = re.compile(rf"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>{_END}):(?P<stop>{_EN
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SourceRow:
     """A source row: path, URL or dataset name, the row number in it (from 1), and its columns."""
 
     file: str
@@ -121,7 +121,7 @@ class Source:
 def _shared_depth(files: Sequence[str]) -> int:
     """Number of leading folders that all files share."""
     parents = {posixpath.dirname(file) for file in files}
-    return len(PurePosixPath(os.path.commonpath([PurePosixPath(one) for one in parents])).parts)
+    return len(PurePosixPath(os.path.commonpath([PurePosixPath(parent) for parent in parents])).parts)
 
 
 def resolve(name: str, *, split: str, subset: str | None = None, revision: str | None = None) -> Source:
@@ -163,9 +163,9 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
         files = [file for file in files if Path(file).is_file()]
         return _of_files(name, sorted(files, key=lambda file: file.split("/")), split, is_directory=True)
     if is_pattern:
-        found = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        _require_targets(map(str, found))
-        files = sorted(str(item) for item in found if item.is_file())
+        matches = list(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+        _require_targets(map(str, matches))
+        files = sorted(str(item) for item in matches if item.is_file())
         if files:
             return _of_files(name, files, split)
         raise DataError("the pattern matches no file", where=name, repair=_NOT_THERE)
@@ -202,12 +202,12 @@ def listed(names: Iterable[str]) -> str:
 def held_out_by_name(source: Source) -> list[str]:
     """Files of a source with the name of a split to hold out, such as ``my_test.jsonl``, beside others without."""
     depth, train = _shared_depth(source.files), _SAME_SPLIT[0]
-    found = []
+    names = []
     for file in source.files if len(source.files) > 1 else ():
         words = {word for part in PurePosixPath(file).parts[depth:] for word in re.split(r"[-_. ]", part.lower())}
         if words & set(SPLITS) and not words & set(train):
-            found.append(file)
-    return found if len(found) < len(source.files) else []
+            names.append(file)
+    return names if len(names) < len(source.files) else []
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -221,7 +221,7 @@ def _below(folder: str, seen: set[str]) -> Iterator[str]:
     seen.add(here)
     with storage_errors(folder), os.scandir(folder) as entries:
         # A folder itself before links to it; and an order that does not depend on the disk's.
-        for entry in sorted(entries, key=lambda one: (one.is_symlink(), one.name)):
+        for entry in sorted(entries, key=lambda item: (item.is_symlink(), item.name)):
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
@@ -309,8 +309,8 @@ def _of_split(files: list[str], split: str) -> list[str]:
         return next((folder for folder in reversed(PurePosixPath(parent).parts[depth:]) if folder in words), None)
 
     for file in files:
-        parent, _, own = file.rpartition("/")
-        label = own.split(".")[0]
+        parent, _, base = file.rpartition("/")
+        label = base.split(".")[0]
         labels[file] = label if _first_word(label) in words else of_folder(parent) or label
     alike = next((names for names in _SAME_SPLIT if split in names), (split,))
     for name in (split, *alike):

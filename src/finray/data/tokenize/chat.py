@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finray import compat
-from finray.data.formats.convert import FLAGS
 from finray.data.formats.examples import Arguments, Chat, Message
+from finray.data.formats.messages import FLAGS
 from finray.data.tokenize.outline import Outlines
 from finray.data.tokenize.tools import TOOL_FORMATS
 from finray.errors import DataError, FinrayError
@@ -135,9 +135,9 @@ class ChatRenderer:
         self._check_all_is_rendered(chat, text, notes)
         forbidden = [
             span
-            for index, one in enumerate(chat.messages)
-            if not one.train or one.hidden
-            for span in self._not_learned(one, index, self._turn(chat, index, text), text)
+            for index, message in enumerate(chat.messages)
+            if not message.train or message.hidden
+            for span in self._not_learned(message, index, self._turn(chat, index, text), text)
         ]
         borders = [0, *(border for span in forbidden for border in span), len(text)]
         spans = [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
@@ -147,9 +147,9 @@ class ChatRenderer:
     def _turn(self, chat: Chat, index: int, text: str) -> Span:
         """The span of a message, including the template's text around it."""
         if chat.messages[index].role == "assistant":
-            found = self._find(chat, index, text)
-            if found is not None:
-                return found[0]
+            answer = self._find(chat, index, text)
+            if answer is not None:
+                return answer[0]
         else:
             before = self._apply(chat, index) if index else ""
             upto = self._apply(chat, index + 1)
@@ -174,24 +174,24 @@ class ChatRenderer:
         self._check_all_is_rendered(chat, text, notes)
         together: list[tuple[Span, bool]] = []
         apart: list[Rendered] = []
-        for index in sorted(places[one] for one in learned):
-            message, row_text, found = chat.messages[index], text, self._find(chat, index, text)
-            if found is not None:
-                together += self._learned(message, index, found, text)
+        for index in sorted(places[place] for place in learned):
+            message, row_text, answer = chat.messages[index], text, self._find(chat, index, text)
+            if answer is not None:
+                together += self._learned(message, index, answer, text)
             else:
                 # A separate row: the conversation up to the answer, of which only the answer is trained on.
                 prompt, row_text = self._prompt(chat, index), self._apply(chat, index + 1)
-                found = self._span(prompt, row_text, row_text)
-                if found is None:
+                answer = self._span(prompt, row_text, row_text)
+                if answer is None:
                     raise _mismatch(prompt, row_text, has_system=chat.messages[0].role == "system")
-                parts = self._learned(message, index, found, row_text)
+                parts = self._learned(message, index, answer, row_text)
                 apart.append(Rendered(row_text, tuple(span for span, _ in parts), tuple(ended for _, ended in parts)))
                 notes.add("split_conversations")
             if message.hidden:
                 notes.add("partly_learned")
-            if not found[1] and row_text[found[0][1] :].strip():
+            if not answer[1] and row_text[answer[0][1] :].strip():
                 notes.add("open_answers")
-            self._check_answer(message, row_text[slice(*found[0])], notes)
+            self._check_answer(message, row_text[slice(*answer[0])], notes)
         whole = Rendered(text, tuple(span for span, _ in together), tuple(ended for _, ended in together))
         return [*([whole] if together or not apart else []), *apart], frozenset(notes)
 
@@ -213,11 +213,11 @@ class ChatRenderer:
             )
         return self._apply(chat, index, add_generation_prompt=True)
 
-    def _learned(self, message: Message, index: int, found: tuple[Span, bool], text: str) -> list[tuple[Span, bool]]:
+    def _learned(self, message: Message, index: int, answer: tuple[Span, bool], text: str) -> list[tuple[Span, bool]]:
         """The span of an answer, or what is left of it where parts of its content are not learned."""
-        (start, stop), ended = found
+        (start, stop), ended = answer
         if not message.hidden:
-            return [found]
+            return [answer]
         hidden = self._not_learned(message, index, (start, stop), text)
         borders = [start, *(border for span in hidden for border in span), stop]
         spans = [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
@@ -233,17 +233,17 @@ class ChatRenderer:
         if not message.train:
             return [turn]
         content = message.content
-        said = content.strip()
-        at = text.find(said, *turn)
-        if at < 0 or text.find(said, at + 1, turn[1]) >= 0:
+        words = content.strip()
+        at = text.find(words, *turn)
+        if at < 0 or text.find(words, at + 1, turn[1]) >= 0:
             raise DataError(
                 f"the parts of messages[{index}] that are not to be learned cannot be located: the chat template "
                 f"{'changes its content' if at < 0 else 'writes its content more than once'}",
                 where="model.chat_template",
                 repair="give the whole turn one flag, or write what is not learned as an earlier turn",
             )
-        first = at - content.index(said)
-        lead, trail = content.index(said), content.index(said) + len(said)
+        first = at - content.index(words)
+        lead, trail = content.index(words), content.index(words) + len(words)
         spans: list[Span] = []
         for low, high in message.hidden:
             start = turn[0] if low <= lead else first + low
@@ -307,8 +307,8 @@ class ChatRenderer:
             key = (add_generation_prompt, *[message.role for message in messages])
             if chat.arguments:
                 key = (*key, json.dumps(chat.arguments, sort_keys=True, default=str))
-            if self._outlines is not None and (known := self._outlines.fill(key, contents)) is not None:
-                return known
+            if self._outlines is not None and (filled := self._outlines.fill(key, contents)) is not None:
+                return filled
         plain = [message.whole() for message in messages]
         offered = [dict(tool) for tool in tools] or None
 
@@ -333,7 +333,7 @@ class ChatRenderer:
                 template = self._compiled[bool(tools)] = compat.compile_chat_template(source)
                 if not tools:
                     self._outlines = Outlines(template, source)
-            null = [None if one.is_null else one.content for one in messages]
+            null = [None if item.is_null else item.content for item in messages]
             text = str(render(template, contents if key is not None else null))
         if key is not None and self._outlines is not None:
             # A separate time limit: the row's is for rendering.
@@ -345,16 +345,16 @@ class ChatRenderer:
         """The conversation without what the template does not support (tools and their calls become text), notes, and
         the new index of each message.
         """
-        if not chat.tools and not any(one.extra or one.others or one.role in _OF_TOOLS for one in chat.messages):
+        if not chat.tools and not any(item.extra or item.others or item.role in _OF_TOOLS for item in chat.messages):
             return chat, set(), list(range(len(chat.messages)))
         messages: list[Message] = []
         places: list[int] = []
         # A field that the template does not name cannot change its text.
-        notes = {f"unread:messages[].{key}" for one in chat.messages for key in one.others if key not in self._words}
-        if any(one.others for one in chat.messages):
-            known = ({key: one.others[key] for key in one.others if key in self._words} for one in chat.messages)
-            chat = replace(chat, messages=tuple(map(_with_others, chat.messages, known)))
-        how, tools, turns = self._tool_format, chat.tools, [self._known_role(one) for one in chat.messages]
+        notes = {f"unread:messages[].{key}" for item in chat.messages for key in item.others if key not in self._words}
+        if any(item.others for item in chat.messages):
+            others = ({key: item.others[key] for key in item.others if key in self._words} for item in chat.messages)
+            chat = replace(chat, messages=tuple(map(_with_others, chat.messages, others)))
+        how, tools, turns = self._tool_format, chat.tools, [self._known_role(item) for item in chat.messages]
         for before, message in zip((None, *turns), turns, strict=False):
             if message.role == "tool" and how.result_role is not None and not self._renders_calls:
                 text = how.result(message.content)
@@ -401,9 +401,9 @@ class ChatRenderer:
         # Ids are for matching calls with results, which most templates do by order; so is a result's `name`.
         unread = {
             (index, key)
-            for index, one in enumerate(chat.messages)
-            for key in (*one.extra, *one.others)
-            if key not in ("tool_calls", "tool_call_id") and not (key == "name" and one.role in _OF_TOOLS)
+            for index, message in enumerate(chat.messages)
+            for key in (*message.extra, *message.others)
+            if key not in ("tool_calls", "tool_call_id") and not (key == "name" and message.role in _OF_TOOLS)
         }
         text = self._apply(chat, unread=unread)
         notes |= {f"unread:messages[].{key}" for _, key in unread}
@@ -416,7 +416,7 @@ class ChatRenderer:
         Content beside calls may be null or empty, and arguments an object or JSON text: templates differ. The first
         form counts in which a marker in the place of each name, key and text of the calls appears in the rendering.
         """
-        with_calls = [index for index, one in enumerate(chat.messages) if one.extra.get("tool_calls")]
+        with_calls = [index for index, item in enumerate(chat.messages) if item.extra.get("tool_calls")]
         if not with_calls:
             return chat, {}
         best: tuple[int, Chat, dict[int, float]] | None = None
@@ -424,9 +424,9 @@ class ChatRenderer:
             marked, markers = _marked(form)
             try:
                 shown = self._apply(marked)
-                if "None" in shown and any(one.is_null for one in form.messages):
+                if "None" in shown and any(item.is_null for item in form.messages):
                     # A template that writes null as a word means an empty content.
-                    empty = replace(marked, messages=tuple(replace(one, is_null=False) for one in marked.messages))
+                    empty = replace(marked, messages=tuple(replace(item, is_null=False) for item in marked.messages))
                     with suppress(DataError):
                         if shown.count("None") > self._apply(empty).count("None"):
                             continue
@@ -434,7 +434,7 @@ class ChatRenderer:
                 if error.overdue:
                     raise
                 continue
-            missing = {index: sum(one not in shown for one in some) for index, some in markers.items()}
+            missing = {index: sum(item not in shown for item in some) for index, some in markers.items()}
             lost = {index: count / len(markers[index]) for index, count in missing.items() if count}
             if best is None or sum(missing.values()) < best[0]:
                 best = sum(missing.values()), form, lost
@@ -469,15 +469,15 @@ class ChatRenderer:
         a conversation is rendered once with markers; contents are checked only if the template rejects markers.
         """
         shape: tuple[Any, ...] = (
-            tuple((one.role, "tool_calls" in one.extra, one.is_null) for one in chat.messages),
+            tuple((item.role, "tool_calls" in item.extra, item.is_null) for item in chat.messages),
             bool(chat.tools),
         )
         if chat.arguments:
             shape = (*shape, json.dumps(chat.arguments, sort_keys=True, default=str))
         if shape not in self._shapes:
             marked = tuple(
-                one if one.is_null else replace(one, content=_MARKER.format(index))
-                for index, one in enumerate(chat.messages)
+                item if item.is_null else replace(item, content=_MARKER.format(index))
+                for index, item in enumerate(chat.messages)
             )
             try:
                 shown = self._apply(replace(chat, messages=marked))
@@ -527,8 +527,8 @@ def _forms(chat: Chat) -> Iterator[Chat]:
     given = chat.messages
     every = [given]
     for is_null in (False, True):
-        other = tuple(null(one, is_null) for one in given)
-        if any(one.is_null != before.is_null for one, before in zip(other, given, strict=True)):
+        other = tuple(null(item, is_null) for item in given)
+        if any(item.is_null != before.is_null for item, before in zip(other, given, strict=True)):
             every.append(other)
     for messages in (*every, *(tuple(map(as_text, messages)) for messages in every)):
         yield replace(chat, messages=messages)
@@ -538,28 +538,28 @@ def _marked(chat: Chat) -> tuple[Chat, dict[int, list[str]]]:
     """The conversation with markers in the place of the names, keys and texts of tool calls; the markers by message."""
     markers: dict[int, list[str]] = {}
 
-    def mark(value: Any, own: list[str]) -> Any:
+    def mark(value: Any, marks: list[str]) -> Any:
         if isinstance(value, Mapping):
-            return {mark(str(key), own): mark(one, own) for key, one in value.items()}
+            return {mark(str(key), marks): mark(item, marks) for key, item in value.items()}
         if isinstance(value, list):
-            return [mark(one, own) for one in value]
+            return [mark(item, marks) for item in value]
         if not isinstance(value, str):
             return value
-        own.append(_MARKER.format(f"{len(markers)}-{len(own)}"))
-        return own[-1]
+        marks.append(_MARKER.format(f"{len(markers)}-{len(marks)}"))
+        return marks[-1]
 
     messages = []
     for index, message in enumerate(chat.messages):
         if calls := message.extra.get("tool_calls"):
-            own = markers[index] = []
+            marks = markers[index] = []
             written = []
             for call in calls:
-                name, arguments = mark(call["function"]["name"], own), call["function"]["arguments"]
+                name, arguments = mark(call["function"]["name"], marks), call["function"]["arguments"]
                 is_text = isinstance(arguments, str)
-                found = mark(json.loads(arguments) if is_text else arguments, own)
+                marked = mark(json.loads(arguments) if is_text else arguments, marks)
                 function = {
                     "name": name,
-                    "arguments": json.dumps(found, ensure_ascii=False) if is_text else found,
+                    "arguments": json.dumps(marked, ensure_ascii=False) if is_text else marked,
                 }
                 written.append({**call, "function": function})
             message = replace(message, extra={**message.extra, "tool_calls": written})

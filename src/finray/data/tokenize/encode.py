@@ -107,7 +107,11 @@ class Texts:
     @property
     def characters(self) -> int:
         """Characters to tokenize."""
-        labelled = (len(one.text) + len(one.text_pair or "") for one in self.examples if isinstance(one, Labelled))
+        labelled = (
+            len(example.text) + len(example.text_pair or "")
+            for example in self.examples
+            if isinstance(example, Labelled)
+        )
         return sum(len(job.text) for job in self.jobs) + sum(labelled)
 
 
@@ -218,7 +222,7 @@ class Tokenizer:
             DataError: as :meth:`encode`.
         """
         planned = [self._jobs(example) for example in examples]
-        jobs = [job for own, _ in planned for job in own]
+        jobs = [job for jobs_of, _ in planned for job in jobs_of]
         without_offsets = not any(job.has_borders for job in jobs) or (
             len(jobs) >= _MANY_TEXTS and self._widths is not None
         )
@@ -256,16 +260,16 @@ class Tokenizer:
         Raises:
             DataError: as :meth:`encode`.
         """
-        found, uncut = encodings[0], iter(encodings[1])
-        ids = [encoding.ids for encoding in found]
+        encoded, uncut = encodings[0], iter(encodings[1])
+        ids = [encoding.ids for encoding in encoded]
         unknown = [None] * len(ids)
         spans = self._spans_by_width(texts.jobs, ids) if texts.without_offsets else unknown
-        tokens = map(self._tokens, texts.jobs, ids, spans, unknown if texts.without_offsets else found)
+        tokens = map(self._tokens, texts.jobs, ids, spans, unknown if texts.without_offsets else encoded)
         return [
             self._labelled(example, next(uncut), notes)
             if isinstance(example, Labelled)
-            else self._encoded(list(islice(tokens, len(own))), notes, isinstance(example, Text))
-            for example, (own, notes) in zip(texts.examples, texts.planned, strict=True)
+            else self._encoded(list(islice(tokens, len(jobs))), notes, isinstance(example, Text))
+            for example, (jobs, notes) in zip(texts.examples, texts.planned, strict=True)
         ]
 
     # --- what to tokenize -------------------------------------------------------------------------------------------
@@ -279,7 +283,9 @@ class Tokenizer:
     def _has_special(self, example: Example) -> bool:
         """Whether text that is not learned would be read as special tokens."""
         if isinstance(example, Chat):
-            texts = [one.content for one in example.messages if one.role != "assistant" or not one.train]
+            texts = [
+                message.content for message in example.messages if message.role != "assistant" or not message.train
+            ]
         elif isinstance(example, Labelled):
             texts = [example.text, example.text_pair or ""]
         else:
@@ -335,10 +341,10 @@ class Tokenizer:
 
     # --- from encodings to rows -------------------------------------------------------------------------------------
 
-    def _encoded(self, found: list[Tokens], notes: frozenset[str], chunked: bool) -> Encoded:
+    def _encoded(self, wholes: list[Tokens], notes: frozenset[str], chunked: bool) -> Encoded:
         rows: list[Tokens] = []
         dropped = dropped_tokens = cut = lost = 0
-        for whole in found:
+        for whole in wholes:
             pieces = self._fit(whole, chunked=chunked)
             dropped += not pieces
             dropped_tokens += 0 if pieces else len(whole.ids)
@@ -412,13 +418,13 @@ class Tokenizer:
 
     def _spans_by_width(self, jobs: Sequence[_Job], ids: Sequence[list[int]]) -> list[list[Span] | None]:
         """As :func:`_token_spans`, of each job; None if that needs offsets, or if a text must be cut at a border."""
-        found: list[list[Span] | None] = [
-            None if job.has_borders else [(0, len(own)) for start, stop in job.spans if start < stop]
-            for job, own in zip(jobs, ids, strict=True)
+        spans_by_text: list[list[Span] | None] = [
+            None if job.has_borders else [(0, len(tokens)) for start, stop in job.spans if start < stop]
+            for job, tokens in zip(jobs, ids, strict=True)
         ]
-        bordered = [at for at, spans in enumerate(found) if spans is None]
+        bordered = [at for at, spans in enumerate(spans_by_text) if spans is None]
         if self._widths is None or not bordered:
-            return found
+            return spans_by_text
         characters = []
         for job in (jobs[at] for at in bordered):
             runs = [start - _run_before(job.text, start) for start, _ in job.spans]
@@ -426,8 +432,8 @@ class Tokenizer:
         every = self._widths.places([jobs[at].text for at in bordered], [ids[at] for at in bordered], characters)
         for at, places in zip(bordered, every, strict=True):
             if places is not None:
-                found[at] = self._spans_at(jobs[at], ids[at], places)
-        return found
+                spans_by_text[at] = self._spans_at(jobs[at], ids[at], places)
+        return spans_by_text
 
     def _spans_at(self, job: _Job, ids: list[int], places: Places) -> list[Span] | None:
         text, spans = job.text, []

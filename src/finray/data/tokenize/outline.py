@@ -88,13 +88,13 @@ class Outlines:
             text: the template's rendering.
             render: renders with a given template, and these objects as contents.
         """
-        known = self._known.get(key)
-        if known is None:
+        outlines = self._known.get(key)
+        if outlines is None:
             if len(self._known) == _MOST_KEYS:
                 self._known.clear()
             self._known[key] = []
-        elif len(known) < _MOST_OUTLINES:
-            known.append(None)
+        elif len(outlines) < _MOST_OUTLINES:
+            outlines.append(None)
             # Tracing may fail in any way: then the template is rendered as usual.
             with suppress(Exception):
                 self._traced = self._traced or _traced(self._template, self._source)
@@ -102,7 +102,7 @@ class Outlines:
                 words = [_Text((_Slot(index),), contents, questions) for index in range(len(contents))]
                 outline = Outline(_joined([_shown(render(self._traced, words))]), tuple(questions))
                 if outline.fill(contents) == text:
-                    known[-1] = outline
+                    outlines[-1] = outline
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -127,7 +127,7 @@ class _Text:
         return part
 
     def _ask(self, name: str, *arguments: Any) -> bool:
-        if not all(isinstance(one, str) for one in arguments):
+        if not all(isinstance(argument, str) for argument in arguments):
             raise Untraceable
         slot = self._slot()
         answer = bool(getattr(slot.of(self._contents), name)(*arguments))
@@ -135,7 +135,7 @@ class _Text:
         return answer
 
     def _change(self, name: str, *arguments: Any) -> _Text:
-        if not all(isinstance(one, str) for one in arguments):
+        if not all(isinstance(argument, str) for argument in arguments):
             raise Untraceable
         slot = self._slot()
         return self._with(_Slot(slot.index, (*slot.methods, (name, arguments))))
@@ -214,9 +214,9 @@ def _joined(values: Iterable[Any]) -> tuple[_Part, ...]:
 
 
 def _concat(values: Iterable[Any]) -> Any:
-    found = [_shown(value) for value in values]
-    words = [one.words for one in found if isinstance(one, _Shown)]
-    return words[0]._with(*_joined(found)) if words else "".join(found)
+    parts = [_shown(value) for value in values]
+    words = [part.words for part in parts if isinstance(part, _Shown)]
+    return words[0]._with(*_joined(parts)) if words else "".join(parts)
 
 
 # They have the same answer for any text.
@@ -231,11 +231,11 @@ def _traced(template: Any, source: str) -> Any:
 
     environment = template.environment.overlay(finalize=_shown)
 
-    def guard(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def guarded(*arguments: Any, **named: Any) -> Any:
-            if any(isinstance(one, _Text) for one in (*arguments, *named.values())):
-                return own(*arguments, **named)
+            if any(isinstance(value, _Text) for value in (*arguments, *named.values())):
+                return original(*arguments, **named)
             return function(*arguments, **named)
 
         return guarded

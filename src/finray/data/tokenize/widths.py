@@ -90,8 +90,8 @@ class Widths:
             if fit
             for at in some
         ]
-        found = starts.searchsorted(wanted, side="right") - 1
-        pairs = zip(found.tolist(), (starts[found] == wanted).tolist(), strict=True)
+        tokens = starts.searchsorted(wanted, side="right") - 1
+        pairs = zip(tokens.tolist(), (starts[tokens] == wanted).tolist(), strict=True)
         return [
             {at: (token - first, is_first) for at, (token, is_first) in zip(some, pairs, strict=False)} if fit else None
             for some, first, fit in zip(characters, bounds.tolist(), fits, strict=False)
