@@ -164,12 +164,12 @@ def estimate(config: Any) -> Any:
     report = examine(config)
     if model is None or report.problems or found.problems:
         raise BenchmarkError(f"{config.run.name}: {found.problems} {report.problems}")
-    steps = -(-report.packs // config.train.global_batch_size)
-    rows = Rows(report.lengths, report.longest, report.supervised / report.tokens, steps)
+    total_steps = -(-report.packs // config.train.global_batch_size)
+    rows = Rows(report.lengths, report.longest, report.supervised / report.tokens, total_steps)
     device = Device("cpu", "this machine", None)
     placement = Placement(config.cluster.num_workers, 1, use_gpu=False)
-    resolved = resolve(config, placement, device, packing=model.packing)
-    return plan_memory(config, resolved, model.shape, device, rows, found, ray=False)
+    execution = resolve(config, placement, device, packing=model.packing)
+    return plan_memory(config, execution, model.shape, device, rows, found, workers=placement.num_workers, ray=False)
 
 
 def measure(bench: Bench, setting: Setting) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -75,10 +76,9 @@ def assembled(config: Any, prepared: str, run_dir: Path) -> Any:
 
     placement = Placement(int(os.environ.get("WORLD_SIZE", "1")), torch.get_num_threads(), use_gpu=False)
     resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+    known: dict[str, Any] = {}
     if config.model.task == "sequence_classification":
         # As in the driver, when the data is prepared.
-        from dataclasses import replace
-
         from finray.data.dataset.labels import find_labels
         from finray.data.dataset.prepared import PreparedDataset
 
@@ -86,7 +86,15 @@ def assembled(config: Any, prepared: str, run_dir: Path) -> Any:
         found = find_labels(dataset, dataset.splits(config.data, seed=config.run.seed), config)
         assert found.labels is not None
         known = {"problem": found.labels.problem, "labels": found.labels.names, "class_weights": found.weights}
+    if find_spec("finray.data.dataset.run_data") is None:
+        # An earlier checkout.
         resolved = replace(resolved, **known)
+    else:
+        from finray.config.resolved import PreparedRun, Resolved
+
+        sizes = {"global_batch_size": config.train.global_batch_size, "epochs": config.train.epochs or 1.0}
+        resolved = Resolved(**vars(resolved), **sizes, **known)
+        options["prepared"] = PreparedRun(prepared, resolved)
     return assemble(config, resolved, **options, strategy=make_strategy(config, resolved, device)).loop
 
 

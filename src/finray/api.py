@@ -221,13 +221,12 @@ def inspect(
     """
     from finray.inspection.inspect import inspect as run
     from finray.inspection.page import page
-    from finray.planning.steps import pack_length_of
     from finray.reporting.page import write
 
     _trust(config, trust_run)
     settings = load_config(config, overrides, **changed)
     shown = [str(one) for one in row]
-    found = run(settings, examples=rows, chosen=shown, compared=compare or None, pack_length=pack_length_of)
+    found = run(settings, examples=rows, chosen=shown, compared=compare or None)
     if html is not None:
         write(page(found), Path(html).expanduser())
     return found

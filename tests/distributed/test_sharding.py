@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from finray.config.resolved import PreparedRun
 from finray.data.dataset.prepare import prepare_here
 from finray.models.blocks import blocks_of
 from finray.parallel.fsdp import FSDPStrategy
@@ -38,7 +39,8 @@ def alone(plain: Plain, run_dir: Path) -> Assembled:
     config = runs.config_of(plain)
     run_dir.mkdir()
     strategy = FSDPStrategy(torch.device("cpu"), config.parallel, precision="fp32")
-    return assemble(config, runs.resolved_of(config), prepared=prepare_here(config), run_dir=run_dir, strategy=strategy)
+    prepared = PreparedRun(prepare_here(config), runs.resolved_of(config))
+    return assemble(config, prepared.resolved, prepared=prepared, run_dir=run_dir, strategy=strategy)
 
 
 @pytest.mark.parametrize("method", ["lora", "none"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -94,7 +93,6 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, cluster: kills.RayHosts,
     assert started.wait(300) == 0, said
     starts = [one.header for one in read_starts(run_dir)]
     assert [one.world_size for one in starts][:4] == [1, 2, 3, 2]
-    assert json.loads((run_dir / "resolved.json").read_text())["world_size"] == starts[-1].world_size
     # What is done again are the steps since the last checkpoint.
     assert after_checkpoint - EVERY <= starts[3].step <= after_checkpoint
     undisturbed = bed.shared / "undisturbed"

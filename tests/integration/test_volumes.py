@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tools.volumes import exchanges
 
+from finray.config.resolved import PreparedRun
 from finray.config.schema import AdapterConfig
 from finray.data.dataset.prepare import prepare_here
 from finray.planning.blueprint import draw_blueprint
@@ -65,7 +66,8 @@ def _member(rank: int, meeting: str, jobs: list[tuple[str, dict[str, Any], str]]
         run_dir.mkdir(parents=True, exist_ok=True)
         resolved = runs.resolved_of(config, world_size=2)
         strategy = make_strategy(config, resolved, torch.device("cpu"))
-        loop = assemble(config, resolved, prepared=prepared, run_dir=run_dir, strategy=strategy).loop
+        run = PreparedRun(prepared, resolved)
+        loop = assemble(config, resolved, prepared=run, run_dir=run_dir, strategy=strategy).loop
         # The first step proves the head and fills buffers; the second is like all that come.
         steps: list[dict[str, int]] = []
         with Traffic() as traffic:

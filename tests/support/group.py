@@ -113,6 +113,7 @@ def _member(
     env: dict[str, str],
     device: torch.device,
 ) -> None:
+    from finray.config.resolved import PreparedRun
     from finray.parallel import make_strategy
     from finray.parallel.base import backend_of
     from finray.records import Note, TrainRecord
@@ -138,7 +139,7 @@ def _member(
             assembled = assemble(
                 config,
                 resolved,
-                prepared=prepared,
+                prepared=PreparedRun(prepared, resolved),
                 run_dir=Path(run_dir),
                 strategy=make_strategy(config, resolved, device),
                 notify=notify,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from finray.config.load import build_config
+from finray.config.resolved import Precision, Resolved
 from finray.config.tasks import CAUSAL_LM
 from finray.parallel.ddp import DDPStrategy
 from finray.training import loop as module
@@ -43,7 +44,7 @@ class Run:
         losses: list[float] = LOSSES,
         best: tuple[str, Any] = ("eval_loss", "min"),
         stop_at: int | None = None,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
         state: TrainState | None = None,
         writes: bool = True,
         passes_s: float = 2.0,
@@ -125,8 +126,10 @@ class Run:
 
         monkeypatch.setattr(module, "take_snapshot", snapshot)
         monkeypatch.setattr(module, "peak_memory", lambda device: 123)
+        config_of_run = build_config(plain, source="test")
+        rate = float(config_of_run.train.learning_rate)
         self.loop = Loop(
-            config=build_config(plain, source="test"),
+            config=config_of_run,
             task=task,
             strategy=DDPStrategy(CPU),
             optimizer=optimizer,
@@ -138,7 +141,8 @@ class Run:
             trackers=self.trackers,
             save_extras=lambda folder: None,
             reported=lambda path, metrics: self.reported.append((str(path), metrics)),
-            precision=precision,
+            resolved=Resolved(precision, None, None, True, "ddp", False, learning_rate=rate),
+            best_metric=task.spec.chosen(config_of_run.evaluation),
             clock=lambda: self.now,
             profiler=Profiler(None, Path(), DDPStrategy(CPU), notify=lambda text: None),
             has_request=lambda: self.loop.state.step + 1 == stop_at,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from finray.config.load import build_config
+from finray.data.sampling.packing import plan_packs
 from finray.errors import DataError
 from finray.inspection.measure import Inspector
 from finray.inspection.prompt_parity import PromptParity, ServedRow, compare_prompts
@@ -87,7 +88,8 @@ def inspect_rows(
     # Shorter than a config may say.
     config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": max_length})})
     tokens = special_tokens(tokenizer, stops=stops)
-    inspector = Inspector(config.data, splits, counters or {}, tokenizer, tokens, max_length)
+    plan = plan_packs(next(iter(splits.values())).lengths, max_length)
+    inspector = Inspector(config.data, splits, counters or {}, tokenizer, tokens, plan)
     return Inspection(
         config=config,
         format="messages",

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,13 @@ import yaml
 
 from finray.cli.main import main
 from finray.config.load import build_config
-from finray.config.resolved import Resolved
+from finray.config.resolved import PreparedRun, Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.data.dataset.run_data import decide_steps
 from finray.models.packing_cache import packing_of
 from finray.parallel.ddp import DDPStrategy
 from finray.planning.placement import Placement, device_of
@@ -95,15 +95,15 @@ def config_of(plain: Plain) -> Config:
 def resolved_of(config: Config, *, world_size: int = 1, device: torch.device = DEVICE) -> Resolved:
     """What the driver would resolve for workers on CPUs of this machine, or on its GPU."""
     placement = Placement(world_size, 1, use_gpu=device.type == "cuda", gpus_per_worker=1 / world_size)
-    resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+    execution = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+    steps = decide_steps(config.train, packs=None)
     if not task_spec(config.model.task).reads_labels:
-        return resolved
+        return Resolved.of(execution, steps)
     dataset = PreparedDataset(prepare_here(config))
     found = find_labels(dataset, dataset.splits(config.data, seed=config.run.seed), config)
     assert found.labels is not None
     assert not found.problems
-    known = {"problem": found.labels.problem, "labels": found.labels.names, "class_weights": found.weights}
-    return replace(resolved, **known)
+    return Resolved.of(execution, steps, found.labels, found.weights)
 
 
 def assemble_alone(
@@ -118,10 +118,11 @@ def assemble_alone(
     torch.set_num_threads(1)
     config = config_of(plain)
     run_dir.mkdir(parents=True, exist_ok=True)
+    resolved = resolved_of(config, device=device)
     return assemble(
         config,
-        resolved_of(config, device=device),
-        prepared=prepare_here(config),
+        resolved,
+        prepared=PreparedRun(prepare_here(config), resolved),
         run_dir=run_dir,
         strategy=DDPStrategy(device),
         notify=notify,

@@ -13,7 +13,7 @@ import torch
 
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.rundir import RunDir
-from finray.config.resolved import Settled
+from finray.config.resolved import PreparedRun
 from finray.training import loop as loop_module
 from finray.training.assemble import evaluate_checkpoint
 from finray.training.evaluator import MOST_OUT, CheckpointScores
@@ -42,10 +42,10 @@ class Beside:
         self.config = runs.config_of(plain)
         self.submitted: list[int] = []
         self.most = 0
-        self._delays, self._change, self._known = [*delays], change, Settled("", None)  # type: ignore[arg-type]
+        self._delays, self._change, self._known = [*delays], change, PreparedRun("", None)  # type: ignore[arg-type]
         self._out: deque[list[Any]] = deque()
 
-    def __call__(self, known: Settled) -> Beside:
+    def __call__(self, known: PreparedRun) -> Beside:
         self._known = known
         return self
 

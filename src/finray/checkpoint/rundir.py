@@ -24,7 +24,7 @@ from finray.checkpoint.remote import FOLLOWING_FOLDERS, LOGS, PROFILE, RECORDS, 
 from finray.checkpoint.store import CheckpointStore
 from finray.config import trust
 from finray.config.adapter_files import NOTES, read_notes
-from finray.config.identity import LENGTH, differences, length, settled
+from finray.config.identity import LENGTH, differences, length
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import read_path, run_path, run_url
 from finray.config.redact import redact_saved
@@ -540,7 +540,7 @@ def earlier_of(config: Config) -> Earlier | None:
 
 def _lengths(before: Config | None, config: Config, chosen: Resolved | None) -> list[tuple[str, float]]:
     """Planned length of the run before and now, each as in :func:`length`."""
-    return [length(settled(one or config, chosen)) for one in (before, config)]
+    return [length(one or config, chosen) for one in (before, config)]
 
 
 def _require_same_run(config: Config, run: RunDir) -> Config | None:
@@ -548,13 +548,12 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
     configuration it was started with, or None if it holds no run, or one with another configuration that never began.
     """
     if run.config_file.is_file():
-        chosen = run.resolved()
-        before, config = settled(saved_config(run), chosen), settled(config, chosen)
-        differ = differences(before, config)
+        chosen, before = run.resolved(), saved_config(run)
+        differ = differences(before, config, chosen)
         if differ and not run.has_begun():
             return None
         problems = [f"{path}: was {cut(repr(old))}, is now {cut(repr(new))}" for path, old, new in differ]
-        (was, _), (now, steps) = length(before), length(config)
+        (was, _), (now, steps) = _lengths(before, config, chosen)
         if was != now == "train.max_steps" and (done := run.finished()) is not None:
             had = done.summary.total_steps
             problems += [f"{now}: the run had {had} steps, is now {steps}"] if steps < had else []

@@ -65,13 +65,10 @@ def inspect(
     """Show rows as tokens, which of them are learned, and problems of the data; no training, no GPU."""
     from finray.inspection.inspect import inspect as run_inspection
     from finray.inspection.page import page
-    from finray.planning.steps import pack_length_of
     from finray.reporting.page import write
 
     settings = show.load(config, overrides, trusted=trust_run)
-    found = run_inspection(
-        settings, examples=rows, chosen=row or [], compared=compare or None, pack_length=pack_length_of
-    )
+    found = run_inspection(settings, examples=rows, chosen=row or [], compared=compare or None)
     if html is not None:
         write(page(found), html)
     show.result(found)

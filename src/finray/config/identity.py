@@ -43,33 +43,38 @@ _GUARDED = ("data.format",)
 LENGTH = ("train.epochs", "train.max_steps")
 
 
-def settled(config: Config, resolved: Resolved | None) -> Config:
-    """A config with what its run chose in the place of what it leaves to finray: size of a step, epochs,
-    learning rate, classes.
+def with_decisions(config: Config, resolved: Resolved | None) -> dict[str, dict[str, Any]]:
+    """A config as plain types, with what its run decided in the place of what it leaves open: size of a step, epochs,
+    learning rate, classes. For comparing configs, and for people; whatever computes reads ``resolved``.
 
     Args:
-        resolved: what the run chose; None where it chose nothing yet.
+        config: of the run.
+        resolved: None if nothing was decided yet.
     """
-    changes: dict[str, float] = {}
-    if resolved is not None and config.train.global_batch_size == "auto":
-        changes["global_batch_size"] = resolved.global_batch_size
-    if resolved is not None and config.train.epochs is None and config.train.max_steps is None:
-        changes["epochs"] = resolved.epochs
-    if resolved is not None and config.train.learning_rate == "auto":
-        changes["learning_rate"] = resolved.learning_rate
-    sections: dict[str, Any] = {"train": config.train.model_copy(update=changes)}
-    if resolved is not None and resolved.problem is not None:
-        own = config.classification
-        found = {"problem": own.problem or resolved.problem, "labels": own.labels or list(resolved.labels) or None}
-        sections["classification"] = own.model_copy(update=found)
-    return config.model_copy(update=sections)
+    plain = config.plain()
+    if resolved is None:
+        return plain
+    train, classification = plain["train"], plain["classification"]
+    if train["global_batch_size"] == "auto":
+        train["global_batch_size"] = resolved.global_batch_size
+    if train["learning_rate"] == "auto":
+        train["learning_rate"] = resolved.learning_rate
+    if train["epochs"] is None and train["max_steps"] is None:
+        train["epochs"] = resolved.epochs
+    if resolved.problem is not None:
+        classification["problem"] = classification["problem"] or resolved.problem
+        classification["labels"] = classification["labels"] or list(resolved.labels) or None
+    return plain
 
 
-def length(config: Config) -> tuple[str, float]:
+def length(config: Config, resolved: Resolved | None) -> tuple[str, float]:
     """The field that says how long the run is, and its value."""
-    if config.train.max_steps is not None:
-        return "train.max_steps", config.train.max_steps
-    return "train.epochs", 1.0 if config.train.epochs is None else config.train.epochs
+    train = config.train
+    if train.max_steps is not None:
+        return "train.max_steps", train.max_steps
+    if train.epochs is not None:
+        return "train.epochs", train.epochs
+    return "train.epochs", 1.0 if resolved is None else resolved.epochs
 
 
 def flatten(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -93,19 +98,20 @@ def _same(old: Any, new: Any) -> bool:
     return bool(old == new)
 
 
-def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Fields that make two configurations different runs, as ``(path, old, new)``.
+def differences(old: Config, new: Config, resolved: Resolved | None = None) -> list[tuple[str, Any, Any]]:
+    """Fields that make two configurations different runs, as ``(path, old, new)``; ``resolved`` is what the run decided
+    where one of them leaves a field open.
 
     Of the length of the run only whether it became shorter; whether some steps are fewer than some epochs, only the
     data tells.
     """
     # The configuration on disk has its secrets masked, so both sides are compared masked.
     # One may name a chat template's file, and the other be from a job that carries the template itself.
-    before, after = (flatten(redact_saved(with_contents(one).plain())) for one in (old, new))
+    before, after = (flatten(redact_saved(with_decisions(with_contents(one), resolved))) for one in (old, new))
     found = [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())
         if not _same(before.get(path), after.get(path)) and not is_free(path) and path not in (*LENGTH, *_GUARDED)
     ]
-    (field, was), (now, becomes) = length(old), length(new)
+    (field, was), (now, becomes) = length(old, resolved), length(new, resolved)
     return [*found, *([(field, was, becomes)] if field == now and becomes < was else [])]

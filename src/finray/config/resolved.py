@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -17,12 +17,12 @@ class LabelSet:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """The decisions of a run that its config may leave open.
+@dataclass(frozen=True)
+class Execution:
+    """The decisions of a run that do not depend on its data: how the model computes, and on what.
 
     Workers that decided for themselves could differ from each other, or from those of the start before. So nothing
-    outside of ``planning/`` reads an ``auto`` of these, or takes ``cluster.num_workers`` for the world size.
+    outside of ``planning/`` reads an ``auto`` of these.
 
     Attributes:
         precision: dtype of the forward and backward pass.
@@ -30,17 +30,10 @@ class Resolved:
         attention: Transformers' name of the attention over packed rows; None for the model's own.
         packs: whether rows may share a forward pass.
         strategy: as ``parallel.strategy``, never ``auto``.
-        world_size: training workers.
         use_gpu: whether each worker has a GPU.
         liger: whether Liger's kernels are used.
-        global_batch_size: packs (or rows) per optimizer step.
-        epochs: passes over the data, where ``train.max_steps`` is not set.
         weights: dtype in which weights that are trained are kept.
         learning_rate: the peak of the schedule.
-        pack_length: tokens that a pack holds at most; None for ``data.max_length``.
-        problem: what a classifier predicts; None for another task.
-        labels: names of its classes, in the order of their ids; none in a regression.
-        class_weights: of these classes in the loss; none where all have the same.
     """
 
     precision: Precision
@@ -48,19 +41,50 @@ class Resolved:
     attention: str | None
     packs: bool
     strategy: str
-    world_size: int
     use_gpu: bool
-    # Files of runs that are older than these fields lack them.
+    # Here and below: what runs had whose files are older than a field, where their configs did not say.
     liger: bool = False
-    # What they were for such runs where their configs did not say.
+    weights: Literal["fp32", "bf16"] = "fp32"
+    learning_rate: float = 2e-4
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the training rows form steps: decided once the data are prepared, by :func:`finray.data.dataset.run_data`.
+
+    Attributes:
+        global_batch_size: packs (or rows) per optimizer step.
+        epochs: passes over the data, where ``train.max_steps`` is not set.
+        pack_length: tokens that a pack holds at most; None for ``data.max_length``.
+    """
+
     global_batch_size: int = 8
     epochs: float = 1.0
-    learning_rate: float = 2e-4
-    weights: Literal["fp32", "bf16"] = "fp32"
     pack_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Resolved(Steps, Execution):
+    """All decisions that the config of a run may leave open, as its ``resolved.json`` has them.
+
+    Attributes:
+        problem: what a classifier predicts; None for another task.
+        labels: names of its classes, in the order of their ids; none in a regression.
+        class_weights: of these classes in the loss; none where all have the same.
+    """
+
     problem: Problem | None = None
     labels: tuple[str, ...] = ()
     class_weights: tuple[float, ...] = ()
+
+    @classmethod
+    def of(
+        cls, execution: Execution, steps: Steps, labels: LabelSet | None = None, class_weights: tuple[float, ...] = ()
+    ) -> Resolved:
+        """Both parts together, with what a classifier predicts."""
+        problem, names = (None, ()) if labels is None else (labels.problem, labels.names)
+        known = {**vars(execution), **{one.name: getattr(steps, one.name) for one in fields(Steps)}}
+        return cls(**known, problem=problem, labels=names, class_weights=class_weights)
 
     @property
     def label_set(self) -> LabelSet | None:
@@ -69,15 +93,10 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """What is known of a run once its data are prepared.
+class PreparedRun:
+    """A run whose data are prepared: where they are (directory or URL), and all that was decided."""
 
-    Attributes:
-        prepared: directory or URL of the prepared dataset.
-        resolved: with what the data decide: the size of a step, the epochs, and the classes.
-    """
-
-    prepared: str
+    location: str
     resolved: Resolved
 
 

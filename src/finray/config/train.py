@@ -160,12 +160,6 @@ class TrainConfig(Section):
         return self
 
     @property
-    def peak_learning_rate(self) -> float:
-        """The learning rate as a number: what a config says, or what its run chose (``config.identity.settled``)."""
-        assert self.learning_rate != "auto", "the run has not chosen its learning rate yet"
-        return self.learning_rate
-
-    @property
     def replaced(self) -> tuple[str, ...]:
         """What is set and not used, because another field takes its place; in words."""
         found = []

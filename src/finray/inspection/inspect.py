@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,7 @@ from finray.data.dataset.plan import PrepareSettings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.report import unread_fields, without_rows
+from finray.data.dataset.run_data import run_data
 from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Chat, Completion, Example, Label
 from finray.data.tokenize.encode import Tokenizer
@@ -40,7 +41,6 @@ def inspect(
     examples: int = 3,
     chosen: Sequence[str] = (),
     compared: int | None = 1000,
-    pack_length: Callable[[Config, npt.NDArray[np.int64]], int | None] = lambda config, lengths: None,
 ) -> Inspection:
     """Prepare the data of a config, unless that is done already, and measure it.
 
@@ -49,7 +49,6 @@ def inspect(
         examples: number of rows shown token by token, spread over the training rows.
         chosen: rows shown instead: by index in the training rows, or by ``file:row`` of the source.
         compared: number of training rows that are compared with what a server renders; None for all.
-        pack_length: tokens that training's packs of rows of these lengths hold; None for `data.max_length`.
 
     Returns:
         The inspection. If preparation refuses the data because training and serving differ, it holds the differences
@@ -70,7 +69,8 @@ def inspect(
             raise
         return _refused(config, encoder, tokenizer, tokens, error)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
-    found = dataset.splits(config.data, seed=config.run.seed)
+    rows = run_data(config, dataset)
+    found = rows.splits
     splits = {
         name: split
         for name, split in (("train", found.train), ("eval", found.eval), ("test", found.test))
@@ -92,7 +92,6 @@ def inspect(
         tokenizer=tokenizer,
         special=tokens.special,
     )
-    capacity = pack_length(config, found.train.lengths) or config.data.max_length
     cut_at = {name: stats.truncated_at for name, stats in counted.items()}
     classes: tuple[ClassBalance, ...] = ()
     labels: dict[str, list[Label]] = {}
@@ -102,7 +101,7 @@ def inspect(
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
     places = {name: stats.places for name, stats in counted.items()}
-    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity, cut_at, labels, places)
+    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, rows.plan, cut_at, labels, places)
     return Inspection(
         config=config,
         format=form,

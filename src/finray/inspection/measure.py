@@ -14,7 +14,7 @@ import numpy.typing as npt
 from finray.config.schema import DataConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
-from finray.data.sampling.packing import plan_packs
+from finray.data.sampling.packing import PackPlan
 from finray.errors import DataError
 from finray.inspection.checks import Check, TokenScan
 from finray.inspection.labels import label_text
@@ -154,7 +154,7 @@ class Inspector:
         counters: split name to the counters of its preparation.
         tokenizer: the Transformers tokenizer.
         tokens: its special tokens.
-        capacity: tokens that a pack holds.
+        plan: how the training rows form packs.
         cut_at: split name to some rows that were cut off.
         labels: split name to the labels of labelled text; nothing for other rows.
         places: split name to some rows of each counter.
@@ -165,7 +165,7 @@ class Inspector:
     counters: Mapping[str, Mapping[str, int]]
     tokenizer: Any
     tokens: SpecialTokens
-    capacity: int
+    plan: PackPlan
     cut_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels: Mapping[str, Sequence[Label]] = field(default_factory=dict)
     places: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Inspector:
                 quantiles=(low, median, high, top),
                 counts=dict(self.counters.get(name, {})),
                 histogram=histogram(rows.lengths),
-                packing=packing(rows.lengths, self.capacity) if packed else None,
+                packing=packing(rows.lengths, self.plan) if packed else None,
                 longest=tuple(self._summary(name, int(number)) for number in longest),
                 shortest=tuple(self._summary(name, int(number)) for number in shortest),
                 cut_at=self.cut_at.get(name, ()),
@@ -338,15 +338,13 @@ def histogram(lengths: IntArray) -> Histogram:
     return Histogram(width, tuple(counts.tolist()))
 
 
-def packing(lengths: IntArray, capacity: int) -> Packing:
+def packing(lengths: IntArray, plan: PackPlan) -> Packing:
     """How rows of these lengths fill packs."""
-    plan = plan_packs(lengths, capacity)
-    tokens = int(lengths.sum())
     return Packing(
-        capacity=capacity,
+        capacity=plan.capacity,
         packs=len(plan),
         fill=plan.fill,
         rows_per_pack=len(lengths) / len(plan),
-        tokens_per_pack=tokens / len(plan),
-        padded_fill=tokens / (len(lengths) * int(lengths.max())),
+        tokens_per_pack=plan.tokens / len(plan),
+        padded_fill=plan.tokens / (len(lengths) * int(lengths.max())),
     )

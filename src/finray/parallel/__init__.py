@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finray.config.extensions import load_named
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution
 from finray.config.schema import Config
 
 if TYPE_CHECKING:
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from finray.parallel.base import Strategy
 
 
-def make_strategy(config: Config, resolved: Resolved, device: torch.device) -> Strategy:
+def make_strategy(config: Config, execution: Execution, device: torch.device) -> Strategy:
     """The strategy of this process.
 
     Args:
         config: of the run.
-        resolved: names the strategy.
+        execution: names the strategy.
         device: of this rank.
 
     Raises:
         ConfigError: there is no such strategy.
     """
-    kind = load_named("finray.strategies", resolved.strategy, where="parallel.strategy")
-    strategy: Strategy = kind.from_config(config, resolved, device)
+    kind = load_named("finray.strategies", execution.strategy, where="parallel.strategy")
+    strategy: Strategy = kind.from_config(config, execution, device)
     return strategy

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.parallel.base import NamedOptimizer, ProcessGroup
 
@@ -28,7 +28,7 @@ class DDPStrategy(ProcessGroup):
         self._buckets: _Buckets | None = None
 
     @classmethod
-    def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> DDPStrategy:  # noqa: ARG003
+    def from_config(cls, config: Config, execution: Execution, device: torch.device) -> DDPStrategy:  # noqa: ARG003
         """Create it from a config."""
         return cls(device)
 

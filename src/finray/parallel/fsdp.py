@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution
 from finray.config.schema import Config, ParallelConfig
 from finray.parallel.base import ProcessGroup
 
@@ -32,9 +32,9 @@ class FSDPStrategy(ProcessGroup):
         self._precision = precision
 
     @classmethod
-    def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> FSDPStrategy:
+    def from_config(cls, config: Config, execution: Execution, device: torch.device) -> FSDPStrategy:
         """Create it from a config."""
-        return cls(device, config.parallel, precision=resolved.precision)
+        return cls(device, config.parallel, precision=execution.precision)
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Shard a module, block by block and then the rest."""

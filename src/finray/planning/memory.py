@@ -9,8 +9,9 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal
 
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution, Steps
 from finray.config.schema import Config
+from finray.data.dataset.run_data import decide_steps
 from finray.data.sampling.order import permutation
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import ConfigError
@@ -36,8 +37,8 @@ class Rows:
     lengths: Sequence[int] = ()  # tokens of the rows, or of a sample; none stand for rows as long as they may be
     longest: int = 0  # tokens of the longest
     learned: float = 1.0  # share of the tokens that are targets
-    steps: int | None = None  # optimizer steps of the run, where that is known
-    pack_length: int | None = None  # tokens that a pack holds; None for data.max_length
+    total_steps: int | None = None  # optimizer steps of the run, where that is known
+    steps: Steps | None = None  # how they form steps, where that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +60,25 @@ class MemoryPlan:
 
 def plan_memory(
     config: Config,
-    resolved: Resolved,
+    execution: Execution,
     shape: ModelShape,
     device: Device,
     rows: Rows,
     found: Findings,
     *,
+    workers: int,
     ray: bool = True,
 ) -> MemoryPlan:
     """Estimate a worker's peak, and look for a change where it does not fit; ``found`` takes problems and warnings."""
-    if resolved.precision == "bf16" and not device.bf16:
+    if execution.precision == "bf16" and not device.bf16:
         found.warn(f"{device.name} has no bf16 arithmetic: it is emulated and slow", "train.precision")
-    if resolved.precision == "fp16" and device.kind == "cpu":
+    if execution.precision == "fp16" and device.kind == "cpu":
         found.warn("a CPU works many times slower in fp16 than in bf16 or fp32", "train.precision")
     if device.kind == "cpu":
         for refusal in refusals_on_cpu(config):
             found.problem(refusal)
-    now = Choice.of(config, resolved)
-    peak = _peaks(config, resolved, shape, device, rows, ray=ray)
+    now = Choice.of(config, execution, workers)
+    peak = _peaks(config, execution, shape, device, rows, now, ray=ray)
     needed, work = peak(now)
     failure = shape.probe.failure
     if failure:
@@ -88,9 +90,10 @@ def plan_memory(
     changes: tuple[str, ...] = ()
     faster: tuple[str, ...] = ()
     if device.kind == "cuda" and device.memory is not None and fits(now):
-        faster = fastest(now, fits, share=-(-resolved.global_batch_size // resolved.world_size)).overrides_from(now)
+        steps = rows.steps or decide_steps(config.train, packs=None)
+        faster = fastest(now, fits, share=-(-steps.global_batch_size // workers)).overrides_from(now)
     if device.memory is not None and not fits(now):
-        others = _others(config, resolved, device)
+        others = _others(config, execution, device, workers)
         better = smallest_change(now, fits, longest=rows.longest, others=others)
         if better is not None:
             changes = better.overrides_from(now)
@@ -126,27 +129,34 @@ def plan_memory(
 
 
 def worst_peak(
-    config: Config, resolved: Resolved, shape: ModelShape, device: Device, *, checkpointing: str | None = None
+    config: Config,
+    execution: Execution,
+    shape: ModelShape,
+    device: Device,
+    *,
+    workers: int,
+    checkpointing: str | None = None,
 ) -> int:
     """Peak bytes of a worker whose rows are all as long as they may be, and all of whose tokens are learned."""
     if checkpointing is not None:
         train = config.train.model_copy(update={"gradient_checkpointing": checkpointing})
         config = config.model_copy(update={"train": train})
-    peak = _peaks(config, resolved, shape, device, Rows(), ray=True)
-    return peak(Choice.of(config, resolved))[0].total
+    now = Choice.of(config, execution, workers)
+    return _peaks(config, execution, shape, device, Rows(), now, ray=True)(now)[0].total
 
 
 def _peaks(
-    config: Config, resolved: Resolved, shape: ModelShape, device: Device, rows: Rows, *, ray: bool
+    config: Config, execution: Execution, shape: ModelShape, device: Device, rows: Rows, now: Choice, *, ray: bool
 ) -> Callable[[Choice], tuple[Estimate, Workload]]:
-    """A function that estimates the peak for a choice of what may be changed."""
+    """A function that estimates the peak for another choice than that of ``now``."""
     # A strategy from outside is taken to keep everything on every worker.
-    named: Strategy = "fsdp" if resolved.strategy == "fsdp" else "ddp"
+    named: Strategy = "fsdp" if execution.strategy == "fsdp" else "ddp"
     given: dict[str, Any] = {}
-    if resolved.strategy == "deepspeed":
+    if execution.strategy == "deepspeed":
         stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
         given = deepspeed_config.load(config)
         named = stages[deepspeed_config.stage(given, config)]
+    steps = rows.steps or decide_steps(config.train, packs=None)
     in_file = {name for name, one in given.get("zero_optimization", {}).items() if _is_on_cpu(one)}
     # The number of steps in an epoch is not known here: assume that every step saves.
     saved, judged = config.checkpoint, config.evaluation
@@ -154,7 +164,7 @@ def _peaks(
     if saved.keep_best and (judged.every_steps or judged.every_epochs):
         intervals.append(judged.every_steps if judged.every_steps and judged.every_epochs is None else 1)
     # Whether a checkpoint is written beside later steps; that of the last step is not.
-    copies = config.checkpoint.asynchronous and (rows.steps is None or rows.steps > min(intervals))
+    copies = config.checkpoint.asynchronous and (rows.total_steps is None or rows.total_steps > min(intervals))
     shapes: dict[str, ModelShape] = {config.adapter.method: shape}
 
     def setup_of(choice: Choice) -> Setup:
@@ -164,7 +174,7 @@ def _peaks(
         kept_as = weights if trained else choice.precision
         mapped = stored is None or (stored.dtypes and _STORED.get(stored.dtypes[0]) == kept_as)
         # The choice of `auto` with more workers than one that has too little memory.
-        more = config.parallel.strategy == "auto" and choice.num_workers > resolved.world_size
+        more = config.parallel.strategy == "auto" and choice.num_workers > now.num_workers
         strategy: Strategy = "fsdp" if more else named
         offload, on_gpu = choice.cpu_offload and strategy != "ddp", device.kind == "cuda"
         return Setup(
@@ -175,7 +185,7 @@ def _peaks(
             precision="fp32" if choice.precision == "fp32" else "bf16",
             weights=weights,
             checkpointing=choice.gradient_checkpointing,
-            storage_bits=None if trained else resolved.bits,
+            storage_bits=None if trained else execution.bits,
             reshard=config.parallel.reshard_after_forward,
             ray=ray,
             optimizer=choice.optimizer,
@@ -186,20 +196,20 @@ def _peaks(
             activation_offload=on_gpu and choice.activation_offload,
         )
 
-    weigh = shape.probe.measure(setup_of(Choice.of(config, resolved)).arithmetic).kept
+    weigh = shape.probe.measure(setup_of(now).arithmetic).kept
 
     @cache
     def workload(micro_batch_size: int, max_length: int, workers: int) -> Workload:
-        per_step = -(-resolved.global_batch_size // micro_batch_size)
+        per_step = -(-steps.global_batch_size // micro_batch_size)
         per_worker = -(-per_step // workers)
         return largest_workload(
             rows.lengths,
-            max_length=min(max_length, rows.pack_length or max_length),
-            packing=config.data.packing and resolved.packs,
-            micro_batch_size=min(micro_batch_size, resolved.global_batch_size) if resolved.packs else 1,
+            max_length=min(max_length, steps.pack_length or max_length),
+            packing=config.data.packing and execution.packs,
+            micro_batch_size=min(micro_batch_size, steps.global_batch_size) if execution.packs else 1,
             learned=rows.learned,
-            micro_batches=(rows.steps or 1) * per_worker,
-            accumulates=per_worker > 1 or not resolved.packs,
+            micro_batches=(rows.total_steps or 1) * per_worker,
+            accumulates=per_worker > 1 or not execution.packs,
             weigh=weigh,
         )
 
@@ -299,21 +309,22 @@ _PATHS = {
 _BUSY = 16_384
 
 
-def relief(config: Config, resolved: Resolved, device: Device, *, less: int) -> tuple[str, ...]:
+def relief(config: Config, execution: Execution, device: Device, *, workers: int, less: int) -> tuple[str, ...]:
     """The smallest change with which a worker needs so many bytes less than now, as overrides; none where none does.
 
     For a run that ran out of memory, regardless of the estimate.
     """
     from finray.planning.blueprint import model_shape
 
-    shape = model_shape(config.model, config.adapter, packs=resolved.packs)
-    now, peak = Choice.of(config, resolved), _peaks(config, resolved, shape, device, Rows(), ray=True)
+    shape = model_shape(config.model, config.adapter, packs=execution.packs)
+    now = Choice.of(config, execution, workers)
+    peak = _peaks(config, execution, shape, device, Rows(), now, ray=True)
     most = peak(now)[0].total - less
     better = smallest_change(
         now,
         lambda choice: peak(choice)[0].total <= most,
         longest=config.data.max_length,
-        others=_others(config, resolved, device),
+        others=_others(config, execution, device, workers),
     )
     return () if better is None else better.overrides_from(now)
 
@@ -333,19 +344,19 @@ class Choice:
     num_workers: int = 1
 
     @classmethod
-    def of(cls, config: Config, resolved: Resolved) -> Choice:
+    def of(cls, config: Config, execution: Execution, workers: int) -> Choice:
         """That of a config."""
         train = config.train
         return cls(
             train.micro_batch_size,
             train.gradient_checkpointing,
-            "bf16-true" if resolved.weights == "bf16" else resolved.precision,
+            "bf16-true" if execution.weights == "bf16" else execution.precision,
             config.data.max_length,
             config.adapter.method,
             train.optimizer,
             train.activation_offload,
             config.parallel.cpu_offload,
-            resolved.world_size,
+            workers,
         )
 
     def overrides_from(self, before: Choice) -> tuple[str, ...]:
@@ -354,20 +365,20 @@ class Choice:
         return tuple(f"{_PATHS[name]}={str(getattr(self, name)).lower()}" for name in changed)
 
 
-def _others(config: Config, resolved: Resolved, device: Device) -> dict[str, list[Any]]:
+def _others(config: Config, execution: Execution, device: Device, workers: int) -> dict[str, list[Any]]:
     """What the optimizer, offloading and the number of workers may be changed to where that is of use."""
     found: dict[str, list[Any]] = {}
-    if config.train.optimizer == "adamw" and resolved.strategy != "deepspeed":
+    if config.train.optimizer == "adamw" and execution.strategy != "deepspeed":
         found["optimizer"] = ["adamw_8bit"]
-        if config.adapter.method == "none" and device.bf16 and resolved.weights != "bf16":
+        if config.adapter.method == "none" and device.bf16 and execution.weights != "bf16":
             found["precision"] = ["bf16-true"]
     if device.kind == "cuda":
         found["activation_offload"] = [True]
         # Of FSDP2 it was never seen on a GPU.
-        if resolved.strategy == "deepspeed" and not config.parallel.deepspeed_config:
+        if execution.strategy == "deepspeed" and not config.parallel.deepspeed_config:
             found["cpu_offload"] = [True]
-        if resolved.strategy != "ddp" or config.parallel.strategy == "auto":
-            found["num_workers"] = [resolved.world_size * factor for factor in (2, 4, 8)]
+        if execution.strategy != "ddp" or config.parallel.strategy == "auto":
+            found["num_workers"] = [workers * factor for factor in (2, 4, 8)]
     return found
 
 

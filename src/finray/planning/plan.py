@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from finray.checkpoint.rundir import Earlier, earlier_of
 from finray.config.paths import run_path, with_absolute_paths
-from finray.config.resolved import LabelSet, Resolved
+from finray.config.resolved import LabelSet, Resolved, Steps
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.config.trust import require_trusted
+from finray.data.dataset.run_data import decide_steps, require_room
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
 from finray.planning.blueprint import Blueprint
@@ -41,7 +42,7 @@ from finray.planning.resolve import resolve
 from finray.planning.result import DataPlan, EarlierPlan, PlacementPlan, Plan
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
-from finray.planning.steps import batch_and_epochs, choose_learning_rate, chosen_notes, require_room, step_warnings
+from finray.planning.steps import choose_learning_rate, chosen_notes, step_warnings
 from finray.planning.strategy import StrategyChoice
 from finray.tracking.access import require_access
 
@@ -101,7 +102,7 @@ def make_plan(
     labels = _labels(config, report, found, before)
     model = plan_model(config, found, labels=labels, environ=environ, offline=offline)
     begun = before if earlier is not None and earlier.step else None
-    data = None if report is None else _data(config, report, model, found, begun, offline=offline)
+    data, steps = (None, None) if report is None else _data(config, report, model, found, begun, offline=offline)
     if model is not None:
         _check_length(config, report, model, found)
     placed, placement, device = _place(config, named, found, environ, ask)
@@ -109,25 +110,25 @@ def make_plan(
     choices: list[StrategyChoice] = []
     if model is not None and device is not None and placement is not None:
         try:
-            resolved = resolve(
+            execution = resolve(
                 config,
                 placement,
                 device,
                 packing=model.packing,
                 before=before,
                 shape=model.shape,
-                packs=_packs(report),
                 chose=choices.append,
                 missing=missing,
             )
         except FinrayError as error:
             found.problem(error)
         else:
-            rows = _rows(report, data, begun)
+            # What is not known of the data is what a run has whose config says nothing.
+            resolved = Resolved.of(execution, steps or decide_steps(config.train, packs=None, before=begun), labels)
+            rows = _rows(report, data, resolved)
             # Of a number of workers that follows the cluster, the fewest have the largest shares.
-            fewest = replace(resolved, world_size=placement.bounds[0])
-            memory = plan_memory(config, fewest, model.shape, device, rows, found)
-            speed = _speed(config, resolved, model.shape.blueprint, device, rows, data)
+            memory = plan_memory(config, execution, model.shape, device, rows, found, workers=placement.bounds[0])
+            speed = _speed(config, placement.num_workers, model.shape.blueprint, device, rows, data)
     return Plan(
         found.problems,
         found.warnings,
@@ -135,6 +136,7 @@ def make_plan(
         None if model is None else model.plan,
         data,
         resolved,
+        None if placement is None else placement.num_workers,
         next(iter(choices), None),
         placed,
         memory,
@@ -225,7 +227,7 @@ def _labels(config: Config, report: DataReport | None, found: Findings, before: 
 
 
 def _speed(
-    config: Config, resolved: Resolved, blueprint: Blueprint, device: Device, rows: Rows, data: DataPlan | None
+    config: Config, workers: int, blueprint: Blueprint, device: Device, rows: Rows, data: DataPlan | None
 ) -> SpeedPlan | None:
     gpu = GPUS.get(device.name)
     if gpu is None or gpu.tflops is None or config.parallel.cpu_offload or config.train.activation_offload:
@@ -237,7 +239,7 @@ def _speed(
         learned=rows.learned,
         checkpointing=config.train.gradient_checkpointing == "full",
         tflops=gpu.tflops,
-        workers=resolved.world_size,
+        workers=workers,
     )
     if data is None or not data.complete:
         return found
@@ -279,8 +281,8 @@ def _data(
     before: Resolved | None,
     *,
     offline: bool,
-) -> DataPlan | None:
-    """The data and what a run makes of them; None if something is wrong with them."""
+) -> tuple[DataPlan | None, Steps | None]:
+    """The data, and the steps of the run; None if something is wrong with them."""
     if report.problems:
         for one in report.problems:
             # Without its tokenizer they cannot be tokenized; that has been said.
@@ -291,41 +293,41 @@ def _data(
                 found.skip("the data, which lies on the Hub", f"data.source={one.where}")
             else:
                 found.problem(one)
-        return None
+        return None, None
     for text in report.warnings:
         found.warn(text, "data")
     train = config.train
     try:
-        require_room(before, report.longest)
+        if before is not None:
+            require_room(before, report.longest)
     except FinrayError as error:
         found.problem(error)
-    size, epochs = batch_and_epochs(train, packs=_packs(report), before=before)
-    steps, items = total_steps(max(1, report.packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
-    passes = (items or steps * size) / max(1, report.packs)
-    for warning in step_warnings(config, size, steps=steps, packs=_packs(report), continued=before is not None):
+    steps = decide_steps(train, packs=_packs(report), pack_length=report.pack_length, before=before)
+    total, items = total_steps(max(1, report.packs), steps, max_steps=train.max_steps)
+    passes = (items or total * steps.global_batch_size) / max(1, report.packs)
+    for warning in step_warnings(config, steps, total=total, packs=_packs(report), continued=before is not None):
         found.warn(*warning)
     width = None if model is None else model.shape.blueprint.hidden
     rate = choose_learning_rate(config, hidden_size=width, before=before)
-    notes = () if before else chosen_notes(train, size, epochs, rate, pack_length=report.pack_length)
+    notes = () if before else chosen_notes(train, steps, rate)
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
-    return DataPlan(
+    plan = DataPlan(
         **{name: getattr(report, name) for name in same},
         notes=(*report.notes, *train.replaced, *notes),
-        global_batch_size=size,
-        steps=steps,
+        global_batch_size=steps.global_batch_size,
+        steps=total,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),
         labelled=report.labels is not None,
     )
+    return plan, steps
 
 
-def _rows(report: DataReport | None, data: DataPlan | None, before: Resolved | None) -> Rows:
+def _rows(report: DataReport | None, data: DataPlan | None, steps: Steps) -> Rows:
     """What memory depends on in the data; rows as long as they may be where the data are not known."""
     if report is None or data is None:
-        return Rows()
-    # A continued run keeps the packs that it began with.
-    pack_length = report.pack_length if before is None else before.pack_length
-    return Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, pack_length)
+        return Rows(steps=steps)
+    return Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, steps)
 
 
 def _place(

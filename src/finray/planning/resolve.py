@@ -1,7 +1,6 @@
 """Resolves every ``auto`` in a config: :func:`resolve` reads all of them, except ``use_gpu`` in ``placement.py``.
 
-Batch size, number of epochs and learning rate depend on the data, which are prepared later:
-``steps.py``.
+The size of a step and the number of epochs depend on the data, which are prepared later: ``data/dataset/run_data.py``.
 
 Imports no torch, except for ``parallel.strategy: auto`` with several workers, which needs an estimate of the model's
 memory. ``data.format: auto`` is not a choice of hardware: the columns of the source decide it in ``data/formats/``.
@@ -14,13 +13,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from finray.config.resolved import Packing, Precision, Resolved
+from finray.config.resolved import Execution, Packing, Precision
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.findings import refuse
 from finray.planning.placement import Device, Placement
-from finray.planning.steps import batch_and_epochs, choose_learning_rate
+from finray.planning.steps import choose_learning_rate
 from finray.planning.strategy import StrategyChoice, estimated_choice
 
 if TYPE_CHECKING:
@@ -36,13 +35,12 @@ def resolve(
     device: Device,
     *,
     packing: Packing | None,
-    before: Resolved | None = None,
+    before: Execution | None = None,
     shape: ModelShape | None = None,
-    packs: int | None = None,
     chose: Callable[[StrategyChoice], None] = lambda choice: None,
     missing: Callable[[ConfigError], None] = refuse,
-) -> Resolved:
-    """Decide everything that a config leaves open.
+) -> Execution:
+    """Decide everything that a config leaves open, except for what depends on the data.
 
     Args:
         config: of the run, with absolute paths.
@@ -52,7 +50,6 @@ def resolve(
         before: what the run began with, if it is continued. It keeps precision, bits, packing and attention, because
             others would change what is learned; its strategy changes where that no longer fits into memory.
         shape: of the model, whose memory is estimated where the strategy is ``auto``; None builds it.
-        packs: number of packs to train on; None if the data are not prepared yet.
         chose: called with the strategy and the reason, if it is ``auto``.
         missing: called for a required package that is not installed here. If it returns, the package is assumed to
             exist.
@@ -67,23 +64,18 @@ def resolve(
     if before is not None and before.packs and packing is not None and not packing.safe:
         raise _lost("packed rows", "model.name", packing.warning)
     together = together and (before is None or before.packs)
-    global_batch_size, epochs = batch_and_epochs(config.train, packs=packs, before=before)
     liger = config.train.liger
-    found = Resolved(
+    found = Execution(
         precision=precision,
         bits=bits,
         attention=_attention(config.model, device, precision, before, missing) if together else None,
         packs=together,
         strategy=config.parallel.strategy,
-        world_size=placement.num_workers,
         use_gpu=placement.use_gpu,
         liger=device.kind == "cuda" and find_spec("liger_kernel") is not None if liger == "auto" else liger,
-        global_batch_size=global_batch_size,
-        epochs=epochs,
         learning_rate=choose_learning_rate(
             config, hidden_size=None if packing is None else packing.hidden_size, before=before
         ),
-        pack_length=None if before is None else before.pack_length,
         weights="bf16" if config.train.precision == "bf16-true" else "fp32",
     )
     if found.strategy != "auto":
@@ -97,9 +89,10 @@ def resolve(
     else:
         choice = estimated_choice(
             config,
-            replace(found, world_size=fewest),
+            found,
             device,
             shape,
+            workers=fewest,
             before=None if before is None else before.strategy,
             may_grow=most > fewest,
         )
@@ -109,7 +102,7 @@ def resolve(
     return found
 
 
-def _precision(config: Config, device: Device, before: Resolved | None) -> Precision:
+def _precision(config: Config, device: Device, before: Execution | None) -> Precision:
     """Precision of the arithmetic."""
     if config.train.precision == "bf16-true":
         return "bf16"
@@ -126,7 +119,7 @@ def _base_bits(
     config: Config,
     placement: Placement,
     device: Device,
-    before: Resolved | None,
+    before: Execution | None,
     missing: Callable[[ConfigError], None],
 ) -> Literal[4, 8] | None:
     """Bits of an adapter's base weights; None if they are not quantized."""
@@ -147,7 +140,7 @@ def _base_bits(
     return 8
 
 
-def require_whole_weights(config: Config, resolved: Resolved) -> None:
+def require_whole_weights(config: Config, execution: Execution) -> None:
     """Check that every worker holds the whole model that answers prompts at evaluations.
 
     Answers have different lengths, and workers with sharded weights would have to run every step together.
@@ -156,15 +149,15 @@ def require_whole_weights(config: Config, resolved: Resolved) -> None:
         ConfigError: the strategy shards the weights.
     """
     asks = config.evaluation.generate_rows is not None and config.evaluation.mode == "inline"
-    shares = resolved.strategy == "fsdp" or (
-        resolved.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3
+    shares = execution.strategy == "fsdp" or (
+        execution.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3
     )
     if asks and shares:
         raise ConfigError(
-            f"with sharded weights ({resolved.strategy}) the model cannot answer prompts between two steps",
+            f"with sharded weights ({execution.strategy}) the model cannot answer prompts between two steps",
             where="evaluation.generate_rows",
             repair="set evaluation.mode to async, which loads the full model on its own resources, or "
-            "parallel.strategy to ddp" + (", or parallel.zero_stage to 2" if resolved.strategy == "deepspeed" else ""),
+            "parallel.strategy to ddp" + (", or parallel.zero_stage to 2" if execution.strategy == "deepspeed" else ""),
         )
 
 
@@ -177,7 +170,7 @@ def _attention(
     model: ModelConfig,
     device: Device,
     precision: Precision,
-    before: Resolved | None,
+    before: Execution | None,
     missing: Callable[[ConfigError], None],
 ) -> str:
     """Transformers' name of the attention over packed rows."""

@@ -78,6 +78,7 @@ class Plan(Result):
     model: ModelPlan | None = None
     data: DataPlan | None = None
     resolved: Resolved | None = None
+    workers: int | None = None  # that would be started
     strategy: StrategyChoice | None = None  # the choice of `auto` and its reason; None if a strategy is set
     placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
     memory: MemoryPlan | None = None
@@ -197,11 +198,9 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         if place.fewest < place.most:
             now = f"{place.fewest} to {place.most} workers, {place.workers} now,"
         yield "placement", f"{now} with {each} on {place.cluster} ({cluster})"
-    elif resolved is not None and result.memory is not None:
-        yield (
-            "placement",
-            f"{several(resolved.world_size, 'worker')} with one {result.memory.device} each, on another machine",
-        )
+    elif result.workers is not None and result.memory is not None:
+        workers = several(result.workers, "worker")
+        yield "placement", f"{workers} with one {result.memory.device} each, on another machine"
     if result.memory is not None:
         memory = result.memory
         needed = (

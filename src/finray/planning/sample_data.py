@@ -19,11 +19,11 @@ from finray.data.dataset.plan import plan, remarks_on_files
 from finray.data.dataset.prepare import plan_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines, shared_rows, unserved_ends
+from finray.data.dataset.run_data import longest_of, run_data
 from finray.data.formats.labels import LabelSet
-from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
 from finray.errors import FinrayError
-from finray.planning.steps import longest_of, pack_length_of, require_prompts
+from finray.planning.steps import require_prompts
 from finray.pretrained.tokenizers import generation_stops, load_tokenizer
 
 # Seconds after which no further rows of a large source are read.
@@ -87,10 +87,8 @@ def examine(
 
 
 def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: float) -> DataReport:
-    splits = dataset.splits(config.data, seed=config.run.seed)
-    lengths = np.sort(splits.train.lengths)
-    make_plan = plan_packs if config.data.packing else one_row_each
-    pack_length = pack_length_of(config, lengths) if complete else None
+    data = run_data(config, dataset, is_whole=complete)
+    splits, lengths = data.splits, np.sort(data.splits.train.lengths)
     ends = unserved_ends(dataset.manifest, generation_stops(config.model))
     lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *shared_rows(splits)]
     problems: list[FinrayError] = []
@@ -112,8 +110,8 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
         rows=len(lengths),
         tokens=int(lengths.sum()),
         supervised=int(splits.train.supervised.sum()),
-        packs=len(make_plan(lengths, pack_length or config.data.max_length)),
-        pack_length=pack_length,
+        packs=len(data.plan),
+        pack_length=data.steps.pack_length,
         longest=int(lengths[-1]) if len(lengths) else 0,
         longest_held_out=longest_of(splits.eval),
         lengths=lengths[:: max(1, len(lengths) // _LENGTHS)].tolist(),

@@ -1,32 +1,21 @@
-"""Batch size, pack length and number of epochs, where the config leaves them to finray."""
+"""The learning rate where the config leaves it to finray, and remarks on settings of the steps."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from finray.config.adapter_files import read_notes, read_settings
 from finray.config.paths import is_url
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution, Steps
 from finray.config.schema import Config, TrainConfig
 from finray.config.tasks import task_spec
-from finray.data.dataset.prepared import PreparedSplit
-from finray.data.sampling.packing import plan_packs
+from finray.data.dataset.run_data import decide_steps
 from finray.data.sources.resolve import TABLES, TEXTS
 from finray.data.storage import file_suffix
 from finray.errors import DataError, FinrayError, ModelError
 
-# A step as large as this, unless an epoch would then have fewer steps than that; and as many epochs, within limits, as
-# make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
-_LARGEST_STEP, _EPOCH_STEPS = 8, 32
-_RUN_STEPS, _MOST_EPOCHS = 100, 3
-# Fewer packs than these are made shorter: a hundred short rows would all fit into one.
-_FEWEST_PACKS = 16
 # Methods for which a rate was fitted, and the rate of others and of other optimizers than AdamW.
 _FITTED_METHODS, _PLAIN_RATE = ("none", "lora", "dora"), 2e-4
 # Above it, full fine-tuning forgets more than it learns.
@@ -37,54 +26,9 @@ _LARGEST_EPSILON = 1e-2
 # AdamW's epsilon is more than what a gradient is after such a cut.
 _SMALLEST_NORM = 1e-5
 _ANOTHER = " in a run of another run.name"
-# More packs than this change nothing.
-_ENOUGH_PACKS = _LARGEST_STEP * _RUN_STEPS
 
 
-def pack_length_of(config: Config, lengths: npt.NDArray[np.int64]) -> int | None:
-    """Tokens that a pack holds where ``train.global_batch_size`` is ``auto`` and full packs would be very few; None for
-    ``data.max_length``."""
-    if config.train.global_batch_size != "auto" or not config.data.packing or not len(lengths):
-        return None
-    shorter = max(int(lengths.max()), -(-int(lengths.sum()) // _FEWEST_PACKS))
-    return shorter if shorter < config.data.max_length else None
-
-
-def count_packs(config: Config, lengths: npt.NDArray[np.int64], *, pack_length: int | None = None) -> int:
-    """Packs (or rows) that rows of these lengths fill. Of very many it is a lower bound, which changes nothing."""
-    data, size = config.data, config.train.global_batch_size
-    capacity = pack_length or data.max_length
-    least = -(-int(lengths.sum()) // capacity)
-    if not data.packing:
-        return len(lengths)
-    enough = least >= max(_ENOUGH_PACKS, 0 if size == "auto" else size)
-    return least if enough else len(plan_packs(lengths, capacity))
-
-
-def batch_and_epochs(train: TrainConfig, *, packs: int | None, before: Resolved | None = None) -> tuple[int, float]:
-    """Packs (or rows) per optimizer step, and passes over the data where ``train.max_steps`` is not set.
-
-    Neither depends on the number of workers. A continued run keeps what it began with.
-
-    Args:
-        packs: to train on; None where the data are not prepared yet.
-    """
-    size, epochs = _LARGEST_STEP, 1.0
-    if before is not None:
-        size, epochs = before.global_batch_size, before.epochs
-    elif packs is not None:
-        size = min(_LARGEST_STEP, max(1, packs // _EPOCH_STEPS))
-    if train.global_batch_size != "auto":
-        size = train.global_batch_size
-    if train.epochs is not None:
-        epochs = train.epochs
-    elif packs is not None and before is None:
-        # Also where `train.max_steps` takes its place: a trial of some steps may be extended to the whole run.
-        epochs = float(min(_MOST_EPOCHS, math.ceil(_RUN_STEPS / max(1, packs // size))))
-    return size, epochs
-
-
-def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Resolved | None = None) -> float:
+def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Execution | None = None) -> float:
     """The peak learning rate, where ``train.learning_rate`` leaves it to finray. A continued run keeps its own.
 
     For AdamW it is ``5e-5 * (2000 / hidden_size) ** 0.78`` for all weights and ten times that for LoRA: the fit of
@@ -117,22 +61,23 @@ def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Res
 
 
 def step_warnings(
-    config: Config, size: int, *, steps: int, packs: int | None, continued: bool
+    config: Config, steps: Steps, *, total: int, packs: int | None, continued: bool
 ) -> Iterator[tuple[str, str, str | None]]:
     """What is odd about steps of so many packs (or rows): message, field and repair.
 
     Args:
-        size: packs (or rows) per step.
-        steps: of the run.
+        steps: how the packs form steps.
+        total: steps of the run.
         packs: to train on; None where not all of the data were read.
         continued: whether the run began before, with steps of this size: only another run has others.
     """
     train, workers, where = config.train, config.cluster.max_workers, "train.global_batch_size"
+    size = steps.global_batch_size
     unit = "packs" if config.data.packing else "rows"
     another = _ANOTHER if continued else ""
     if packs is not None and size > packs:
-        what = "the run is a single step" if steps == 1 else "it sees some of them again"
-        smaller, _ = batch_and_epochs(TrainConfig(), packs=packs)
+        what = "the run is a single step" if total == 1 else "it sees some of them again"
+        smaller = decide_steps(TrainConfig(), packs=packs).global_batch_size
         text = f"a step takes {size} {unit} and there are {packs}: {what}"
         yield text, where, f"{where}={smaller}, or auto{another}"
     shares = -(-size // train.micro_batch_size)
@@ -141,7 +86,7 @@ def step_warnings(
         larger = f"{where}={workers * train.micro_batch_size} or more{another}"
         fewer = f"cluster.num_workers{'.max' * config.cluster.is_elastic}={shares}"
         yield text, where, f"{fewer}, or {larger}" if continued else f"{larger}, or {fewer}"
-    yield from unlikely(config, steps, continued=continued)
+    yield from unlikely(config, total, continued=continued)
 
 
 def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator[tuple[str, str, str | None]]:
@@ -269,26 +214,6 @@ def require_prompts(config: Config, kind: str) -> None:
         )
 
 
-def require_room(before: Resolved | None, longest: int) -> None:
-    """See that the packs of a run that has begun have room for the longest row.
-
-    Raises:
-        DataError: they have not, because the data are others now.
-    """
-    if before is not None and before.pack_length is not None and longest > before.pack_length:
-        raise DataError(
-            f"the data have changed since the run began: a row has {longest} tokens, and its packs at most "
-            f"{before.pack_length}",
-            where="data.source",
-            repair="restore what has changed, or start over with --fresh (in Python fresh=True)",
-        )
-
-
-def longest_of(split: PreparedSplit | None) -> int:
-    """Tokens of a split's longest row; 0 where there is none."""
-    return 0 if split is None else int(split.lengths.max(initial=0))
-
-
 def beyond_positions(positions: int, longest: int) -> ModelError:
     """What to say of rows with more tokens than the model has learned positions."""
     return ModelError(
@@ -298,23 +223,22 @@ def beyond_positions(positions: int, longest: int) -> ModelError:
     )
 
 
-def chosen_notes(
-    train: TrainConfig, size: int, epochs: float, rate: float, *, pack_length: int | None = None
-) -> Iterator[str]:
+def chosen_notes(train: TrainConfig, steps: Steps, rate: float) -> Iterator[str]:
     """What to say of what finray chose: smaller steps and more passes over little data, and the learning rate."""
-    if (note := step_note(train, size, epochs, pack_length=pack_length)) is not None:
+    if (note := step_note(train, steps)) is not None:
         yield note
     if train.learning_rate == "auto":
         yield f"finray chose train.learning_rate={rate:g}; set it to choose yourself"
 
 
-def step_note(train: TrainConfig, size: int, epochs: float, *, pack_length: int | None = None) -> str | None:
+def step_note(train: TrainConfig, steps: Steps) -> str | None:
     """What to say where little data made steps smaller, or passes more."""
-    unit = "" if pack_length is None else f", with packs of {pack_length:,} tokens,"
-    chosen = [f"train.global_batch_size={size}{unit}"] if train.global_batch_size == "auto" else []
-    chosen += [f"train.epochs={epochs:g}"] if train.epochs is None and train.max_steps is None else []
-    usual, once = batch_and_epochs(train, packs=None)
-    if not chosen or (size == usual and (epochs == once or train.max_steps is not None)):
+    unit = "" if steps.pack_length is None else f", with packs of {steps.pack_length:,} tokens,"
+    chosen = [f"train.global_batch_size={steps.global_batch_size}{unit}"] if train.global_batch_size == "auto" else []
+    chosen += [f"train.epochs={steps.epochs:g}"] if train.epochs is None and train.max_steps is None else []
+    usual = decide_steps(train, packs=None)
+    is_longer = steps.epochs != usual.epochs and train.max_steps is None
+    if not chosen or (steps.global_batch_size == usual.global_batch_size and not is_longer):
         return None
     told = "it" if len(chosen) == 1 else "them"
     return f"there is little data, so finray chose {' and '.join(chosen).rstrip(',')}; set {told} to choose yourself"

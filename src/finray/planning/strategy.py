@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.planning.placement import Device
 
@@ -47,6 +47,7 @@ def choose_strategy(needs: Needs, *, workers: int, available: int | None, before
         needs: estimated needs of a worker.
         workers: training workers.
         available: bytes available to a worker, or None if not known.
+        workers: number of workers, or the fewest that there may be.
         before: the strategy with which the run started, if it continues.
     """
     if workers == 1:
@@ -73,10 +74,11 @@ def choose_strategy(needs: Needs, *, workers: int, available: int | None, before
 
 def estimated_choice(
     config: Config,
-    resolved: Resolved,
+    execution: Execution,
     device: Device,
     shape: ModelShape | None,
     *,
+    workers: int,
     before: str | None,
     may_grow: bool = False,
 ) -> StrategyChoice:
@@ -86,9 +88,10 @@ def estimated_choice(
 
     Args:
         config: with strategy ``auto``.
-        resolved: the other resolved values.
+        execution: the other decisions.
         device: device of a worker.
         shape: of the model with its adapter; None builds it.
+        workers: number of workers, or the fewest that there may be.
         before: the strategy with which the run started, if it continues.
         may_grow: whether there may be more workers later, for which the strategy must also work.
 
@@ -98,12 +101,12 @@ def estimated_choice(
     from finray.planning.blueprint import model_shape
     from finray.planning.memory import MARGIN, worst_peak
 
-    model = model_shape(config.model, config.adapter, packs=resolved.packs) if shape is None else shape
+    model = model_shape(config.model, config.adapter, packs=execution.packs) if shape is None else shape
 
     def peak(strategy: str, checkpointing: str | None = None) -> int:
-        return worst_peak(config, replace(resolved, strategy=strategy), model, device, checkpointing=checkpointing)
+        named = replace(execution, strategy=strategy)
+        return worst_peak(config, named, model, device, workers=workers, checkpointing=checkpointing)
 
     needs = Needs(peak("ddp"), peak("fsdp"), peak("fsdp", "full"))
     available = None if device.memory is None else int((1 - MARGIN) * device.memory)
-    workers = max(resolved.world_size, 2) if may_grow else resolved.world_size
-    return choose_strategy(needs, workers=workers, available=available, before=before)
+    return choose_strategy(needs, workers=max(workers, 2) if may_grow else workers, available=available, before=before)

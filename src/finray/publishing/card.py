@@ -47,7 +47,8 @@ class Facts:
         base: public name of the base model; None if it has none.
         card: front matter of the base model's own card.
         config: of the run; None where there is no run.
-        resolved: the values of every ``auto``, by name.
+        resolved: what the run decided, by name.
+        workers: training workers of its last start; None if that is not known.
         summary: of the finished run; None if it is not finished.
         step: the checkpoint that is pushed.
         metrics: of the evaluation during training, at that step.
@@ -63,6 +64,7 @@ class Facts:
     card: Mapping[str, Any] = field(default_factory=dict)
     config: Config | None = None
     resolved: Mapping[str, Any] = field(default_factory=dict)
+    workers: int | None = None
     summary: Mapping[str, Any] | None = None
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -211,7 +213,7 @@ def _training(facts: Facts) -> str:
         ["packing", str(resolved.get("packs", config.data.packing)).lower()],
         ["precision", str(resolved.get("precision", train.precision))],
         ["base stored in", f"{resolved['bits']} bits" if resolved.get("bits") else "full precision"],
-        ["workers", f"{resolved.get('world_size', config.cluster.num_workers)}, {resolved.get('strategy', 'ddp')}"],
+        ["workers", f"{facts.workers or config.cluster.num_workers}, {resolved.get('strategy', 'ddp')}"],
         ["seed", str(config.run.seed)],
     ]
     if done is not None:

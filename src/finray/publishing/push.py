@@ -28,6 +28,7 @@ from finray.models.artifacts import Artifact
 from finray.publishing.card import Facts, card, scores_of
 from finray.publishing.hub import DOCUMENTS, MARK, MODEL, Hub, Target, public_name
 from finray.results import Result
+from finray.tracking.starts import read_starts
 
 Notify = Callable[[str], None]
 _FILES = FileKind(HubError, repair="take the file from where the model was made")
@@ -184,6 +185,7 @@ def _facts(
         known = {
             "config": config,
             "resolved": {} if resolved is None else asdict(resolved),
+            "workers": next((one.header.world_size for one in reversed(read_starts(run.path))), None),
             "summary": None if done is None else done.summary.json(),
             "step": content["step"],
             "metrics": content["metrics"],

@@ -24,9 +24,8 @@ from finray.checkpoint import manifest
 from finray.checkpoint.remote import TRAINING_LOG
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.environment import secrets_of
-from finray.config.identity import settled
 from finray.config.paths import local_dir_of, with_absolute_paths
-from finray.config.resolved import Packing, Resolved, Settled
+from finray.config.resolved import Execution, Packing, PreparedRun, Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.config.trust import require_trusted
@@ -35,28 +34,17 @@ from finray.data.dataset.plan import remarks_on_files
 from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines, shared_rows, unserved_ends
-from finray.data.sampling.order import total_steps
+from finray.data.dataset.run_data import longest_of, run_data
 from finray.errors import FinrayError, from_dict
 from finray.files import digest_of
 from finray.models.packing_cache import cached_packing, packing_of
 from finray.planning.checks import check_push, require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import needs_torch, resolve
-from finray.planning.steps import (
-    batch_and_epochs,
-    beyond_positions,
-    choose_learning_rate,
-    chosen_notes,
-    count_packs,
-    longest_of,
-    pack_length_of,
-    require_prompts,
-    require_room,
-    step_warnings,
-)
+from finray.planning.steps import beyond_positions, chosen_notes, require_prompts, step_warnings
 from finray.pretrained.tokenizers import generation_stops
 from finray.publishing.hub import Target
-from finray.records import Note, Record, RunHeader, RunSummary
+from finray.records import Note, Record, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
@@ -90,7 +78,7 @@ class Connected:
         ray: the module, connected.
         is_own: Ray was started on this machine for the run, and ends with it.
         placement: of the workers.
-        resolved: the value of every ``auto`` in the config, except for those that depend on the data.
+        execution: what the config leaves open, except for what depends on the data.
         env: environment variables of the run's processes.
         worker_env: those of the training workers.
         started: ``time.perf_counter()`` before it was connected.
@@ -101,7 +89,7 @@ class Connected:
     ray: Any
     is_own: bool
     placement: Placement
-    resolved: Resolved
+    execution: Execution
     env: dict[str, str]
     worker_env: dict[str, str]
     started: float
@@ -274,7 +262,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             handle(Note(f"Ray's dashboard is at http://{ray._private.worker.get_dashboard_url()}"))
         if not packing.safe:
             handle(Note(packing.warning, level="warning"))
-        resolved = resolve(
+        execution = resolve(
             config,
             placement,
             device_of(placement, nodes if address else None),
@@ -283,7 +271,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             chose=lambda choice: handle(Note(choice.note)),
         )
         seconds = time.perf_counter() - started
-        yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds, packing)
+        yield Connected(ray, is_own, placement, execution, env, worker_env, started, seconds, packing)
 
 
 def _early(config: Config) -> dict[str, str]:
@@ -325,28 +313,28 @@ def fit(
         and not connected.placement.use_gpu
         # DeepSpeed's engine is made with the size of a step, and a classifier's last layer with the number of classes:
         # both may come from the data.
-        and connected.resolved.strategy != "deepspeed"
+        and connected.execution.strategy != "deepspeed"
         and not task_spec(config.model.task).reads_labels
     )
     # Unique among all runs, even if several are running in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
     prepared_at = 0.0
 
-    def settled_now() -> Settled:
+    def from_data() -> PreparedRun:
         nonlocal prepared_at
         location = preparation.result(handle=shown)
         prepared_at = time.perf_counter()
-        return settle(connected.resolved, location, config, run, shown, connected.packing)
+        return decide_from_data(connected.execution, location, config, run, shown, connected.packing)
 
     with (
         Helpers(connected.ray, preparation, env=connected.env, cpus=0 if is_early else 1, handle=shown) as helpers,
         ExitStack() as stack,
     ):
-        known = None
+        prepared = None
         if not is_early:
             helpers.wait()
-            known = settled_now()
-        watch, listener = _watch(connected, config, run, group, stack.enter_context(deferred()), shown)
+            prepared = from_data()
+        watch, listener = _watch(connected, config, group, stack.enter_context(deferred()), shown)
         keepers = None
         if config.checkpoint.in_memory_every is not None:
             keepers = Keepers(connected.ray, group, head=watch.reaches_head)
@@ -357,11 +345,11 @@ def fit(
             watch.look()
             if keepers is not None:
                 keepers.look()
-            if is_early and not listener.is_settled and watch.reaches_head() and helpers.look(0):
-                listener.settle(settled_now())
+            if is_early and not listener.is_prepared and watch.reaches_head() and helpers.look(0):
+                listener.set_prepared(from_data())
 
         trainer = _trainer(
-            connected, known, config, run, group=group, look=look, listener=listener.address, target=target
+            connected, prepared, config, run, group=group, look=look, listener=listener.address, target=target
         )
         shown(Note(f"starting {watch.workers}"))
         with listener:
@@ -375,7 +363,7 @@ def fit(
 
 
 def _watch(
-    connected: Connected, config: Config, run: RunDir, group: str, pending: Pending, handle: Handle
+    connected: Connected, config: Config, group: str, pending: Pending, handle: Handle
 ) -> tuple[Watch, Listener]:
     """What watches the run, and what hears its workers."""
     watch = Watch(
@@ -384,7 +372,6 @@ def _watch(
         connected.placement,
         pending,
         handle,
-        started=partial(_note_size, run, handle),
         hang_s=config.cluster.hang_seconds,
         end_hanging=partial(end_hanging, connected.ray),
         workers=partial(workers_of, connected.ray, group),
@@ -429,7 +416,7 @@ def _attempts(
         except (TrainingFailedError, RayError) as error:
             watch.end_if_due()
             reason = failures.with_relief(
-                failures.explain(error, run.path), config, connected.resolved, connected.placement
+                failures.explain(error, run.path), config, connected.execution, connected.placement
             )
             if isinstance(error, TrainingFailedError) or not restarts_left:
                 raise reason from None
@@ -441,28 +428,9 @@ def _attempts(
                 remove_groups(group)
 
 
-def _note_size(run: RunDir, handle: Handle, header: RunHeader) -> None:
-    """Record the number of workers of the run; for a URL in a thread, because storage may fail for a while, and the
-    thread that receives records must not wait. If it fails, only the next start's size is lost."""
-    if (kept := run.resolved()) is None or kept.world_size == header.world_size:
-        return
-    decided = replace(kept, world_size=header.world_size)
-
-    def keep() -> None:
-        try:
-            run.keep_resolved(decided)
-        except (FinrayError, OSError) as error:
-            handle(Note(f"the number of workers could not be recorded: {error}", header.step, "warning"))
-
-    if run.url is None:
-        keep()
-    else:
-        threading.Thread(target=keep, name="finray-size", daemon=True).start()
-
-
 def _trainer(
     connected: Connected,
-    known: Settled | None,
+    prepared: PreparedRun | None,
     config: Config,
     run: RunDir,
     *,
@@ -475,7 +443,7 @@ def _trainer(
 
     Args:
         connected: to Ray.
-        known: what was settled; None while the data are prepared, and the workers ask for it.
+        prepared: None while the data are being prepared; then the workers wait for it.
         config: of the run.
         run: the run directory.
         group: prefix of the name of its placement group.
@@ -489,11 +457,10 @@ def _trainer(
     from finray.runtime.worker import Pushing, WorkerSpec, train_worker
 
     placement = connected.placement
-    resolved = connected.resolved if known is None else known.resolved
     spec = WorkerSpec(
-        config=settled(config, None if known is None else resolved).plain(),
-        resolved=resolved,
-        prepared=None if known is None else known.prepared,
+        config=config.plain(),
+        execution=connected.execution if prepared is None else prepared.resolved,
+        prepared=prepared,
         run_dir=str(run.path),
         start=group,
         memory=group if config.checkpoint.in_memory_every is not None else None,
@@ -530,8 +497,10 @@ def _trainer(
     )
 
 
-def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handle: Handle, packing: Packing) -> Settled:
-    """Decide what depends on the prepared data: size of a step, epochs, learning rate. Report these and anything odd.
+def decide_from_data(
+    execution: Execution, location: str, config: Config, run: RunDir, handle: Handle, packing: Packing
+) -> PreparedRun:
+    """Decide what depends on the prepared data: size of a step, epochs, classes. Report these and anything odd.
 
     Raises:
         DataError: the data are damaged, too few to hold some out, or their labels are not right.
@@ -543,14 +512,15 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
             is_warning = line.startswith("warning: ")
             handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
 
-    train = config.train
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     ends = unserved_ends(dataset.manifest, generation_stops(config.model))
     say((*report_lines(dataset.manifest), *ends, *remarks_on_files(config)))
     require_prompts(config, dataset.kind())
-    splits = dataset.splits(config.data, seed=config.run.seed)
+    # What was decided for other data binds only a run that has begun to learn from them.
+    before = run.resolved() if run.store().steps() else None
+    data = run_data(config, dataset, decided=before)
+    splits, steps = data.splits, data.steps
     say(shared_rows(splits))
-    lengths = splits.train.lengths
     longest = max(map(longest_of, (splits.train, splits.eval)))
     if packing.positions is not None and longest > packing.positions:
         raise beyond_positions(packing.positions, longest)
@@ -561,25 +531,16 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
         raise labels.problems[0]
     for message, where in labels.warnings:
         handle(Note(f"{where}: {message}", level="warning"))
-    # What was decided for other data binds only a run that has begun to learn from them.
-    before = run.resolved() if run.store().steps() else None
-    pack_length = pack_length_of(config, lengths) if before is None else before.pack_length
-    require_room(before, longest_of(splits.train))
-    packs = count_packs(config, lengths, pack_length=pack_length)
-    size, epochs = batch_and_epochs(train, packs=packs, before=before)
-    steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
-    rate = choose_learning_rate(config, hidden_size=packing.hidden_size, before=before)
-    for note in () if before is not None else chosen_notes(train, size, epochs, rate, pack_length=pack_length):
+    continued, packs = before is not None, len(data.plan)
+    for note in () if continued else chosen_notes(config.train, steps, execution.learning_rate):
         handle(Note(note))
-    for message, where, repair in step_warnings(config, size, steps=steps, packs=packs, continued=before is not None):
+    for message, where, repair in step_warnings(
+        config, steps, total=data.total_steps, packs=packs, continued=continued
+    ):
         handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
-    decided = replace(resolved, global_batch_size=size, epochs=epochs, learning_rate=rate, pack_length=pack_length)
-    if labels.labels is not None:
-        found = labels.labels
-        decided = replace(decided, problem=found.problem, labels=found.names, class_weights=labels.weights)
-    known = Settled(location, decided)
-    run.keep_resolved(known.resolved)
-    return known
+    prepared = PreparedRun(location, Resolved.of(execution, steps, labels.labels, labels.weights))
+    run.keep_resolved(prepared.resolved)
+    return prepared
 
 
 def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, handle: Handle) -> TrainResult:

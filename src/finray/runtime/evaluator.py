@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from finray.checkpoint.rundir import RunDir
 from finray.config.environment import accept
 from finray.config.load import build_config
-from finray.config.resolved import Settled
+from finray.config.resolved import PreparedRun
 from finray.errors import DataUnavailable, FinrayError, StorageError
 from finray.files import first_line
 from finray.records import Note, Record
@@ -82,7 +82,7 @@ class RayEvaluator:
 
     @classmethod
     def of(
-        cls, spec: WorkerSpec, resources: Mapping[str, float], known: Settled, notify: Callable[[Record], None]
+        cls, spec: WorkerSpec, resources: Mapping[str, float], prepared: PreparedRun, notify: Callable[[Record], None]
     ) -> RayEvaluator:
         """On resources of the connected cluster, next to those of this worker."""
         import ray
@@ -97,7 +97,7 @@ class RayEvaluator:
             name="finray evaluation",
         )
         return cls(
-            lambda step, checkpoint: task.remote(spec, known, step, None if checkpoint is None else str(checkpoint)),
+            lambda step, checkpoint: task.remote(spec, prepared, step, None if checkpoint is None else str(checkpoint)),
             ended=lambda running: bool(ray.wait([running], timeout=0)[0]),
             fetch=ray.get,
             cancel=lambda running: ray.cancel(running, force=True),
@@ -164,7 +164,7 @@ def step_back() -> None:
     os.nice(5)
 
 
-def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None) -> CheckpointScores:
+def _evaluate(spec: WorkerSpec, prepared: PreparedRun, step: int, checkpoint: str | None) -> CheckpointScores:
     """The Ray task. An error that a retry would hit again is returned as a result.
 
     It sends heartbeats, so that the driver ends it where it stands still; it is then repeated as a killed one.
@@ -177,10 +177,12 @@ def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | Non
     pulse.step = step
     with closing(Sender(spec.listener)) as sender:
         beat(sender, "", EVALUATOR, pulse, hang_s=spec.hang_s)
-        return _evaluated(spec, known, step, checkpoint, pulse)
+        return _evaluated(spec, prepared, step, checkpoint, pulse)
 
 
-def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None, pulse: Pulse) -> CheckpointScores:
+def _evaluated(
+    spec: WorkerSpec, prepared: PreparedRun, step: int, checkpoint: str | None, pulse: Pulse
+) -> CheckpointScores:
     import torch
 
     from finray.evaluation.during import Answers
@@ -189,7 +191,7 @@ def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | No
 
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
-    device = torch.device("cuda" if known.resolved.use_gpu else "cpu")
+    device = torch.device("cuda" if prepared.resolved.use_gpu else "cpu")
     try:
         if checkpoint is not None and (run := RunDir.of(config)).url is not None:
             # This task may run on another machine than the one that wrote the checkpoint.
@@ -198,11 +200,11 @@ def _evaluated(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | No
             checkpoint = str(store.path_of(step))
         return evaluate_checkpoint(
             config,
-            known,
+            prepared,
             step,
             None if checkpoint is None else Path(checkpoint),
             device=device,
-            answering=Answers(config, known.resolved.precision),
+            answering=Answers(config, prepared.resolved.precision),
             on_progress=pulse.evaluates,
         )
     except (StorageError, DataUnavailable):

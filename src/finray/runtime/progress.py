@@ -1,4 +1,4 @@
-"""Sends records from the workers to the driver's console; sends late decisions and requests to stop back.
+"""Sends records from the workers to the driver's console; sends what depends on the data, and requests to stop, back.
 
 It is a socket of the driver's, because an actor that buffers records is one more process to start, and
 ``ray.train.report`` is a barrier of all workers. No step waits for the driver: while it is unreachable, the console is
@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 from finray.config.redact import redact_text
-from finray.config.resolved import Settled
+from finray.config.resolved import PreparedRun
 from finray.errors import TrainingError
 from finray.files import typed
 from finray.records import Beat, EvalRecord, Note, Record, RunHeader, TrainRecord
@@ -32,7 +32,7 @@ _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRec
 Heard = Record | Beat
 _PATIENCE_S = 5.0
 _AGAIN_S = 1.0
-_ASKS, _RESIZES, _PROGRESS, _EVALUATES = "asks", "resizes", "progress", "evaluates"
+_WAITS, _RESIZES, _PROGRESS, _EVALUATES = "waits", "resizes", "progress", "evaluates"
 # The last line of a rank that ends normally.
 _BYE = "bye"
 # Requests from the driver to the workers, one per line: save a checkpoint and end; save one and continue; save one and
@@ -76,7 +76,7 @@ class Listener:
         self._resize, self._progress, self._is_evaluating = resize, progress, is_evaluating
         self._one_at_a_time = threading.Lock()
         self._stopping = False
-        self._settled: Future[Settled] = Future()
+        self._prepared: Future[PreparedRun] = Future()
         self._workers: list[socket.socket] = []
         self._workers_change = threading.Lock()
         self._readers: list[threading.Thread] = []
@@ -89,8 +89,8 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nobody waits any more for decisions that were never made.
-        self._settled.cancel()
+        # Nobody waits any more for data that were never prepared.
+        self._prepared.cancel()
         self._open.close()
         self._acceptor.join()
         deadline = time.monotonic() + _PATIENCE_S
@@ -99,13 +99,13 @@ class Listener:
             reader.join(max(0.0, deadline - time.monotonic()))
 
     @property
-    def is_settled(self) -> bool:
-        """Whether :meth:`settle` was called."""
-        return self._settled.done()
+    def is_prepared(self) -> bool:
+        """Whether :meth:`set_prepared` was called."""
+        return self._prepared.done()
 
-    def settle(self, settled: Settled) -> None:
-        """Answer workers that call :func:`ask`, now and later."""
-        self._settled.set_result(settled)
+    def set_prepared(self, prepared: PreparedRun) -> None:
+        """Answer workers that call :func:`wait_for_data`, now and later."""
+        self._prepared.set_result(prepared)
 
     @property
     def has_workers(self) -> bool:
@@ -170,7 +170,7 @@ class Listener:
                     connection.sendall(f"{answer}\n".encode())
                     return
                 if asks:
-                    connection.sendall(f"{json.dumps(asdict(self._settled.result()))}\n".encode())
+                    connection.sendall(f"{json.dumps(asdict(self._prepared.result()))}\n".encode())
                     return
                 with self._told(connection):
                     for line in lines:
@@ -198,14 +198,14 @@ class Listener:
                 _logger.warning("a record of the workers could not be shown: %s: %s", type(error).__name__, why)
 
 
-def ask(address: Address) -> Settled:
-    """Ask the driver for its decisions on the prepared data, and wait for them.
+def wait_for_data(address: Address) -> PreparedRun:
+    """Wait until the driver has prepared the data and decided what depends on them.
 
     Raises:
         TrainingError: the driver cannot be reached, or has ended.
     """
     try:
-        return typed(json.loads(_answer(address, _ASKS, timeout_s=None)), Settled)
+        return typed(json.loads(_answer(address, _WAITS, timeout_s=None)), PreparedRun)
     except (OSError, ValueError):
         raise TrainingError(
             "the driver ended before the data were prepared", repair="run the same command again"

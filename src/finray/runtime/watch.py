@@ -51,7 +51,6 @@ class Watch:
         raylet: returns whether Ray's process on this machine, the raylet, is there. Without it the next call of Ray's
             core that needs it ends this process, without a message. It is gone if it is missed twice in a row.
         head_patience_s: how long it may be unreachable; Ray ends this process after a minute, with little explanation.
-        started: called at each start of the workers.
         hang_s: how long to wait for a rank; None means forever.
         end_hanging: examines hanging ranks and ends their processes; returns what it found.
         workers: returns the workers that Ray has started.
@@ -72,7 +71,6 @@ class Watch:
         head: Callable[[], bool],
         head_patience_s: float,
         raylet: Callable[[], bool] = lambda: True,
-        started: Callable[[RunHeader], None] = lambda header: None,
         hang_s: float | None = None,
         end_hanging: Callable[[Hang], Sequence[str]] = lambda hang: (),
         workers: Callable[[], Sequence[Beat]] = tuple,
@@ -85,7 +83,6 @@ class Watch:
         self.workers = f"{placement.num_workers} worker{several}"
         if fewest < most:
             self.workers += f" ({fewest} to {most}, as there is room)"
-        self._started = started
         self._pulses = Pulses(hang_s)
         self._pulses_change = threading.Lock()
         self._ranks_at, self._ranks_every_s = (
@@ -129,7 +126,6 @@ class Watch:
             return
         if isinstance(record, RunHeader):
             self._has_begun, self.began_at, self._hung_starts, self._said_room = True, record.step, 0, 0
-            self._started(record)
             before, self._world_size = self._world_size, record.world_size
             if before not in (None, record.world_size):
                 self._handle(Note(f"continuing with {record.world_size} workers, after {before}", record.step))

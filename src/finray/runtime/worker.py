@@ -15,7 +15,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.paths import run_path, run_url
 from finray.config.redact import redact_error
-from finray.config.resolved import Resolved, Settled
+from finray.config.resolved import Execution, PreparedRun
 from finray.config.schema import Config
 from finray.errors import DataUnavailable, FinrayError, StorageError
 from finray.files import replace_text
@@ -34,7 +34,7 @@ from finray.records import Beat, Note, Record, RunSummary
 from finray.runtime import failures
 from finray.runtime.logs import LogCopy
 from finray.runtime.preload import import_all, needed
-from finray.runtime.progress import RESIZE, Address, Sender, ask
+from finray.runtime.progress import RESIZE, Address, Sender, wait_for_data
 from finray.training.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class WorkerSpec:
 
     Attributes:
         config: of the run, as plain types.
-        resolved: the value of every ``auto`` in it.
-        prepared: directory or URL of the prepared dataset; None while it is being prepared, then the driver is asked.
+        execution: what the config leaves open; with what depends on the data, if these are prepared.
+        prepared: None while the data are being prepared; then the worker waits for the driver's.
         run_dir: the run directory.
         start: identifies this `finray train`.
         threads: number of threads of this worker.
@@ -98,8 +98,8 @@ class WorkerSpec:
     """
 
     config: dict[str, Any]
-    resolved: Resolved
-    prepared: str | None
+    execution: Execution
+    prepared: PreparedRun | None
     run_dir: str
     start: str
     threads: int
@@ -156,8 +156,8 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
     from finray.training.allocator import keep_freed_memory
 
     torch.set_num_threads(spec.threads)
-    keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
-    strategy = make_strategy(config, spec.resolved, _join_group(heart.pulse, shared_gpus=spec.shared_gpus))
+    keep_freed_memory(but_large=spec.execution.strategy != "ddp")
+    strategy = make_strategy(config, spec.execution, _join_group(heart.pulse, shared_gpus=spec.shared_gpus))
     run_dir = Path(spec.run_dir)
     if run_url(config) is not None:
         # The path on this machine; another user's cache may be elsewhere.
@@ -250,26 +250,18 @@ def _loop(
 
     from finray.training.assemble import assemble
 
-    def with_size(resolved: Resolved) -> Resolved:
-        # The number of workers may differ at each start.
-        return replace(resolved, world_size=strategy.world_size)
-
-    def late() -> Settled:
-        known = ask(spec.listener)
-        return replace(known, resolved=with_size(known.resolved))
-
-    def evaluator(known: Settled) -> Evaluator:
+    def evaluator(prepared: PreparedRun) -> Evaluator:
         from finray.runtime.evaluator import RayEvaluator
 
         assert spec.evaluator is not None
-        return RayEvaluator.of(spec, spec.evaluator, known, sender.put)
+        return RayEvaluator.of(spec, spec.evaluator, prepared, sender.put)
 
     answering: AnswerMetrics | None = None
     memory: Memory | None = None
     if config.evaluation.generate_rows is not None and config.evaluation.mode != "async":
         from finray.evaluation.during import Answers
 
-        answering = Answers(config, spec.resolved.precision)
+        answering = Answers(config, spec.execution.precision)
     if spec.memory is not None:
         from finray.runtime.keepers import RayMemory
 
@@ -277,8 +269,8 @@ def _loop(
         memory = RayMemory(spec.memory, nodes, strategy.rank)
     return assemble(
         config,
-        with_size(spec.resolved),
-        prepared=spec.prepared or late,
+        spec.execution,
+        prepared=spec.prepared or partial(wait_for_data, spec.listener),
         run_dir=run_dir,
         strategy=strategy,
         notify=sender.put,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM
 from finray.data.dataset.prepared import PreparedSplit
@@ -34,14 +34,14 @@ class CausalLM(PackedTask):
         super().__init__(packed, self.compute_loss)
 
     @classmethod
-    def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> CausalLM:
+    def build(cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool) -> CausalLM:
         """Load the model with its adapter, or build it on the meta device.
 
         Raises:
             ModelError: it cannot be loaded.
         """
-        model = built(config, resolved, device=device, seed=seed, on_meta=on_meta)
-        return cls(model, precision=resolved.precision, attention_name=resolved.attention, device=device)
+        model = built(config, execution, device=device, seed=seed, on_meta=on_meta)
+        return cls(model, precision=execution.precision, attention_name=execution.attention, device=device)
 
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
         """Packed rows, without padding."""

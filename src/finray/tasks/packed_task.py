@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution, LabelSet
 from finray.config.schema import Config
 from finray.models.loading import build_model
 from finray.models.packed import CalledAsOne, PackedModel
@@ -15,8 +15,16 @@ from finray.models.saved_layout import SavedLayout
 from finray.records import Confusion
 
 
-def built(config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> Any:
-    """The model of a task with its adapter, as the run resolved it.
+def built(
+    config: Config,
+    execution: Execution,
+    *,
+    device: torch.device,
+    seed: int,
+    on_meta: bool,
+    labels: LabelSet | None = None,
+) -> Any:
+    """The model of a task with its adapter, as the run decided; of a classifier for these labels.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -24,14 +32,14 @@ def built(config: Config, resolved: Resolved, *, device: torch.device, seed: int
     return build_model(
         config.model,
         config.adapter,
-        precision=resolved.precision,
-        attention_name=resolved.attention,
-        bits=resolved.bits,
+        precision=execution.precision,
+        attention_name=execution.attention,
+        bits=execution.bits,
         seed=seed,
         device=device,
         on_meta=on_meta,
-        weights=resolved.weights,
-        labels=resolved.label_set,
+        weights=execution.weights,
+        labels=labels,
     )
 
 

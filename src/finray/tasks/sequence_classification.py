@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from finray.config.resolved import Problem, Resolved
+from finray.config.resolved import Execution, Problem, Resolved
 from finray.config.schema import Config
 from finray.config.tasks import SEQUENCE_CLASSIFICATION
 from finray.data.dataset.prepared import PreparedSplit
@@ -63,23 +63,26 @@ class SequenceClassification(PackedTask):
 
     @classmethod
     def build(
-        cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool
+        cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool
     ) -> SequenceClassification:
         """Load the model with its adapter and a head for the labels, or build it on the meta device.
 
         Raises:
             ModelError: it cannot be loaded.
         """
-        assert resolved.problem is not None
-        model = built(config, resolved, device=device, seed=seed, on_meta=on_meta)
+        # The last layer is made for the labels, so workers start once the data are prepared.
+        assert isinstance(execution, Resolved)
+        assert execution.problem is not None
+        labels = execution.label_set
+        model = built(config, execution, device=device, seed=seed, on_meta=on_meta, labels=labels)
         return cls(
             model,
-            precision=resolved.precision,
-            attention_name=resolved.attention,
+            precision=execution.precision,
+            attention_name=execution.attention,
             device=device,
-            problem=resolved.problem,
-            labels=resolved.labels,
-            class_weights=resolved.class_weights,
+            problem=execution.problem,
+            labels=execution.labels,
+            class_weights=execution.class_weights,
             label_smoothing=config.classification.label_smoothing,
         )
 

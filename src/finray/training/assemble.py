@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
-from finray.config.identity import settled
 from finray.config.paths import local_dir_of, run_url
-from finray.config.resolved import Resolved, Settled
+from finray.config.resolved import Execution, PreparedRun, Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_class
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.sampling.order import Order, derive_key, total_steps
-from finray.data.sampling.packing import equal_length_batches, one_row_each, plan_packs
+from finray.data.dataset.run_data import run_data
+from finray.data.sampling.order import Order, derive_key
+from finray.data.sampling.packing import equal_length_batches, plan_packs
 from finray.errors import DataError, ModelError
 from finray.models import dropout, frozen, liger
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
@@ -61,15 +61,15 @@ class Assembled:
 
 def assemble(
     config: Config,
-    resolved: Resolved,
+    execution: Execution,
     *,
-    prepared: str | Path | Callable[[], Settled],
+    prepared: PreparedRun | Callable[[], PreparedRun],
     run_dir: Path,
     strategy: Strategy,
     notify: Notify = lambda record: None,
     reported: Callable[[Path, dict[str, float]], None] = lambda path, metrics: None,
     answering: AnswerMetrics | None = None,
-    evaluator: Callable[[Settled], Evaluator] | None = None,
+    evaluator: Callable[[PreparedRun], Evaluator] | None = None,
     memory: Memory | None = None,
     has_request: Callable[[], bool] = lambda: False,
     take_request: Callable[[], str] = lambda: "stop",
@@ -80,8 +80,8 @@ def assemble(
     Whatever may fail runs through :func:`on_all_ranks`, so that no rank waits for one that has failed.
 
     Args:
-        resolved: the value of every ``auto`` in the config.
-        prepared: directory or URL of the prepared dataset, or a function that waits for it while the model is loaded.
+        execution: what the config leaves open and the model needs; of a classifier all that was decided.
+        prepared: the prepared data, or a function that waits for them while the model is loaded.
         notify: called with records (header, warnings, metrics), on rank 0.
         reported: called on every rank after each checkpoint.
         answering: lets the model answer prompts at evaluations, if ``evaluation.generate_rows`` is set.
@@ -103,16 +103,16 @@ def assemble(
     say(f"loading {config.model.name}")
     warn = partial(say, level="warning")
     store = open_store(run_dir, run_url(config), strategy)
-    loaded = _load(config, resolved, prepared, strategy, warn, clock)
-    config, resolved, task = loaded.config, loaded.known.resolved, loaded.task
-    state, notes = _resume(loaded, store, strategy, warn, memory)
-    header, trackers, extras = _announce(loaded, run_dir, strategy, state, notes, notify, warn)
+    loaded = _load(config, execution, prepared, strategy, warn, clock)
+    resolved, task = loaded.prepared.resolved, loaded.task
+    state, notes = _resume(config, loaded, store, strategy, warn, memory)
+    header, trackers, extras = _announce(config, loaded, run_dir, strategy, state, notes, notify, warn)
     in_memory = None
     if memory is not None and (every := config.checkpoint.in_memory_every) is not None:
         attempt = strategy.broadcast_object(uuid.uuid4().hex)
         in_memory = MemoryWriter(memory, strategy, run_dir, every, warn, attempt, records=run_url(config) is not None)
     background, evaluated = on_all_ranks(
-        strategy, lambda: _take_up(loaded, state, store, evaluator) if first else (None, [])
+        strategy, lambda: _take_up(config, loaded, state, store, evaluator) if first else (None, [])
     )
     best = task.spec.chosen(config.evaluation)
     loop = Loop(
@@ -139,7 +139,8 @@ def assemble(
         answered=_answers(config, task, loaded.held_out, strategy, answering),
         evaluator=background,
         evaluated=strategy.broadcast_object(evaluated),
-        precision=resolved.precision,
+        resolved=resolved,
+        best_metric=best,
         clock=clock,
         has_request=has_request,
         take_request=take_request,
@@ -156,8 +157,7 @@ class _Loaded:
     """What a rank trains with, before the state of a checkpoint is loaded into it.
 
     Attributes:
-        config: of the run, with what was decided about the data.
-        known: these decisions.
+        prepared: the data, with all that was decided.
         held_out: all held-out rows.
         evaluation: this rank's share of those that are evaluated.
         tokenizer: on rank 0.
@@ -165,8 +165,7 @@ class _Loaded:
         waited: seconds waited for the data.
     """
 
-    config: Config
-    known: Settled
+    prepared: PreparedRun
     task: Task
     optimizer: NamedOptimizer
     dataset: PreparedDataset
@@ -180,46 +179,44 @@ class _Loaded:
 
 def _load(
     config: Config,
-    resolved: Resolved,
-    prepared: str | Path | Callable[[], Settled],
+    execution: Execution,
+    prepared: PreparedRun | Callable[[], PreparedRun],
     strategy: Strategy,
     warn: Warn,
     clock: Callable[[], float],
 ) -> _Loaded:
     """Load the model while the data are prepared, then the data. A collective."""
 
-    def opened() -> tuple[PreparedDataset, Settled, float]:
-        known = prepared() if callable(prepared) else Settled(str(prepared), resolved)
+    def opened() -> tuple[PreparedDataset, PreparedRun, float]:
+        run = prepared() if callable(prepared) else prepared
         at = clock()
-        dataset = PreparedDataset(known.prepared, local_dir=local_dir_of(config))
+        dataset = PreparedDataset(run.location, local_dir=local_dir_of(config))
         dataset.verify(rank=strategy.rank, world_size=strategy.world_size)
-        return dataset, known, at
+        return dataset, run, at
 
     with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
         # While the model loads, each rank checks the digests of a share of the prepared files.
         opening = pool.submit(opened)
-        # The optimizer gets the rate of each step.
-        task, optimizer = _model(settled(config, resolved), resolved, strategy, warn)
+        task, optimizer = _model(config, execution, strategy, warn)
         model_at = clock()
-        dataset, known, data_at = on_all_ranks(strategy, opening.result)
-    config = settled(config, known.resolved)
+        dataset, run, data_at = on_all_ranks(strategy, opening.result)
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
     dataset.trust()
-    loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, known.resolved, task, dataset, strategy))
+    loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, run.resolved, task, dataset, strategy))
     # Not of data behind a URL, all of which would be fetched before the first step.
     local = [] if dataset.folder.is_remote else [loader.split, held_out]
     tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, local) if strategy.rank == 0 else None)
-    evaluation = None if held_out is None else _held_out(config, known.resolved, task, held_out, strategy)
+    evaluation = None if held_out is None else _held_out(config, run.resolved, task, held_out, strategy)
     waited = max(0.0, data_at - model_at)
-    return _Loaded(config, known, task, optimizer, dataset, loader, held_out, evaluation, tokenizer, steps, waited)
+    return _Loaded(run, task, optimizer, dataset, loader, held_out, evaluation, tokenizer, steps, waited)
 
 
-def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -> tuple[Task, NamedOptimizer]:
+def _model(config: Config, execution: Execution, strategy: Strategy, warn: Warn) -> tuple[Task, NamedOptimizer]:
     """The task with its model sharded by the strategy, and the optimizer. A collective."""
     train, device, seed = config.train, strategy.device, derive_key(config.run.seed, "adapter")
 
     task = on_all_ranks(
-        strategy, lambda: _task(config, resolved, device=device, seed=seed, on_meta=strategy.shards_weights, warn=warn)
+        strategy, lambda: _task(config, execution, device=device, seed=seed, on_meta=strategy.shards_weights, warn=warn)
     )
     # ZeRO allocates memory for tensors on the meta device when it shards them, without values.
     on_meta = task.is_on_meta
@@ -239,17 +236,17 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
     return task, optimizer
 
 
-def _task(config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool, warn: Warn) -> Task:
+def _task(config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool, warn: Warn) -> Task:
     """The task with its unsharded model."""
     if device.type == "cpu":
         for refusal in refusals_on_cpu(config):
             raise refusal
     train = config.train
-    made: Task = task_class(config.model.task).build(config, resolved, device=device, seed=seed, on_meta=on_meta)
+    made: Task = task_class(config.model.task).build(config, execution, device=device, seed=seed, on_meta=on_meta)
     stored = stored_weights(folder) if (folder := Path(config.model.name)).is_dir() else None
     if stored is not None and (tensors := left_out(made.model, stored)):
         warn(cut_model(tensors))
-    if resolved.liger:
+    if execution.liger:
         liger.apply(made.model, checkpointing=train.gradient_checkpointing)
     if device.type == "cpu":
         dropout.apply(made.model)
@@ -263,7 +260,7 @@ def _task(config: Config, resolved: Resolved, *, device: torch.device, seed: int
 @torch.no_grad()
 def evaluate_checkpoint(
     config: Config,
-    known: Settled,
+    prepared: PreparedRun,
     step: int,
     checkpoint: Path | None,
     *,
@@ -279,7 +276,7 @@ def evaluate_checkpoint(
 
     Args:
         config: of the run.
-        known: the prepared dataset, and the value of every ``auto`` in the config.
+        prepared: its data, with all that was decided.
         step: of the checkpoint.
         checkpoint: its directory; None means the model that training starts from.
         device: to compute on.
@@ -290,14 +287,14 @@ def evaluate_checkpoint(
     Raises:
         FinrayError: something cannot be loaded, or the checkpoint is damaged.
     """
-    started, resolved, seed = clock(), known.resolved, derive_key(config.run.seed, "adapter")
-    config, strategy = settled(config, resolved), DDPStrategy(device)
+    started, resolved, seed = clock(), prepared.resolved, derive_key(config.run.seed, "adapter")
+    strategy = DDPStrategy(device)
     task = _task(config, resolved, device=device, seed=seed, on_meta=False, warn=lambda message: None)
     if task.is_on_meta:
         materialize(task.model, config.model, config.adapter, device=device, seed=seed)
     if checkpoint is not None:
         task.layout.load(checkpoint, [entry["path"] for entry in manifest.verify(checkpoint)["files"]])
-    dataset = PreparedDataset(known.prepared, local_dir=local_dir_of(config))
+    dataset = PreparedDataset(prepared.location, local_dir=local_dir_of(config))
     held_out = dataset.splits(config.data, seed=config.run.seed).eval
     assert held_out is not None
     loader = _held_out(config, resolved, task, held_out, strategy)
@@ -309,7 +306,11 @@ def evaluate_checkpoint(
 
 
 def _take_up(
-    loaded: _Loaded, state: TrainState, store: CheckpointStore, evaluator: Callable[[Settled], Evaluator] | None
+    config: Config,
+    loaded: _Loaded,
+    state: TrainState,
+    store: CheckpointStore,
+    evaluator: Callable[[PreparedRun], Evaluator] | None,
 ) -> tuple[Evaluator | None, list[CheckpointScores]]:
     """The evaluator of ``evaluation.mode: async``, which repeats evaluations that were pending at the checkpoint from
     which a run continues; and the known results of such evaluations.
@@ -317,8 +318,8 @@ def _take_up(
     A later result, from before the run ended, is in ``metrics.jsonl``.
     """
     background = None
-    if loaded.evaluation is not None and loaded.config.evaluation.mode == "async" and evaluator is not None:
-        background = evaluator(loaded.known)
+    if loaded.evaluation is not None and config.evaluation.mode == "async" and evaluator is not None:
+        background = evaluator(loaded.prepared)
     if loaded.evaluation is None or not state.evaluating:
         return background, []
     records = {one["step"]: one for one in read_records(store.run_dir / METRICS) if one["kind"] == "eval"}
@@ -337,10 +338,10 @@ def _take_up(
 
 
 def _resume(
-    loaded: _Loaded, store: CheckpointStore, strategy: Strategy, warn: Warn, memory: Memory | None
+    config: Config, loaded: _Loaded, store: CheckpointStore, strategy: Strategy, warn: Warn, memory: Memory | None
 ) -> tuple[TrainState, list[str]]:
     """The restored state from the newest valid checkpoint, or a new one; and notes. A collective."""
-    config, task, loader, dataset = loaded.config, loaded.task, loaded.loader, loaded.dataset
+    task, loader, dataset, resolved = loaded.task, loaded.loader, loaded.dataset, loaded.prepared.resolved
     first, steps, notes = strategy.rank == 0, loaded.steps, list[str]()
     remove_left()
     candidates = on_all_ranks(
@@ -363,7 +364,8 @@ def _resume(
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
         newest = strategy.broadcast_object(max([state.step, *store.steps()]) if first else 0)
         steps, more = on_all_ranks(
-            strategy, lambda: extending.extend_run(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
+            strategy,
+            lambda: extending.extend_run(config, resolved, state, loader, steps, newest=newest, run_dir=store.run_dir),
         )
         notes += more
         on_all_ranks(strategy, lambda: store.drop_after(state.step) if first else None)
@@ -375,6 +377,7 @@ def _resume(
 
 
 def _announce(
+    config: Config,
     loaded: _Loaded,
     run_dir: Path,
     strategy: Strategy,
@@ -385,7 +388,7 @@ def _announce(
 ) -> tuple[RunHeader, Trackers, Callable[[Path], None]]:
     """Show the run header and the notes, and start the trackers, on rank 0; the last result is
     :func:`finray.training.outputs.save_extras`. A collective."""
-    config, resolved, first = loaded.config, loaded.known.resolved, strategy.rank == 0
+    resolved, first = loaded.prepared.resolved, strategy.rank == 0
     header = make_header(config, resolved, loaded.task, strategy, loaded.loader, loaded.evaluation, state)
     header = replace(header, workers=strategy.all_gather_object(place_of(strategy)))
     if first:
@@ -398,7 +401,7 @@ def _announce(
     def started() -> tuple[Trackers, Callable[[Path], None]]:
         if not first:
             return Trackers({}, {}, warn=warn), lambda folder: None
-        trackers = start_trackers(config, run_dir, header, notify, warn)
+        trackers = start_trackers(config, resolved, run_dir, header, notify, warn)
         return trackers, save_extras(config, loaded.dataset, resolved, loaded.tokenizer)
 
     return header, *on_all_ranks(strategy, started)
@@ -431,28 +434,23 @@ def _data(
     config: Config, resolved: Resolved, task: Task, dataset: PreparedDataset, strategy: Strategy
 ) -> tuple[StepLoader, PreparedSplit | None, int]:
     """This rank's training data, all held-out rows, and the number of steps of the run."""
-    data, train = config.data, config.train
-    splits = dataset.splits(data, seed=config.run.seed)
-    rows, held_out = splits.train, splits.eval
-    plan = (plan_packs if data.packing else one_row_each)(rows.lengths, resolved.pack_length or data.max_length)
-    steps, total = total_steps(
-        len(plan), epochs=resolved.epochs, max_steps=train.max_steps, global_batch_size=resolved.global_batch_size
-    )
+    data = run_data(config, dataset, decided=resolved)
+    rows, plan = data.splits.train, data.plan
     loader = StepLoader(
         rows,
         plan,
-        Order(len(plan), seed=config.run.seed, total=total),
+        Order(len(plan), seed=config.run.seed, total=data.total_items),
         collate=partial(task.collate, rows),
         weight=task.weight(rows),
         global_batch_size=resolved.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
         rows_apart=not resolved.packs,
         pin=strategy.device.type == "cuda",
         rank=strategy.rank,
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
     )
-    return loader, held_out, steps
+    return loader, data.splits.eval, data.total_steps
 
 
 def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None]) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, other_run
 from finray.config.identity import length
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ConfigError
 from finray.training.loader import StepLoader
@@ -40,7 +41,14 @@ def resume_candidates(store: CheckpointStore, loader: StepLoader, content: str) 
 
 
 def extend_run(
-    config: Config, state: TrainState, loader: StepLoader, planned: int, *, newest: int, run_dir: Path
+    config: Config,
+    resolved: Resolved,
+    state: TrainState,
+    loader: StepLoader,
+    planned: int,
+    *,
+    newest: int,
+    run_dir: Path,
 ) -> tuple[int, list[str]]:
     """Total steps of a continued run, and notes if there are more than before.
 
@@ -59,7 +67,7 @@ def extend_run(
         steps = state.step + math.ceil((total - state.position) / loader.global_batch_size)
     if before in (0, steps):
         return steps, []
-    field, value = length(config)
+    field, value = length(config, resolved)
     if steps < before:
         problem = f"{field}: the run was to have {before:,} steps, and {field}={value:g} is {planned:,}"
         raise other_run(RunDir(run_dir), problem, shorter=True)
@@ -71,10 +79,11 @@ def extend_run(
             repair=f"set evaluation.early_stopping.patience to more than {state.stale_evaluations}, or "
             "evaluation.early_stopping to null",
         )
-    rate, old_rate = (learning_rate(train, update=state.step, total=number) for number in (steps, before))
+    peak = resolved.learning_rate
+    rate, old_rate = (learning_rate(train, peak, update=state.step, total=number) for number in (steps, before))
     change = f"the {train.schedule} schedule is unchanged"
     if not math.isclose(rate, old_rate):
-        last = learning_rate(train, update=max(0, state.step - 1), total=before)
+        last = learning_rate(train, peak, update=max(0, state.step - 1), total=before)
         change = (
             f"the learning rate of the {train.schedule} schedule changes from {last:.2e} to {rate:.2e}, and now ends "
             f"at step {steps:,}"

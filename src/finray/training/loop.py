@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from finray.config.evaluation import EvaluationConfig
+from finray.config.resolved import Resolved
 from finray.config.schema import CheckpointConfig, Config
+from finray.config.tasks import Mode
 from finray.errors import TrainingError
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.records import EvalRecord, Note, RunSummary, TrainRecord
@@ -83,7 +85,8 @@ class Loop:
         trackers: receive metrics; empty on ranks other than the first.
         save_extras: writes the other files of a checkpoint (tokenizer, template).
         reported: called on every rank after each checkpoint, with its directory and metrics.
-        precision: dtype of the forward and backward pass.
+        resolved: what the run decided.
+        best_metric: the metric that chooses the best checkpoint and stops a run early; whether less or more is better.
         clock: seconds, monotonic.
         phases: seconds by phase.
         answered: metrics of answers to held-out prompts, in addition to those of the task; a collective. None if not
@@ -113,7 +116,8 @@ class Loop:
     trackers: Trackers
     save_extras: Callable[[Path], None]
     reported: Callable[[Path, dict[str, float]], None]
-    precision: str
+    resolved: Resolved
+    best_metric: tuple[str, Mode]
     clock: Callable[[], float]
     profiler: Profiler
     answered: Callable[[OnProgress], dict[str, float]] | None = None
@@ -140,8 +144,7 @@ class Loop:
         self._signals = _SignalReader()
         self._waiting: list[CheckpointScores] = []
         self._is_save_requested = False
-        self._best = self.task.spec.chosen(self.config.evaluation)
-        (metric, mode), before = self._best, (self.state.metric, self.state.metric_mode)
+        (metric, mode), before = self.best_metric, (self.state.metric, self.state.metric_mode)
         message = ""
         if before[0] not in ("", metric):
             message = f"{metric} now chooses the best checkpoint, instead of {before[0]}"
@@ -150,8 +153,8 @@ class Loop:
         if message:
             self.trackers.log(Note(f"{message}; its best value starts over", self.state.step))
             self.state.best, self.state.counted, self.state.stale_evaluations = None, None, 0
-        self.state.metric, self.state.metric_mode = self._best
-        self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.precision == "fp16")
+        self.state.metric, self.state.metric_mode = self.best_metric
+        self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.resolved.precision == "fp16")
         # Reused by every snapshot: allocating fresh memory costs more than copying.
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -179,7 +182,7 @@ class Loop:
                 self.evaluator.close()
 
     def _train(self) -> None:
-        config, state = self.config, self.state
+        config, state, peak = self.config, self.state, self.resolved.learning_rate
         self.task.model.train()
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
         # Numbers are read from the device at these intervals; other steps do not wait for it.
@@ -194,7 +197,7 @@ class Loop:
                 with self.profiler.parts("data wait"):
                     data = data_ahead.take(last=state.step + 1 == self.total_steps)
                 waited = data_ahead.waited - waited
-                rate = learning_rate(config.train, update=state.step, total=self.total_steps)
+                rate = learning_rate(config.train, peak, update=state.step, total=self.total_steps)
                 result = train_step(
                     self.task,
                     self.strategy,
@@ -298,7 +301,7 @@ class Loop:
             self.phases["checkpoint"] += self.clock() - started
 
     def _note_early_stopping(self) -> None:
-        metric, _ = self._best
+        metric, _ = self.best_metric
         stopping = self.config.evaluation.early_stopping
         gain = f" by more than {stopping.min_gain:g}" if stopping is not None and stopping.min_gain else ""
         message = (
@@ -365,7 +368,7 @@ class Loop:
             metrics |= self.answered(partial(self.pulse.evaluates, "answering prompts"))
         self.pulse.evaluates("", 0.0)
         self.task.model.train()
-        metric, _ = self._best
+        metric, _ = self.best_metric
         if metric not in metrics:
             raise TrainingError(
                 f"the evaluation has no metric `{metric}`",
@@ -435,9 +438,9 @@ class Loop:
         """
         for result in results:
             self.state.evaluating.remove(result.step)
-            value = result.metrics.get(self._best[0], math.nan)
+            value = result.metrics.get(self.best_metric[0], math.nan)
             if result.failure or not math.isfinite(value):
-                why = result.failure or f"{self._best[0]} is {value}"
+                why = result.failure or f"{self.best_metric[0]} is {value}"
                 message = f"step {result.step} has no evaluation and cannot be the best checkpoint: {why}"
                 self.trackers.log(Note(message, self.state.step, "warning"))
                 continue
@@ -451,7 +454,7 @@ class Loop:
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Count an evaluation; returns whether the selection metric is the best so far."""
-        metric, mode = self._best
+        metric, mode = self.best_metric
         stopping = self.config.evaluation.early_stopping
         min_gain = 0.0 if stopping is None else stopping.min_gain
         return self.state.evaluated(metrics[metric], mode, min_gain=min_gain)
@@ -477,7 +480,7 @@ class Loop:
             first_loss=self.first_loss,
             first_step=self.first_step,
             final_loss=self.final_loss,
-            best_metric=self._best[0],
+            best_metric=self.best_metric[0],
             best=state.best,
             phases=self.phases,
             peak_memory_bytes=tuple(self.strategy.all_gather_object(peak_memory(self.strategy.device))),

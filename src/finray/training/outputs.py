@@ -15,6 +15,7 @@ import torch
 
 from finray.checkpoint.copies import RUN_ID
 from finray.config.adapter_files import NOTES
+from finray.config.identity import with_decisions
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -39,7 +40,9 @@ Notify = Callable[[Record], None]
 Warn = Callable[[str], None]
 
 
-def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:
+def start_trackers(
+    config: Config, resolved: Resolved, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn
+) -> Trackers:
     """Start the trackers of rank 0. A run has the same id at every start, stored in its directory."""
     run_id = run_dir / RUN_ID
     if not run_id.exists() or not run_id.stat().st_size:
@@ -61,7 +64,7 @@ def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Not
         machine=None if every_s is None else Sampler(System(run_dir, nvml=find_nvml()).sample, every_s),
         warn=warn,
     )
-    trackers.start(RunInfo(name, run_dir, header.step, redact(config.plain()), header))
+    trackers.start(RunInfo(name, run_dir, header.step, redact(with_decisions(config, resolved)), header))
     return trackers
 
 
@@ -175,6 +178,4 @@ def method_of(config: Config, resolved: Resolved) -> str:
         of = targets if isinstance(targets, str) else ", ".join(targets)
         weights = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
     base = f", base in {resolved.bits} bits" if resolved.bits else ""
-    return (
-        f"{weights}{base}; {train.optimizer}, {train.schedule} from {train.peak_learning_rate:g}; {resolved.strategy}"
-    )
+    return f"{weights}{base}; {train.optimizer}, {train.schedule} from {resolved.learning_rate:g}; {resolved.strategy}"

@@ -17,7 +17,7 @@ def passes_multiple(before: int, after: int, every: float) -> bool:
     return math.floor(after / every + 1e-6) > math.floor(before / every + 1e-6)
 
 
-def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
+def learning_rate(train: TrainConfig, peak: float, *, update: int, total: int) -> float:
     """The learning rate of an update.
 
     Linear from peak/W to the peak over W updates of warm-up, then along the schedule towards
@@ -25,7 +25,7 @@ def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
     After the warm-up the formulas are those of Transformers' ``get_scheduler``. ``update`` counts those done before
     this one, at most ``total``, which are those of the run.
     """
-    peak, low, options = train.peak_learning_rate, train.min_learning_rate, train.schedule_options or ScheduleOptions()
+    low, options = train.min_learning_rate, train.schedule_options or ScheduleOptions()
     warm = warmup_steps(train, total)
     if update < warm:
         return peak * (update + 1) / warm

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.config.tasks import TaskSpec
 from finray.data.dataset.prepared import PreparedSplit
@@ -70,7 +70,7 @@ class Task(Protocol):
     layout: CheckpointLayout
 
     @classmethod
-    def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> Self:
+    def build(cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool) -> Self:
         """Load the model with its adapter, or build it on the meta device, to be sharded and loaded later.
 
         Raises:

@@ -168,7 +168,7 @@ def test_rests_of_a_killed_write_are_swept(tmp_path: Path) -> None:
         assert not list(run.path.glob(".tmp-*"))
 
 
-RESOLVED = Resolved("bf16", None, "finray_packed", True, "ddp", 2, False)
+RESOLVED = Resolved("bf16", None, "finray_packed", True, "ddp", False)
 
 
 def test_what_auto_came_to_is_kept(tmp_path: Path) -> None:

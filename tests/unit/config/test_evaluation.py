@@ -178,7 +178,7 @@ def test_a_task_without_answers_is_not_asked_for_them() -> None:
 def test_workers_that_share_weights_answer_nothing_inline(
     strategy: str, parallel: dict[str, Any], refused: bool
 ) -> None:
-    resolved = Resolved("fp32", None, None, packs=True, strategy=strategy, world_size=2, use_gpu=False)
+    resolved = Resolved("fp32", None, None, packs=True, strategy=strategy, use_gpu=False)
     inline = config({"generate_rows": 2}, parallel=parallel)
     if refused:
         with pytest.raises(ConfigError) as caught:

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from finray.config.identity import differences, settled
+from finray.config.identity import differences
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.data.dataset.labels import FoundLabels, find_labels
@@ -487,15 +487,14 @@ def test_a_format_without_labels_is_refused_before_anything_is_read(
 def test_a_continued_run_has_the_classes_that_it_began_with() -> None:
     """Whether the config names them or not; another order is another run."""
     resolved = Resolved(
-        "fp32", None, None, True, "ddp", 1, False, problem="single_label", labels=("no", "yes"), epochs=1.0
+        "fp32", None, None, True, "ddp", False, problem="single_label", labels=("no", "yes"), epochs=1.0
     )
     began, named, turned, smoothed = (
-        settled(build(one), resolved)
-        for one in ({}, {"labels": ["no", "yes"]}, {"labels": ["yes", "no"]}, {"label_smoothing": 0.1})
+        build(one) for one in ({}, {"labels": ["no", "yes"]}, {"labels": ["yes", "no"]}, {"label_smoothing": 0.1})
     )
-    assert differences(began, named) == []
-    assert differences(began, turned) == [("classification.labels", ["no", "yes"], ["yes", "no"])]
-    assert differences(began, smoothed) == [("classification.label_smoothing", 0.0, 0.1)]
+    assert differences(began, named, resolved) == []
+    assert differences(began, turned, resolved) == [("classification.labels", ["no", "yes"], ["yes", "no"])]
+    assert differences(began, smoothed, resolved) == [("classification.label_smoothing", 0.0, 0.1)]
 
 
 # --- classes that `datasets` names ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finray.config.resolved import Steps
 from finray.data.sampling.order import Order, derive_key, micro_batches, mix, permutation, total_steps
 from tests.support.examples import examples
 
@@ -64,7 +65,7 @@ def test_a_stream_read_in_other_steps_is_the_same_stream(count: int, seed: int, 
 
 
 def test_the_last_step_is_short_and_nothing_is_seen_twice() -> None:
-    steps, total = total_steps(10, epochs=1, max_steps=None, global_batch_size=4)
+    steps, total = total_steps(10, Steps(4, 1.0), max_steps=None)
     order = Order(10, seed=0, total=total)
     batches = [order.batch(step * 4, 4) for step in range(steps)]
     assert [len(batch) for batch in batches] == [4, 4, 2]
@@ -86,16 +87,14 @@ def test_an_order_of_nothing_is_a_mistake() -> None:
     ("epochs", "max_steps", "expected"),
     [
         (1.0, None, (3, 10)),
-        (None, None, (3, 10)),
         (2.5, None, (7, 25)),
         (0.01, None, (1, 1)),
         (0.25, None, (1, 2)),
         (1.2, None, (3, 12)),
         (3.0, 5, (5, None)),
-        (None, 5, (5, None)),
     ],
 )
 def test_the_steps_of_a_run_by_epochs_or_by_number(
-    epochs: float | None, max_steps: int | None, expected: tuple[int, int | None]
+    epochs: float, max_steps: int | None, expected: tuple[int, int | None]
 ) -> None:
-    assert total_steps(10, epochs=epochs, max_steps=max_steps, global_batch_size=4) == expected
+    assert total_steps(10, Steps(4, epochs), max_steps=max_steps) == expected

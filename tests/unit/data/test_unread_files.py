@@ -16,7 +16,7 @@ from finray.inspection.result import findings
 from finray.models.packing_cache import packing_of
 from finray.planning.sample_data import examine
 from finray.records import Note, Record
-from finray.runtime.driver import settle
+from finray.runtime.driver import decide_from_data
 from finray.runtime.prepare import prepare_and_report
 from tests.support import runs, tiny
 
@@ -47,8 +47,8 @@ def of_inspect(config: Config) -> list[str]:
 def of_train(config: Config) -> list[str]:
     records: list[Record] = []
     with open_run(config, fresh=False, notify=lambda text: None) as run:
-        packing = packing_of(config.model)
-        settle(runs.resolved_of(config), prepare_here(config), config, run, records.append, packing)
+        known = runs.resolved_of(config), prepare_here(config), config, run, records.append, packing_of(config.model)
+        decide_from_data(*known)
     return [one.message for one in records if isinstance(one, Note)]
 
 

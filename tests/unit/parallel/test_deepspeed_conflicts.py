@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from finray.config.resolved import Resolved
 from finray.errors import ConfigError
 from finray.parallel.deepspeed.config import check, conflicts, filled, stage
 from tests.support import runs
@@ -19,9 +20,12 @@ def config(given: dict[str, Any] | None, **fields: Any) -> Any:
 
 
 def found(given: dict[str, Any], *, precision: str = "bf16", workers: int = 2, **fields: Any) -> list[str]:
-    return list(conflicts(given, config(given, **fields), precision=precision, workers=workers))
+    made = config(given, **fields)
+    size, rate = made.train.global_batch_size, made.train.learning_rate
+    return list(conflicts(given, made, precision=precision, workers=workers, size=size, rate=rate))
 
 
+DECIDED = Resolved("bf16", None, None, True, "deepspeed", False, learning_rate=0.5)
 ADAMW = {"type": "AdamW", "params": {"lr": "auto"}}
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 FP16 = {"precision": "fp16", "train": {"precision": "fp16"}}
@@ -143,7 +147,7 @@ def test_the_parameters_of_an_optimizer_are_filled_in_where_the_json_leaves_them
     train = {"learning_rate": 0.5, "adam_beta1": 0.25, "adam_beta2": 0.75, "adam_epsilon": 0.125, "weight_decay": 0.375}
     own = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": 0.375, "more": 7}
     given = {"optimizer": {"type": "AdamW", "params": own}}
-    settings = filled(config(given, train=train), precision="bf16", workers=2, width=10)
+    settings = filled(config(given, train=train), DECIDED, workers=2, width=10)
     params = {"lr": 0.5, "betas": [0.25, 0.75], "eps": 0.125, "weight_decay": 0.375, "more": 7}
     assert settings["optimizer"] == {"type": "AdamW", "params": params}
     assert given["optimizer"]["params"] is own, "the config stays as it is"
@@ -158,7 +162,7 @@ def test_what_the_json_omits_is_taken_from_the_yaml_where_that_is_not_deepspeeds
 
     def params(**train: float) -> dict[str, Any]:
         made = config({"optimizer": optimizer}, train={"learning_rate": 0.5, "weight_decay": 0.375, **train})
-        found: dict[str, Any] = filled(made, precision="bf16", workers=2, width=10)["optimizer"].get("params", {})
+        found: dict[str, Any] = filled(made, DECIDED, workers=2, width=10)["optimizer"].get("params", {})
         return found
 
     usual = {"lr": 0.5} if "params" in optimizer else {}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from finray.config.resolved import Precision, Resolved
 from finray.errors import ConfigError
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.deepspeed import strategy as module
@@ -37,16 +38,20 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
+def decided(precision: Precision) -> Resolved:
+    return Resolved(precision, None, None, True, "deepspeed", False)
+
+
 @pytest.mark.parametrize(("stage", "precision"), [(None, "bf16"), (1, "fp16"), (3, "fp32")])
 def test_one_process_alone_is_a_group_of_one(
-    no_library: list[dict[str, Any]], stage: int | None, precision: str
+    no_library: list[dict[str, Any]], stage: int | None, precision: Precision
 ) -> None:
     assert not dist.is_initialized()
     try:
-        made = DeepSpeedStrategy(CPU, config(zero_stage=stage), precision=precision)
+        made = DeepSpeedStrategy(CPU, config(zero_stage=stage), decided(precision))
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
         # Another one takes the group that there is.
-        DeepSpeedStrategy(CPU, config(zero_stage=stage), precision=precision)
+        DeepSpeedStrategy(CPU, config(zero_stage=stage), decided(precision))
     finally:
         dist.destroy_process_group()
     assert (made.stage, made.shards_weights, made.lockstep) == (stage or 2, stage == 3, True)
@@ -56,27 +61,29 @@ def test_one_process_alone_is_a_group_of_one(
 def test_on_a_gpu_one_process_alone_has_the_group_of_gpus(no_library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append((backend, options)))
-    resolved: Any = SimpleNamespace(precision="fp16")
+    resolved = decided("fp16")
     made = DeepSpeedStrategy.from_config(config(zero_stage=1), resolved, torch.device("cuda", 1))
     ((backend, options),) = asked
     assert (backend, options["rank"], options["world_size"]) == ("cpu:gloo,cuda:nccl", 0, 1)
     assert isinstance(options["store"], dist.HashStore)  # type: ignore[attr-defined]
-    assert (made.device, made._precision, made.stage, made.world_size) == (torch.device("cuda", 1), "fp16", 1, 1)
+    assert (made.device, made._resolved, made.stage, made.world_size) == (torch.device("cuda", 1), resolved, 1, 1)
 
 
 @pytest.fixture
 def strategy(no_library: Any) -> DeepSpeedStrategy:
     made = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
-    made.device, made.world_size, made.stage, made._precision = CPU, 4, 2, "bf16"
+    made.device, made.world_size, made.stage = CPU, 4, 2
+    made._resolved = decided("bf16")
     return made
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_sizes_that_follow_from_a_model_are_those_of_its_text_model(
-    strategy: DeepSpeedStrategy, precision: str
+    strategy: DeepSpeedStrategy, precision: Precision
 ) -> None:
     """A PEFT model, and a head, may have a configuration of their own kind."""
-    net, strategy._config, strategy._precision = torch.nn.Sequential(torch.nn.Module()), config(zero_stage=1), precision
+    net, strategy._config = torch.nn.Sequential(torch.nn.Module()), config(zero_stage=1)
+    strategy._resolved = decided(precision)
     net.config = SimpleNamespace(hidden_size=3)
     net[0].config = SimpleNamespace(hidden_size=5, get_text_config=lambda: SimpleNamespace(hidden_size=12))
     found = strategy._settings(net)
@@ -241,10 +248,10 @@ def test_the_json_may_be_in_the_config_itself() -> None:
 def test_an_auto_that_is_deepspeeds_to_decide_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 3, "sub_group_size": "auto", "reduce_bucket_size": "auto"}}')
-    found = deepspeed_config.filled(config(deepspeed_config=str(path)), precision="fp32", workers=2, width=10)
+    found = deepspeed_config.filled(config(deepspeed_config=str(path)), decided("fp32"), workers=2, width=10)
     # The sizes that the file does not leave to anybody are DeepSpeed's own.
     assert found["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 100}
-    default = deepspeed_config.filled(config(zero_stage=3), precision="bf16", workers=2, width=10)
+    default = deepspeed_config.filled(config(zero_stage=3), decided("bf16"), workers=2, width=10)
     assert default["zero_optimization"] == {
         "stage": 3,
         "reduce_bucket_size": 100,
@@ -257,7 +264,7 @@ def test_an_auto_that_is_deepspeeds_to_decide_is_left_out(tmp_path: Path) -> Non
     assert (default["zero_allow_untested_optimizer"], default["zero_force_ds_cpu_optimizer"]) == (True, False)
     assert default["train_batch_size"] == 1 * 4 * 2
     for precision, stage, sums in (("fp32", 1, False), ("bf16", 1, False), ("fp16", 2, True)):
-        given = deepspeed_config.filled(config(zero_stage=stage), precision=precision, workers=1, width=10)
+        given = deepspeed_config.filled(config(zero_stage=stage), decided(precision), workers=1, width=10)
         assert ("communication_data_type" in given) is (precision != "fp32")
         assert ("data_types" in given) is sums
         assert given["fp16"]["enabled"] is (precision == "fp16")

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from finray.config.resolved import Resolved
 from finray.config.schema import ParallelConfig
 from finray.parallel import make_strategy
 from finray.parallel.ddp import DDPStrategy
@@ -104,9 +105,9 @@ def test_ddp_clips_to_the_norm_that_is_asked_for(most: float | None) -> None:
 def test_deepspeed_is_told_of_stage_offload_and_steps(stage: int, offload: bool, expected: dict[str, Any]) -> None:
     parallel = {"strategy": "deepspeed", "zero_stage": stage, "cpu_offload": offload}
     train = {"max_grad_norm": 0.3, "micro_batch_size": 3, "global_batch_size": 20}
-    settings = deepspeed_config.filled(
-        runs.config_of({**PLAIN, "parallel": parallel, "train": train}), precision="bf16", workers=2, width=10
-    )
+    config = runs.config_of({**PLAIN, "parallel": parallel, "train": train})
+    resolved = Resolved("bf16", None, None, True, "deepspeed", False, global_batch_size=20)
+    settings = deepspeed_config.filled(config, resolved, workers=2, width=10)
     zero = settings["zero_optimization"]
     assert zero["stage"] == stage
     assert {name: one for name, one in zero.items() if name.startswith("offload")} == expected
@@ -115,7 +116,7 @@ def test_deepspeed_is_told_of_stage_offload_and_steps(stage: int, offload: bool,
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
     assert (settings["bf16"]["enabled"], settings["fp16"]["enabled"]) == (True, False)
     plain = runs.config_of({**PLAIN, "parallel": parallel, "train": {"global_batch_size": 8, "max_grad_norm": None}})
-    assert deepspeed_config.filled(plain, precision="fp32", workers=2, width=10)["gradient_clipping"] == 0.0
+    assert deepspeed_config.filled(plain, resolved, workers=2, width=10)["gradient_clipping"] == 0.0
 
 
 class Tables(torch.nn.Module):

@@ -193,5 +193,5 @@ def test_memory_that_a_run_lacked_is_made_free_by_the_smallest_change(tiny_run: 
     config = runs.config_of(tiny_run({"train": {"micro_batch_size": 4, "gradient_checkpointing": "none"}}))
     device = Device("cuda", "a GPU", 2**34)
     resolved = runs.resolved_of(config)
-    assert relief(config, resolved, device, less=1) == ("train.micro_batch_size=2",)
-    assert relief(config, resolved, device, less=2**40) == ()
+    assert relief(config, resolved, device, workers=1, less=1) == ("train.micro_batch_size=2",)
+    assert relief(config, resolved, device, workers=1, less=2**40) == ()

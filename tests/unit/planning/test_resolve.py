@@ -12,7 +12,7 @@ import pytest
 
 import finray
 from finray.config.load import build_config
-from finray.config.resolved import Packing, Resolved
+from finray.config.resolved import Execution, LabelSet, Packing, Resolved, Steps
 from finray.config.schema import Config
 from finray.errors import ConfigError
 from finray.files import FileKind
@@ -35,17 +35,17 @@ def config(**sections: Any) -> Config:
     return build_config(plain, source="test")
 
 
-def on(device: Device, placement: Placement = ONE, *, packing: Packing | None = SAFE, **sections: Any) -> Resolved:
+def on(device: Device, placement: Placement = ONE, *, packing: Packing | None = SAFE, **sections: Any) -> Execution:
     return resolve(config(**sections), placement, device, packing=packing)
 
 
 def test_everything_is_decided() -> None:
-    assert on(CPU) == Resolved("fp32", None, "finray_packed", True, "ddp", 1, False, learning_rate=5e-4)
-    assert on(CPU, packing=UNSAFE) == Resolved("fp32", None, None, False, "ddp", 1, False, learning_rate=5e-4)
+    assert on(CPU) == Execution("fp32", None, "finray_packed", True, "ddp", False, learning_rate=5e-4)
+    assert on(CPU, packing=UNSAFE) == Execution("fp32", None, None, False, "ddp", False, learning_rate=5e-4)
     assert on(CPU, parallel={"strategy": "auto"}).strategy == "ddp"
-    assert on(CPU, Placement(3, 1, use_gpu=True), parallel={"strategy": "fsdp"}).world_size == 3
     kind = FileKind(ConfigError, repair="none")
-    assert kind.parsed(json.dumps(asdict(on(CPU))).encode(), Resolved, "resolved.json") == on(CPU)
+    known = Resolved.of(on(CPU), Steps(4, 2.0, 100), LabelSet("single_label", ("a", "b")), (1.0, 2.0))
+    assert kind.parsed(json.dumps(asdict(known)).encode(), Resolved, "resolved.json") == known
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_liger_is_taken_on_a_gpu_where_it_is_installed(monkeypatch: pytest.Monke
 
 
 def test_nothing_outside_of_planning_reads_an_auto() -> None:
-    """But for the format, which the columns decide, the engine of answers, a directory that knows no decisions yet,
+    """But for steps and formats, which the data decide, the engine of answers, a directory that knows no decisions yet,
     DeepSpeed's own file, in which it means the YAML, OpenAI's `tool_choice`, and a job for machines that are elsewhere.
     """
     source = Path(finray.__file__).parent
@@ -116,7 +116,7 @@ def test_nothing_outside_of_planning_reads_an_auto() -> None:
     }
     others = {path for path in readers if path.split("/")[0] not in ("config", "planning")}
     assert "planning/resolve.py" in readers
-    formats = ("data/formats/", "data/dataset/prepare.py", "training/assemble.py")
+    formats = ("data/formats/", "data/dataset/prepare.py", "data/dataset/run_data.py", "training/assemble.py")
     engines = ("api.py", "cli/main.py", "cli/serve.py", "evaluation/", "serving/models.py", "runtime/spread.py")
     before = ("checkpoint/rundir.py",)
     # Another `auto`: of a GPU, of a request, of Ray.
@@ -126,10 +126,10 @@ def test_nothing_outside_of_planning_reads_an_auto() -> None:
 
 
 def test_a_run_that_goes_on_keeps_what_changes_its_arithmetic() -> None:
-    began = Resolved("fp32", 8, "finray_packed", False, "ddp", 4, False)
+    began = Resolved("fp32", 8, "finray_packed", False, "ddp", False)
     auto = config(model={"name": "m", "quantization": "auto"})
     found = resolve(auto, TWO, replace(CPU, bf16=True), packing=SAFE, before=began)
-    assert found == Resolved("fp32", 8, None, False, "ddp", 2, False)
+    assert found == Execution("fp32", 8, None, False, "ddp", False)
     # What the config names is as it names it.
     named = config(train={"precision": "bf16"})
     assert resolve(named, TWO, CPU, packing=SAFE, before=began).precision == "bf16"
@@ -138,9 +138,9 @@ def test_a_run_that_goes_on_keeps_what_changes_its_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("began", "packing", "message"),
     [
-        (Resolved("bf16", None, "finray_packed", True, "ddp", 1, False), SAFE, "has no bf16 arithmetic"),
-        (Resolved("fp32", None, "flash_attention_2", True, "ddp", 1, True), SAFE, "FlashAttention 2 needs a GPU"),
-        (Resolved("fp32", None, "finray_packed", True, "ddp", 1, True), UNSAFE, "cannot be packed safely"),
+        (Resolved("bf16", None, "finray_packed", True, "ddp", False), SAFE, "has no bf16 arithmetic"),
+        (Resolved("fp32", None, "flash_attention_2", True, "ddp", True), SAFE, "FlashAttention 2 needs a GPU"),
+        (Resolved("fp32", None, "finray_packed", True, "ddp", True), UNSAFE, "cannot be packed safely"),
     ],
 )
 def test_what_the_hardware_cannot_go_on_with_is_an_error(began: Resolved, packing: Packing, message: str) -> None:

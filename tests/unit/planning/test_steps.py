@@ -8,23 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finray.config.identity import settled
+from finray.config.identity import with_decisions
 from finray.config.load import build_config
-from finray.config.resolved import Resolved
+from finray.config.resolved import Resolved, Steps
 from finray.config.schema import Config, TrainConfig
+from finray.data.dataset.run_data import decide_steps, pack_length_of
 from finray.data.sampling.order import total_steps
-from finray.data.sampling.packing import plan_packs
-from finray.planning.steps import (
-    batch_and_epochs,
-    choose_learning_rate,
-    chosen_notes,
-    count_packs,
-    pack_length_of,
-    step_note,
-    step_warnings,
-)
+from finray.planning.steps import choose_learning_rate, chosen_notes, step_note, step_warnings
 
-BEGAN = Resolved("fp32", None, None, True, "ddp", 1, False, global_batch_size=3, epochs=2.0)
+BEGAN = Resolved("fp32", None, None, True, "ddp", False, global_batch_size=3, epochs=2.0, pack_length=90)
 
 
 def config(**sections: Any) -> Config:
@@ -45,54 +37,42 @@ def config(**sections: Any) -> Config:
     ],
 )
 def test_little_data_makes_small_steps_and_more_epochs(packs: int, size: int, epochs: float, steps: int) -> None:
-    found = batch_and_epochs(TrainConfig(), packs=packs)
-    assert found == (size, epochs)
-    assert total_steps(packs, epochs=found[1], max_steps=None, global_batch_size=found[0])[0] == steps
+    found = decide_steps(TrainConfig(), packs=packs)
+    assert found == Steps(size, epochs)
+    assert total_steps(packs, found, max_steps=None)[0] == steps
 
 
 def test_what_the_config_says_or_the_run_began_with_stays() -> None:
-    assert batch_and_epochs(TrainConfig(global_batch_size=8, epochs=1), packs=5) == (8, 1.0)
-    assert batch_and_epochs(TrainConfig(global_batch_size=2), packs=10) == (2, 3.0)
+    assert decide_steps(TrainConfig(global_batch_size=8, epochs=1), packs=5) == Steps(8, 1.0)
+    assert decide_steps(TrainConfig(global_batch_size=2), packs=10) == Steps(2, 3.0)
     # The epochs of the run that this one may be extended to.
-    assert batch_and_epochs(TrainConfig(max_steps=7), packs=5) == (1, 3.0)
-    assert step_note(TrainConfig(max_steps=7, global_batch_size=8), 8, 3.0) is None
-    assert step_note(TrainConfig(max_steps=7), 8, 3.0) is None
-    assert "epochs" not in str(step_note(TrainConfig(max_steps=7), 1, 3.0))
-    assert batch_and_epochs(TrainConfig(), packs=5000, before=BEGAN) == (3, 2.0)
-    assert batch_and_epochs(TrainConfig(epochs=4), packs=5, before=BEGAN) == (3, 4.0)
+    assert decide_steps(TrainConfig(max_steps=7), packs=5) == Steps(1, 3.0)
+    assert step_note(TrainConfig(max_steps=7, global_batch_size=8), Steps(8, 3.0)) is None
+    assert step_note(TrainConfig(max_steps=7), Steps(8, 3.0)) is None
+    assert "epochs" not in str(step_note(TrainConfig(max_steps=7), Steps(1, 3.0)))
+    assert decide_steps(TrainConfig(), packs=5000, pack_length=80, before=BEGAN) == Steps(3, 2.0, 90)
+    assert decide_steps(TrainConfig(epochs=4), packs=5, before=BEGAN) == Steps(3, 4.0, 90)
     # Runs that began before these were kept.
-    older = Resolved("fp32", None, None, True, "ddp", 1, False)
-    assert batch_and_epochs(TrainConfig(), packs=5, before=older) == (8, 1.0)
-    assert batch_and_epochs(TrainConfig(), packs=None) == (8, 1.0)
-
-
-def test_packs_are_counted_where_their_number_matters() -> None:
-    lengths = np.full(3000, 600)
-    exact = len(plan_packs(lengths, 1024))
-    assert exact == 3000
-    # Two rows do not fit into a pack, and so many packs are enough for all decisions.
-    assert count_packs(config(), lengths) == -(-3000 * 600 // 1024)
-    assert count_packs(config(train={"global_batch_size": 2000}), lengths) == exact
-    assert count_packs(config(), lengths[:1000]) == 1000
-    assert count_packs(config(data={"source": "d", "packing": False}), lengths) == 3000
+    older = Resolved("fp32", None, None, True, "ddp", False)
+    assert decide_steps(TrainConfig(), packs=5, before=older) == Steps(8, 1.0)
+    assert decide_steps(TrainConfig(), packs=None) == Steps(8, 1.0)
 
 
 def test_packs_of_little_data_are_shorter_so_that_a_run_has_tens_of_steps() -> None:
     short, long = np.full(100, 20), np.full(16, 1024)
     assert pack_length_of(config(), short) == 125
-    assert count_packs(config(), short, pack_length=125) == 17
-    assert batch_and_epochs(TrainConfig(), packs=17) == (1, 3.0)
+    assert decide_steps(TrainConfig(), packs=17, pack_length=125) == Steps(1, 3.0, 125)
     # No shorter than the longest row, and as ever where there is enough, or where the config says how large a step is.
     assert pack_length_of(config(), np.array([*short, 700])) == 700
     assert pack_length_of(config(), long) is None
     assert pack_length_of(config(train={"global_batch_size": 1}), short) is None
     assert pack_length_of(config(data={"source": "d", "packing": False}), short) is None
-    assert "with packs of 1,250 tokens," in str(step_note(TrainConfig(), 1, 3.0, pack_length=1250))
+    assert "with packs of 1,250 tokens," in str(step_note(TrainConfig(), Steps(1, 3.0, 1250)))
 
 
 def test_odd_steps_are_warned_of_with_a_repair() -> None:
     def said(size: int, packs: int | None, steps: int = 2, continued: bool = False, **sections: Any) -> str:
-        found = step_warnings(config(**sections), size, steps=steps, packs=packs, continued=continued)
+        found = step_warnings(config(**sections), Steps(size), total=steps, packs=packs, continued=continued)
         return "; ".join(" | ".join(map(str, one)) for one in found)
 
     assert said(8, 8) == said(8, None) == ""
@@ -114,12 +94,12 @@ def test_odd_steps_are_warned_of_with_a_repair() -> None:
 
 
 def test_what_finray_chose_is_said_and_nothing_else() -> None:
-    note = step_note(TrainConfig(), 1, 3.0)
+    note = step_note(TrainConfig(), Steps(1, 3.0))
     assert note is not None
     assert "train.global_batch_size=1 and train.epochs=3" in note
-    assert "epochs" not in str(step_note(TrainConfig(epochs=2), 1, 2.0))
-    assert step_note(TrainConfig(), 8, 1.0) is None
-    assert step_note(TrainConfig(global_batch_size=2, epochs=2), 2, 2.0) is None
+    assert "epochs" not in str(step_note(TrainConfig(epochs=2), Steps(1, 2.0)))
+    assert step_note(TrainConfig(), Steps(8, 1.0)) is None
+    assert step_note(TrainConfig(global_batch_size=2, epochs=2), Steps(2, 2.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -151,12 +131,12 @@ def test_the_learning_rate_follows_from_method_width_and_task(
 def test_a_continued_run_keeps_its_learning_rate_and_one_from_before_there_was_a_choice_had_the_default() -> None:
     assert choose_learning_rate(config(), hidden_size=576, before=replace(BEGAN, learning_rate=7e-4)) == 7e-4
     assert choose_learning_rate(config(), hidden_size=576, before=BEGAN) == 2e-4
-    assert settled(config(), BEGAN).train.peak_learning_rate == 2e-4
+    assert with_decisions(config(), BEGAN)["train"]["learning_rate"] == 2e-4
     kept = config(train={"learning_rate": 1e-3})
-    assert settled(kept, BEGAN).train.peak_learning_rate == 1e-3
+    assert with_decisions(kept, BEGAN)["train"]["learning_rate"] == 1e-3
 
 
 def test_the_learning_rate_that_finray_chose_is_said() -> None:
-    (said,) = chosen_notes(TrainConfig(), 8, 1.0, 1.3e-3)
+    (said,) = chosen_notes(TrainConfig(), Steps(), 1.3e-3)
     assert "train.learning_rate=0.0013" in said
-    assert list(chosen_notes(TrainConfig(learning_rate=1e-3), 8, 1.0, 1e-3)) == []
+    assert list(chosen_notes(TrainConfig(learning_rate=1e-3), Steps(), 1e-3)) == []

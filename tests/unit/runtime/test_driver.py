@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +14,12 @@ import pytest
 
 from finray.checkpoint import CheckpointStore, rundir
 from finray.checkpoint.rundir import RunDir
-from finray.config.resolved import Packing, Resolved, Settled
-from finray.errors import DataError, StorageError
+from finray.config.resolved import Execution, Packing, PreparedRun, Resolved, Steps
+from finray.errors import DataError
 from finray.planning.placement import Placement
-from finray.records import RunHeader, RunSummary
+from finray.records import RunSummary
 from finray.runtime import driver, failures
-from finray.runtime.progress import ask
+from finray.runtime.progress import wait_for_data
 from finray.runtime.signals import Interrupted
 from finray.runtime.worker import Outcome
 from tests.support import runs, tiny
@@ -61,40 +58,6 @@ def test_a_person_who_starts_a_run_again_has_its_failures_forgotten(
     with pytest.raises(Begun):
         driver.train(asked)
     assert not (run_dir / "failures.jsonl").exists()
-
-
-def test_a_size_that_storage_does_not_take_is_a_warning_and_nobody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that hears rank 0 notes it: what it raises, or waits for, would make the driver deaf."""
-    failing = threading.Event()
-
-    class Failing:
-        def __init__(self, url: str) -> None: ...
-
-        def upload(self, path: Path, name: str) -> None:
-            assert failing.wait(60)
-            raise StorageError("the storage failed 6 times", where=name)
-
-    monkeypatch.setattr(rundir, "Objects", Failing)
-    kept = Resolved("fp32", None, None, True, "ddp", 3, use_gpu=False, global_batch_size=4)
-    (tmp_path / "resolved.json").write_text(json.dumps(asdict(kept)))
-    said: list[Any] = []
-    header = RunHeader(**{one.name: 2 for one in fields(RunHeader)})  # type: ignore[arg-type]
-    driver._note_size(RunDir(tmp_path, "s3://bucket/run"), said.append, header)
-    assert said == []
-    failing.set()
-    for thread in threading.enumerate():
-        if thread.name == "finray-size":
-            thread.join(60)
-    (warning,) = said
-    assert warning.level == "warning"
-    assert "could not be recorded" in warning.message
-    assert "the storage failed 6 times" in warning.message
-    # On this machine it is known all the same; and where it is the same, nothing is written.
-    assert json.loads((tmp_path / "resolved.json").read_text())["world_size"] == 2
-    driver._note_size(RunDir(tmp_path, "s3://bucket/run"), said.append, header)
-    assert len(said) == 1
 
 
 @pytest.mark.parametrize(("keep_best", "step"), [(True, 4), (False, 6)])
@@ -151,7 +114,7 @@ def fitted(
     """What a fit does, in its order, with workers that ask as soon as they start."""
     did: list[str] = []
     asked = config(tmp_path)
-    resolved = Resolved("fp32", None, None, True, strategy, 1, use_gpu=use_gpu)
+    execution = Execution("fp32", None, None, True, strategy, use_gpu=use_gpu)
     place = Placement(1, 1, use_gpu=use_gpu)
     context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "here")
     here = {"NodeID": "here", "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1}
@@ -162,14 +125,14 @@ def fitted(
     )
     slow: Any = Slow(outcome)
 
-    def settle(before: Resolved, location: str, *rest: Any) -> Settled:
-        did.append(f"settled {location}")
-        return Settled(location, replace(before, global_batch_size=5))
+    def decide(execution: Execution, location: str, *rest: Any) -> PreparedRun:
+        did.append(f"prepared {location}")
+        return PreparedRun(location, Resolved.of(execution, Steps(5)))
 
-    def make(connected: Any, known: Settled | None, *rest: Any, look: Any, listener: Any, **options: Any) -> Any:
+    def make(connected: Any, known: PreparedRun | None, *rest: Any, look: Any, listener: Any, **options: Any) -> Any:
         def fit() -> Any:
             did.append("workers start")
-            got = pool.submit(ask, listener) if known is None else None
+            got = pool.submit(wait_for_data, listener) if known is None else None
             while got is not None and not got.done():
                 look()
                 time.sleep(0.01)
@@ -179,14 +142,14 @@ def fitted(
 
         return SimpleNamespace(fit=fit)
 
-    monkeypatch.setattr(driver, "settle", settle)
+    monkeypatch.setattr(driver, "decide_from_data", decide)
     monkeypatch.setattr(driver, "_trainer", make)
     monkeypatch.setattr(driver, "refusal", lambda address: None)
     monkeypatch.setattr(driver, "is_refused", lambda address: False)
     monkeypatch.setattr("finray.runtime.trainer.remove_groups", lambda group: None)
     monkeypatch.setattr("finray.runtime.prepare._is_worth_help", lambda preparation: False)
     slow.config, slow.cancel = asked, lambda: did.append("cancelled")
-    connected = driver.Connected(ray, is_own, place, resolved, {}, {}, 0.0, 0.0, Packing(True, "llama"))
+    connected = driver.Connected(ray, is_own, place, execution, {}, {}, 0.0, 0.0, Packing(True, "llama"))
     with ThreadPoolExecutor(1) as pool, suppress(DataError):
         driver.fit(connected, slow, asked, RunDir(tmp_path / "out" / "run"), lambda record: None)
     return did
@@ -204,7 +167,7 @@ def fitted(
 def test_workers_start_before_the_data_are_prepared_where_that_holds_no_gpu_and_nothing_of_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool, use_gpu: bool, strategy: str, early: bool
 ) -> None:
-    first = ["workers start", "settled there"] if early else ["settled there", "workers start"]
+    first = ["workers start", "prepared there"] if early else ["prepared there", "workers start"]
     assert fitted(tmp_path, monkeypatch, "there", is_own=is_own, use_gpu=use_gpu, strategy=strategy) == [
         *first,
         "steps of 5",

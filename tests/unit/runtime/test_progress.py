@@ -11,11 +11,11 @@ from dataclasses import asdict, fields, replace
 
 import pytest
 
-from finray.config.resolved import Resolved, Settled
+from finray.config.resolved import PreparedRun, Resolved
 from finray.errors import StorageError, TrainingError
 from finray.records import Beat, EvalRecord, Note, Record, RunHeader, TrainRecord
 from finray.runtime import progress
-from finray.runtime.progress import STOP, Listener, Sender, ask
+from finray.runtime.progress import STOP, Listener, Sender, wait_for_data
 
 
 def filled(kind: type) -> Record:
@@ -46,31 +46,31 @@ def test_records_of_every_kind_arrive_unchanged_and_in_order() -> None:
     assert heard == RECORDS
 
 
-SETTLED = Settled(
-    "s3://data/é", Resolved("bf16", 4, None, True, "fsdp", 3, use_gpu=True, liger=True, global_batch_size=7, epochs=2.5)
+PREPARED = PreparedRun(
+    "s3://data/é", Resolved("bf16", 4, None, True, "fsdp", use_gpu=True, liger=True, global_batch_size=7, epochs=2.5)
 )
 
 
-def test_workers_that_ask_wait_until_the_driver_has_settled_and_those_after_it_do_not() -> None:
+def test_workers_that_ask_wait_until_the_data_are_prepared_and_those_after_it_do_not() -> None:
     with Listener("127.0.0.1", lambda record: None) as listener, ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(ask, listener.address) for _ in range(2)]
+        waiting = [pool.submit(wait_for_data, listener.address) for _ in range(2)]
         assert not wait(waiting, timeout=0.3).done
-        listener.settle(SETTLED)
-        assert [one.result(10) for one in waiting] == [SETTLED, SETTLED]
-        assert ask(listener.address) == SETTLED
+        listener.set_prepared(PREPARED)
+        assert [one.result(10) for one in waiting] == [PREPARED, PREPARED]
+        assert wait_for_data(listener.address) == PREPARED
         with pytest.raises(TrainingError):
-            ask(replace(listener.address, token="another"))
+            wait_for_data(replace(listener.address, token="another"))
 
 
 def test_a_worker_that_waits_hears_that_the_driver_has_given_up() -> None:
     with ThreadPoolExecutor(1) as pool:
         with Listener("127.0.0.1", lambda record: None) as listener:
-            waiting = pool.submit(ask, listener.address)
+            waiting = pool.submit(wait_for_data, listener.address)
             assert not wait([waiting], timeout=0.3).done
         with pytest.raises(TrainingError, match="before the data were prepared"):
             waiting.result(10)
     with pytest.raises(TrainingError, match="before the data were prepared"):
-        ask(listener.address)
+        wait_for_data(listener.address)
 
 
 def test_a_connection_without_the_token_is_not_heard() -> None:

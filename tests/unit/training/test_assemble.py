@@ -47,6 +47,7 @@ class Noting:
         self.seen.append(("finish", None))
 
 
+RESOLVED = Resolved("fp32", None, None, True, "ddp", False)
 RECORD = TrainRecord(3, 0.5, 1.0, 1.0, 0.1, 10, 5, "d", 1.0, 0.0, 1, 1.0, samples=(1, 2))
 
 
@@ -78,7 +79,7 @@ def test_every_tracker_is_made_once_and_told_of_the_run(
     settings = config(tracking=tracking, cluster={"env": {"SOME_HOST": "h"}})
     header: Any = SimpleNamespace(step=7)
     shown: list[Any] = []
-    trackers = outputs.start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None)
+    trackers = outputs.start_trackers(settings, RESOLVED, tmp_path, header, shown.append, lambda text, step=0: None)
     trackers.log(RECORD)
     trackers.finish()
     assert made == names
@@ -95,14 +96,14 @@ def test_every_tracker_is_made_once_and_told_of_the_run(
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["samples"] == [1, 2]
     # At the next start the run is known by the same name.
-    outputs.start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None).finish()
+    outputs.start_trackers(settings, RESOLVED, tmp_path, header, shown.append, lambda text, step=0: None).finish()
     assert (tmp_path / "run_id").read_text() == run_id
 
 
 def test_an_id_that_cannot_be_read_says_what_to_do(tmp_path: Path, made: list[str]) -> None:
     (tmp_path / "run_id").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(TrainingError) as caught:
-        outputs.start_trackers(config(), tmp_path, SimpleNamespace(step=0), print, print)  # type: ignore[arg-type]
+        outputs.start_trackers(config(), RESOLVED, tmp_path, SimpleNamespace(step=0), print, print)  # type: ignore[arg-type]
     assert "delete the file" in str(caught.value.repair)
 
 
@@ -171,7 +172,7 @@ def test_the_header_counts_what_is_trained_on(
     )  # fmt: skip
     assert len(plan) == 4
     evaluation = EvalLoader(one_row_each([1] * 3, 4), list, 0, world, False, rows=3, weight=2, held_out=9)  # type: ignore[arg-type]
-    resolved: Any = Resolved("bf16", None, "finray_packed", packs=True, strategy="ddp", world_size=world, use_gpu=False)
+    resolved: Any = Resolved("bf16", None, "finray_packed", packs=True, strategy="ddp", use_gpu=False)
     object.__setattr__(resolved, "weights", weights)
     task: Any = SimpleNamespace(parameter_counts=lambda: (11, 22))
     strategy: Any = SimpleNamespace(world_size=world, device=torch.device("cpu"))
@@ -235,21 +236,21 @@ def test_evaluations_that_were_out_come_from_the_records_or_are_made_again_or_ar
     submitted: list[tuple[int, Path | None]] = []
     evaluator: Any = SimpleNamespace(submit=lambda step, path: submitted.append((step, path)))
     settings = config(data={"eval_ratio": 0.1}, evaluation={"mode": mode, "every_steps": 2})
-    loaded: Any = SimpleNamespace(evaluation="rows", config=settings, known="known")
+    loaded: Any = SimpleNamespace(evaluation="rows", prepared="prepared")
     store: Any = SimpleNamespace(run_dir=tmp_path, steps=lambda: [2, 6], path_of=lambda step: tmp_path / str(step))
     state = TrainState(evaluating=[0, 2, 4, 8])
     made: list[Any] = []
-    found, evaluated = _take_up(loaded, state, store, lambda known: (made.append(known), evaluator)[1])
+    found, evaluated = _take_up(settings, loaded, state, store, lambda known: (made.append(known), evaluator)[1])
     known = CheckpointScores(4, {"eval_loss": 0.5})
     gone = CheckpointScores(8, failure="it did not finish, and the checkpoint is gone")
     if mode == "async":
-        assert (found, made) == (evaluator, ["known"])
+        assert (found, made) == (evaluator, ["prepared"])
         assert evaluated == [known, gone]
         assert submitted == [(0, None), (2, tmp_path / "2")]
     else:
         assert (found, made, submitted) == (None, [], [])
         inline = "it did not finish before evaluation.mode became inline"
         assert evaluated == [CheckpointScores(0, failure=inline), CheckpointScores(2, failure=inline), known, gone]
-    none = SimpleNamespace(evaluation=None, config=settings, known="known")
-    assert _take_up(none, state, store, lambda known: evaluator) == (None, [])  # type: ignore[arg-type]
-    assert _take_up(loaded, TrainState(), store, None) == (None, [])
+    none = SimpleNamespace(evaluation=None, prepared="prepared")
+    assert _take_up(settings, none, state, store, lambda known: evaluator) == (None, [])  # type: ignore[arg-type]
+    assert _take_up(settings, loaded, TrainState(), store, None) == (None, [])

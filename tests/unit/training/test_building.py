@@ -31,7 +31,7 @@ def config(**sections: Any) -> Any:
 
 def resolved(**fields: Any) -> Resolved:
     known = {"global_batch_size": 3, "epochs": 2.0, **fields}
-    return Resolved("bf16", None, "finray_packed", known.pop("packs", True), "ddp", 3, False, **known)
+    return Resolved("bf16", None, "finray_packed", known.pop("packs", True), "ddp", False, **known)
 
 
 def key(*parts: object) -> int:
@@ -229,8 +229,14 @@ class Resuming:
         task = SimpleNamespace(layout="layout", initialized_parameters=lambda: "new parameters")
         dataset = SimpleNamespace(content="content", folder=SimpleNamespace(is_remote=is_remote))
         self.loaded: Any = SimpleNamespace(
-            **{"config": config(), "task": task, "loader": loader, "dataset": dataset, "optimizer": "opt", "steps": 12}
+            prepared=PreparedRun("there", resolved()),
+            task=task,
+            loader=loader,
+            dataset=dataset,
+            optimizer="opt",
+            steps=12,
         )
+        self.config = config()
         self.strategy = strategy(rank, broadcast_parameters=lambda given: self.said.append(("equal", given)))
         for name in ("fetch_newest", "find_latest", "restore"):
             monkeypatch.setattr(assemble, name, getattr(self, name))
@@ -259,13 +265,14 @@ class Resuming:
         return TrainState(step=found.step, position=10 * found.step, data="trained on")
 
     def extend_run(self, *given: Any, newest: int, run_dir: Path) -> tuple[int, list[str]]:
-        settings, state, loader, steps = given
-        assert (settings, loader, run_dir) == (self.loaded.config, self.loaded.loader, self.tmp_path)
+        settings, known, state, loader, steps = given
+        assert (settings, loader, run_dir) == (self.config, self.loaded.loader, self.tmp_path)
+        assert known == self.loaded.prepared.resolved
         self.said.append(("goes on", state.step, steps, newest))
         return 15, ["longer"]
 
     def run(self, memory: Any) -> tuple[TrainState, list[str]]:
-        return assemble._resume(self.loaded, self.store, self.strategy, print, memory)
+        return assemble._resume(self.config, self.loaded, self.store, self.strategy, print, memory)
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
@@ -313,7 +320,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(
     assert found.said == [
         *looked,
         ("restored", restored),
-        ("same", "trained on", found.loaded.dataset, found.loaded.config),
+        ("same", "trained on", found.loaded.dataset, found.config),
         ("goes on", step, 12, max(step, 4) if rank == 0 else 0),
         *([("dropped", step)] if rank == 0 else []),
         ("fetched", f"rows from {10 * step}"),

@@ -19,8 +19,8 @@ from finray.training.schedule import learning_rate, passes_multiple, warmup_step
 
 
 def rates(total: int, **fields: object) -> list[float]:
-    train = TrainConfig(learning_rate=1.0, **fields)  # type: ignore[arg-type]
-    return [learning_rate(train, update=update, total=total) for update in range(total)]
+    train = TrainConfig(**fields)  # type: ignore[arg-type]
+    return [learning_rate(train, 1.0, update=update, total=total) for update in range(total)]
 
 
 # finray's fields, and the name and arguments of the same schedule in Transformers; the peak is 1.
@@ -94,9 +94,9 @@ def test_the_rate_after_the_last_update_is_the_minimum(fields: dict[str, Any], l
     """An extended run says from which rate it comes."""
     lowest = 0.0 if fields["schedule"] == "constant" else 0.2
     train = TrainConfig(learning_rate=1.0, min_learning_rate=lowest, warmup_steps=5, **fields)
-    assert learning_rate(train, update=40, total=40) == pytest.approx(last)
+    assert learning_rate(train, 1.0, update=40, total=40) == pytest.approx(last)
     # A run that was all warm-up.
-    assert learning_rate(train, update=5, total=5) == pytest.approx(0.2 if fields["schedule"] == "wsd" else 1.0)
+    assert learning_rate(train, 1.0, update=5, total=5) == pytest.approx(0.2 if fields["schedule"] == "wsd" else 1.0)
 
 
 def test_a_decay_that_is_longer_than_the_run_begins_after_the_warm_up() -> None:

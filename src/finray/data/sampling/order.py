@@ -14,6 +14,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from finray.config.resolved import Steps
+
 UInt64Array = npt.NDArray[np.uint64]
 IntArray = npt.NDArray[np.int64]
 
@@ -87,11 +89,10 @@ def micro_batches(batch: list[int], *, micro_batch_size: int, rank: int, world_s
     return pieces[rank::world_size]
 
 
-def total_steps(
-    count: int, *, epochs: float | None, max_steps: int | None, global_batch_size: int
-) -> tuple[int, int | None]:
-    """Number of optimizer steps of a run, and the length of the stream in items (None if only steps decide)."""
+def total_steps(count: int, steps: Steps, *, max_steps: int | None) -> tuple[int, int | None]:
+    """Number of optimizer steps of a run over ``count`` packs (or rows), and the length of the stream in items (None if
+    ``max_steps`` decides)."""
     if max_steps is not None:
         return max_steps, None
-    total = max(1, round(count * (1.0 if epochs is None else epochs)))
-    return -(-total // global_batch_size), total
+    total = max(1, round(count * steps.epochs))
+    return -(-total // steps.global_batch_size), total

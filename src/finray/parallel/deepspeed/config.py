@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import ConfigError
 from finray.files import opened
@@ -73,7 +74,9 @@ def check(config: Config) -> None:
         return
     # If the number of workers is elastic, nothing in the JSON may depend on it.
     for workers in sorted({config.cluster.min_workers, config.cluster.max_workers}):
-        _refuse(conflicts(load(config), config, precision=config.train.precision, workers=workers), config)
+        given, train = load(config), config.train
+        size, rate = train.global_batch_size, train.learning_rate
+        _refuse(conflicts(given, config, precision=train.precision, workers=workers, size=size, rate=rate), config)
 
 
 def _refuse(problems: Iterator[str], config: Config) -> None:
@@ -93,7 +96,9 @@ def stage(given: dict[str, Any], config: Config) -> int:
     return int(value) if isinstance(value, int) else config.parallel.zero_stage or DEFAULT_STAGE
 
 
-def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> Iterator[str]:
+def conflicts(
+    given: dict[str, Any], config: Config, *, precision: str, workers: int, size: int | str, rate: float | str
+) -> Iterator[str]:
     """Contradictions between the JSON and the YAML, and settings that are not allowed.
 
     Args:
@@ -101,6 +106,8 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
         config: of the run.
         precision: ``fp32``, ``bf16`` or ``fp16``; ``auto`` if not known yet.
         workers: number of training workers.
+        size: packs (or rows) per optimizer step; ``auto`` if not known yet.
+        rate: the peak learning rate; ``auto`` if not known yet.
     """
     named = config.parallel.deepspeed_config
     name = Path(named).name if isinstance(named, str) else "deepspeed_config"
@@ -108,7 +115,7 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
     def place(path: str) -> str:
         return f"`{name}: {path}`"
 
-    fields = _fields(given, config, precision=precision, workers=workers)
+    fields = _fields(given, config, precision=precision, workers=workers, size=size, rate=rate)
     for path, (yaml, value) in fields.items():
         given_value = _at(given, path)
         if (
@@ -164,20 +171,22 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
             yield f'{place(path)} is "auto", and nothing in the YAML says what it is'
 
 
-def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[str, Any]:
+def filled(config: Config, resolved: Resolved, *, workers: int, width: int) -> dict[str, Any]:
     """The complete configuration for DeepSpeed.
 
     Args:
         config: of the run.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
+        resolved: what the run decided.
         workers: number of training workers.
         width: the model's hidden size, from which Transformers' "auto" bucket sizes follow, as do finray's.
 
     Raises:
         ConfigError: JSON and YAML contradict each other.
     """
-    given = load(config)
-    _refuse(conflicts(given, config, precision=precision, workers=workers), config)
+    given, precision = load(config), resolved.precision
+    size, rate = resolved.global_batch_size, resolved.learning_rate
+    _refuse(conflicts(given, config, precision=precision, workers=workers, size=size, rate=rate), config)
+    fields = _fields(given, config, precision=precision, workers=workers, size=size, rate=rate)
     settings = copy.deepcopy(given)
     zero = settings.setdefault(_ZERO, {})
     zero["stage"] = stage(given, config)
@@ -190,12 +199,12 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
         "stage3_prefetch_bucket_size": width * width * 9 // 10,
         "stage3_param_persistence_threshold": 10 * width,
     }
-    for key, size in sizes.items():
+    for key, default in sizes.items():
         if zero.get(key, None if given else AUTO) == AUTO:
-            zero[key] = size
+            zero[key] = default
     for key in [key for key, value in zero.items() if value == AUTO]:
         del zero[key]
-    for path, (_, value) in _fields(given, config, precision=precision, workers=workers).items():
+    for path, (_, value) in fields.items():
         given_value = _at(given, path)
         # Not set where the default is wanted: an optimizer that has no such argument would refuse it.
         differs = given_value is None and not _same(_DEFAULTS.get(path, value), value)
@@ -219,18 +228,17 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
     return settings
 
 
-def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> dict[str, tuple[str, Any]]:
+def _fields(
+    given: dict[str, Any], config: Config, *, precision: str, workers: int, size: int | str, rate: float | str
+) -> dict[str, tuple[str, Any]]:
     """Fields that both files can set: by path in the JSON, the path in the YAML and its value there."""
     train = config.train
     fields: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
         "gradient_clipping": ("train.max_grad_norm", train.max_grad_norm or 0.0),
     }
-    size: int | str = train.global_batch_size
-    steps: int | str = AUTO
-    if train.global_batch_size != "auto":
-        steps = math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / workers)
     # A value that depends on the data contradicts any number in the JSON; workers get the number.
+    steps = AUTO if isinstance(size, str) else math.ceil(math.ceil(size / train.micro_batch_size) / workers)
     fields["train_batch_size"] = "train.global_batch_size", size
     fields["gradient_accumulation_steps"] = (
         "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
@@ -241,7 +249,7 @@ def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: i
         fields[f"{_ZERO}.stage"] = "parallel.zero_stage", config.parallel.zero_stage
     if isinstance(given.get("optimizer"), dict):
         betas = [train.adam_beta1, train.adam_beta2]
-        fields["optimizer.params.lr"] = "train.learning_rate", train.learning_rate
+        fields["optimizer.params.lr"] = "train.learning_rate", rate
         fields["optimizer.params.betas"] = "train.adam_beta1, train.adam_beta2", betas
         fields["optimizer.params.eps"] = "train.adam_epsilon", train.adam_epsilon
         fields["optimizer.params.weight_decay"] = "train.weight_decay", train.weight_decay

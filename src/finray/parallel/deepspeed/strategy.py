@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from finray import compat
-from finray.config.resolved import Resolved
+from finray.config.resolved import Execution, Resolved
 from finray.config.schema import Config
 from finray.parallel.base import NamedOptimizer, ProcessGroup, backend_of
 from finray.parallel.deepspeed import config as deepspeed_config
@@ -35,35 +35,37 @@ class DeepSpeedStrategy(ProcessGroup):
     Args:
         device: of this rank.
         config: of the run.
-        precision: ``fp32``, ``bf16`` or ``fp16``. In the latter two the model computes with weights of that dtype, and
-            the optimizer has fp32 copies.
+        resolved: what the run decided. In bf16 and fp16 the model computes with weights of that dtype, and the
+            optimizer has fp32 copies.
     """
 
     lockstep = True
 
-    def __init__(self, device: torch.device, config: Config, *, precision: str) -> None:
+    def __init__(self, device: torch.device, config: Config, resolved: Resolved) -> None:
         if not dist.is_initialized():
             # DeepSpeed needs a process group even for one process.
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
         super().__init__(device)
         self._config = config
-        self._precision = precision
-        self._deepspeed = _library(device, fp16=precision == "fp16")
+        self._resolved = resolved
+        self._deepspeed = _library(device, fp16=resolved.precision == "fp16")
         self.stage = deepspeed_config.stage(deepspeed_config.load(config), config)
         self.shards_weights = self.stage == 3
         self._engine: Any = None
 
     @classmethod
-    def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> DeepSpeedStrategy:
+    def from_config(cls, config: Config, execution: Execution, device: torch.device) -> DeepSpeedStrategy:
         """Create it from a config."""
-        return cls(device, config, precision=resolved.precision)
+        # Its settings have the size of a step, so its workers start once the data are prepared.
+        assert isinstance(execution, Resolved)
+        return cls(device, config, execution)
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:  # noqa: ARG002
         """Under stage 3, pass every weight to ``zero.Init`` as soon as it is allocated, one at a time."""
         if not self.shards_weights:
             return
-        one_by_one = _OneByOne(module, self.device, _HALVES.get(self._precision))
+        one_by_one = _OneByOne(module, self.device, _HALVES.get(self._resolved.precision))
         self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=self._settings(module))
         for parameter in module.parameters():
             attach_store(parameter, ZeroWeight(parameter))
@@ -122,7 +124,7 @@ class DeepSpeedStrategy(ProcessGroup):
         model: Any = next(config for config in configs if hasattr(config, "get_text_config"))
         return deepspeed_config.filled(
             self._config,
-            precision=self._precision,
+            self._resolved,
             workers=self.world_size,
             width=int(model.get_text_config().hidden_size),
         )

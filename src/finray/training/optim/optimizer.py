@@ -51,7 +51,8 @@ def parameter_groups(
         {
             "params": parameters_of_group,
             "lr_scale": scale,
-            "lr": scale * train.peak_learning_rate,
+            # The loop gives each step its rate.
+            "lr": 0.0,
             "weight_decay": decay,
             "use_muon": muon,
         }
@@ -73,12 +74,12 @@ def torch_optimizer(
     """
     groups = parameter_groups(parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
     options: dict[str, Any] = {
-        "lr": train.peak_learning_rate,
+        "lr": 0.0,
         "betas": (train.adam_beta1, train.adam_beta2),
         "eps": train.adam_epsilon,
     }
     if train.optimizer == "adafactor":
-        return Adafactor(groups, lr=train.peak_learning_rate)
+        return Adafactor(groups, lr=0.0)
     if train.optimizer == "muon":
         return MuonAndAdamW(groups, **options)
     if train.optimizer in EIGHT_BIT:
