@@ -13,7 +13,7 @@ import torch
 
 from finray.checkpoint import Checkpoint
 from finray.config.load import build_config
-from finray.config.resolved import Resolved
+from finray.config.resolved import PreparedRun, Resolved
 from finray.errors import DataError, ModelError
 from finray.training import assemble
 from finray.training.state import TrainState
