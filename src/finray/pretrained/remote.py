@@ -29,17 +29,10 @@ CREDENTIALS = "check the name, the credentials and the endpoint in the environme
 def filesystem(
     url: str, arguments: dict[str, Any], *, error: type[FinrayError], use: Literal["read", "write"], repair: str
 ) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path within it.
-
-    Args:
-        url: of a file or folder.
-        arguments: as :func:`options`, and more of the caller's.
-        error: class of the errors.
-        use: what it is for.
-        repair: of a malformed URL.
+    """fsspec's file system of a URL, with :func:`options` and more of the caller's, and the path within it.
 
     Raises:
-        FinrayError: of that class; no library for the scheme is installed, or the URL is malformed.
+        FinrayError: of this class; no library for the scheme is installed, or the URL is malformed.
     """
     import fsspec
 
