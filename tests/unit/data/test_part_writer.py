@@ -40,10 +40,6 @@ def flipped(file: Path) -> None:
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def of_other_pieces(file: Path) -> None:
-    file.write_text(file.read_text().replace("rows.jsonl", "other.jsonl"))
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {"gone": Path.unlink, "cut": cut, "flipped": flipped}
 
 

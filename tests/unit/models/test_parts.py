@@ -25,9 +25,6 @@ from finray.pretrained.tokenizers import NewTokens
 from finray.pretrained.weights import stored_weights
 from tests.support import tiny
 
-CPU = torch.device("cpu")
-
-
 # --- names and places of weights --------------------------------------------------------------------------------------
 
 
