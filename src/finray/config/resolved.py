@@ -83,7 +83,9 @@ class Resolved(Steps, Execution):
     ) -> Resolved:
         """Both parts together, with what a classifier predicts."""
         problem, names = (None, ()) if labels is None else (labels.problem, labels.names)
-        known = {**vars(execution), **{one.name: getattr(steps, one.name) for one in fields(Steps)}}
+        # Each may be a `Resolved` itself, of an earlier start.
+        known = {field.name: getattr(execution, field.name) for field in fields(Execution)}
+        known |= {field.name: getattr(steps, field.name) for field in fields(Steps)}
         return cls(**known, problem=problem, labels=names, class_weights=class_weights)
 
     @property

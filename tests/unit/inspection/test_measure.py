@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from finray.data.sampling.packing import plan_packs
 from finray.errors import DataError
 from finray.inspection.checks import Check
 from finray.inspection.measure import histogram, last_question, packing
@@ -73,7 +74,8 @@ def test_histogram_counts_every_row_once(lengths: list[int]) -> None:
 
 
 def test_packing_says_what_padding_would_waste() -> None:
-    found = packing(np.array([10, 10, 10, 2]), 20)
+    lengths = np.array([10, 10, 10, 2])
+    found = packing(lengths, plan_packs(lengths, 20))
     assert (found.packs, found.fill, found.rows_per_pack, found.padded_fill) == (2, 0.8, 2.0, 0.8)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from finray.checkpoint.rundir import RunDir, open_run
+from finray.config.resolved import Resolved, Steps
 from finray.planning import placement
 from finray.planning import plan as planning
 from finray.planning.placement import Placement
@@ -101,8 +102,8 @@ def start(plain: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatc
     config = runs.config_of(plain)
     with open_run(config, fresh=False, notify=said.append) as run, driver.connect(config, run, hear) as connected:
         assert connected.placement == Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
-        run.keep_resolved(connected.resolved)
-        return connected.resolved.strategy
+        run.keep_resolved(Resolved.of(connected.execution, Steps()))
+        return connected.execution.strategy
 
 
 def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
