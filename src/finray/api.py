@@ -30,7 +30,7 @@ from finray.tracking.console import RunView
 if TYPE_CHECKING:
     # At run time each function imports what it needs: a plan needs no Ray, and `import finray` needs nothing.
     from finray.evaluation.generate import Answers
-    from finray.evaluation.labels import Labelled
+    from finray.evaluation.labels import TextLabels
     from finray.evaluation.outcome import Comparison
     from finray.inspection.result import Inspection
     from finray.models.export import Exported
@@ -253,7 +253,7 @@ def generate(
     raw: bool | None = None,
     base: str | None = None,
     trust_run: bool = False,
-) -> Answers | Labelled:
+) -> Answers | TextLabels:
     """Generate answers with a trained model; a classifier gives labels.
 
     Args:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from io import StringIO
+from pathlib import Path
 from typing import Any, ClassVar
 
 import rich.table
@@ -13,6 +15,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from finray.config.redact import redact_text
+from finray.errors import DataError
 
 _WIDTH = 110
 _CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
@@ -90,3 +93,25 @@ class Result:
         self.print(console)
         page = console.export_html(code_format="<pre>{code}</pre>", inline_styles=True, clear=False)
         return {"text/plain": console.export_text(), "text/html": page}
+
+
+class RowsResult(Result):
+    """A result with one row per input."""
+
+    __slots__ = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows as JSON types."""
+        raise NotImplementedError
+
+    def write(self, path: Path) -> None:
+        """Write the rows as JSON lines.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        try:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
+            path.write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"the rows cannot be written: {error.strerror}", where=str(path)) from None

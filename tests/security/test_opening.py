@@ -19,10 +19,10 @@ from finray.config.load import load_config, read_yaml
 from finray.config.own_code import python_files
 from finray.config.schema import ModelConfig
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
-from finray.evaluation.kept import Kept
+from finray.evaluation.result_cache import ResultCache
 from finray.files import FileKind, NotOpened, appending, lies_in, lines_of, opened
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.reporting.listing import Follower, list_runs
+from finray.reporting.listing import RecordFollower, list_runs
 from finray.reporting.recorded import read_run
 from finray.reporting.report import report
 from finray.runtime.logs import RecordLog
@@ -280,7 +280,7 @@ def test_a_run_with_an_odd_file_is_read_without_it_and_hides_no_other(
     assert sorted(one.name for one in list_runs(run.parent, now=0.0).runs) == ["mine", "stranger"]
     assert any(name.rpartition("/")[2] in problem for problem in read_run(run).problems)
     report([run])
-    list(Follower(run).new())
+    list(RecordFollower(run).new())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "evaluation"])
@@ -312,11 +312,11 @@ def test_kept_answers_are_not_written_through_a_link(linked: str, tmp_path: Path
     (tmp_path / "evaluation").mkdir()
     (victim := tmp_path / "victim.jsonl").write_text("mine\n")
     belongs = {"model": "m"}
-    name = Path(Kept(tmp_path / "evaluation", "answers", belongs)._path).name
+    name = Path(ResultCache(tmp_path / "evaluation", "answers", belongs)._path).name
     (tmp_path / "evaluation" / name).symlink_to(victim)
     with (
         pytest.raises(FinrayError, match="is a link"),
-        Kept(tmp_path / "evaluation", "answers", belongs).adding(made_by={}) as keep,
+        ResultCache(tmp_path / "evaluation", "answers", belongs).writer(made_by={}) as keep,
     ):
         keep(0, "text")
     assert victim.read_text() == "mine\n"

@@ -17,8 +17,8 @@ from finray.evaluation.artifacts import artifact_of
 from finray.models.artifacts import checked_notes
 from finray.publishing.hub import Hub
 from finray.publishing.push import push
-from finray.serving.models import Settings
-from finray.serving.server import Server
+from finray.serving.models import ServeSettings
+from finray.serving.server import ApiServer
 from tests.support import evaluated
 from tests.support.evaluated import evaluate
 
@@ -59,7 +59,7 @@ CHECKED = {
     "__init__.py:__getattr__": "modules of finray",
     "compat.py:without_compiled_collectives": "a module of DeepSpeed",
     "runtime/preload.py:import_all": "modules of finray and Transformers",
-    "evaluation/answers.py:judge": "here, by require_trusted",
+    "evaluation/answers.py:_scores": "here, by require_trusted",
     "evaluation/answers.py:_own_task": "here, by require_trusted",
     "reporting/sync.py:sync_run": "here, by require_trusted",
     "cli/doctor.py:doctor": "here, by require_trusted",
@@ -206,5 +206,5 @@ def test_a_model_of_the_hub_is_accepted_by_its_name(
 def test_what_the_command_has_accepted_is_accepted_where_the_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_ACCEPTED", set())
     with pytest.raises(FinrayError):
-        Server(Settings("no/such/model", engine="none", trusted=frozenset(["a digest"])), print)
+        ApiServer(ServeSettings("no/such/model", engine="none", trusted=frozenset(["a digest"])), print)
     assert "a digest" in trust.accepted()

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finray.checkpoint.rundir import RunDir
 from finray.config.load import Overrides
 from finray.evaluation import compare
@@ -37,6 +39,27 @@ def evaluate(model: str | Path, overrides: Overrides = (), **options: Any) -> Co
     """As `finray.evaluate`, without showing how far it has come."""
     told = {"progress": options.pop("progress")} if "progress" in options else {}
     return compare.evaluate(model, overrides, EvaluationRequest(**options), **told)
+
+
+def text_of(messages: list[dict[str, str]]) -> str:
+    return "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+
+
+@torch.no_grad()
+def loss_of(model: Any, tokenizer: Any, rows: list[list[dict[str, str]]]) -> float:
+    """Of every token of an answer and the end of its turn, over all rows."""
+    losses = []
+    for messages in rows:
+        ids, learned = [], []
+        for one in messages:
+            head, body = f"<|im_start|>{one['role']}\n", f"{one['content']}<|im_end|>"
+            for text, is_learned in ((head, False), (body, one["role"] == "assistant"), ("\n", False)):
+                tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids += tokens
+                learned += [is_learned] * len(tokens)
+        logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        losses += [-float(logits[place - 1, ids[place]]) for place in range(1, len(ids)) if learned[place]]
+    return sum(losses) / len(losses)
 
 
 Train = Callable[..., Path]

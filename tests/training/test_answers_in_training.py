@@ -16,7 +16,7 @@ from finray.checkpoint import CheckpointStore
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import TrainingError
-from finray.evaluation.during import Answers
+from finray.evaluation.during import TrainingAnswers
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.models import attention
 from tests.support import runs
@@ -52,7 +52,7 @@ def asking(plain: Plain, **evaluation: Any) -> Plain:
 
 def run(plain: Plain, run_dir: Path) -> Any:
     SEEN.clear()
-    return runs.run_alone(plain, run_dir, answering=Answers(runs.config_of(plain), "fp32"))
+    return runs.run_alone(plain, run_dir, answering=TrainingAnswers(runs.config_of(plain), "fp32"))
 
 
 def answered_by_peft(plain: Plain, checkpoint: Path) -> tuple[list[str], list[str]]:
@@ -141,7 +141,7 @@ def test_a_killed_run_goes_on_counting_a_metric_that_is_maximized(plain: Plain, 
     # Values continue from -3; were more worse here, or the count forgotten, it would not end at once.
     SEEN[:] = SEEN[:2]
     config = runs.config_of(stopping)
-    assembled = runs.run_alone(stopping, cut, answering=Answers(config, "fp32"))
+    assembled = runs.run_alone(stopping, cut, answering=TrainingAnswers(config, "fp32"))
     assert assembled.loop.state.step == 6
     # With `min` it is always better, so that the run is not stopped: what the mode decides.
     assert run(changed(stopping, {"evaluation.metric_mode": "min"}), tmp_path / "min").loop.state.step == 12

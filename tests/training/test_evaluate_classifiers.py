@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from sklearn import metrics as sk
@@ -17,7 +19,7 @@ import finray
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.data.dataset.prepared import PreparedSplit
 from finray.errors import ConfigError, DataError
-from finray.evaluation import classify
+from finray.evaluation import classifiers, classify
 from finray.evaluation.rows import splits_of
 from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import runs, tiny
@@ -83,6 +85,7 @@ def test_a_baseline_with_another_vocabulary_reads_the_rows_by_its_own(run: Path,
     weights[name] = weights[name][order].contiguous()
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     found = evaluate(run, baselines=[str(other)], output=tmp_path / "out")
+    assert [one.name for one in found.models] == ["other", "tuned"], "no commonest label where a baseline is named"
     for one in lines(found.folder):
         said, probability = one["answers"], {model: each["probability"] for model, each in one["scores"].items()}
         assert said["other"] == said["tuned"]
@@ -90,8 +93,8 @@ def test_a_baseline_with_another_vocabulary_reads_the_rows_by_its_own(run: Path,
     assert len({one["scores"]["tuned"]["probability"] for one in lines(found.folder)}) > 3
     areas = [one.scores["roc_auc"] for one in found.models]
     (area,) = [one for one in found.compared if one.score == "roc_auc"]
-    assert area.found.difference == pytest.approx(areas[1].value - areas[0].value, abs=1e-9)
-    assert area.found.p > 0.05
+    assert area.test.difference == pytest.approx(areas[1].value - areas[0].value, abs=1e-9)
+    assert area.test.p > 0.05
 
 
 @pytest.mark.parametrize("problem", ["multi_label", "regression"])
@@ -207,14 +210,43 @@ def test_rows_of_a_file_are_scored_and_those_of_the_training_data_are_named(run:
     assert found.overlap.equal == (0,)
 
 
-@pytest.mark.parametrize("option", [{"metrics": ["exact_match"]}, {"harness": ["exact_match"]}, {"replicas": 2}])
-def test_what_is_asked_of_answers_is_refused(
-    run: Path, option: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+OF_ANSWERS: dict[str, Any] = {
+    **{"metrics": ["exact_match"], "harness": ["exact_match"], "replicas": 2, "engine": "vllm", "temperature": 0.5},
+    **{"stop": ["."], "max_new_tokens": 9, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1, "batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", OF_ANSWERS)
+def test_what_is_asked_of_answers_is_refused(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finray.evaluation.harness.require", lambda: None)
-    with pytest.raises(ConfigError) as raised:
-        evaluate(run, **option)
-    assert raised.value.where == f"--{next(iter(option))}"
+    with pytest.raises(ConfigError, match="predicts labels") as raised:
+        evaluate(run, **{name: OF_ANSWERS[name]})
+    assert raised.value.where == f"--{name.replace('_', '-')}"
+
+
+def test_classes_that_are_never_predicted_and_too_many_classes_are_said(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(self: SequenceClassification, batch: Any) -> Any:
+        return torch.tensor([[2.0, 0.0, -1.0]]).repeat(len(batch.rows), 1)
+
+    monkeypatch.setattr(SequenceClassification, "logits_SC", first)
+    found = evaluate(run, output=tmp_path / "some", metrics=[])
+    counts = Counter(one["reference"] for one in lines(found.folder))
+    (only,) = {one["answers"]["tuned"] for one in lines(found.folder)}
+    (note,) = [note for note in found.notes if "never predicts" in note]
+    assert all(f"{name} ({count})" in note for name, count in counts.items() if name != only)
+    assert f"{only} (" not in note
+    # Precision and recall are shares of the rows of their class.
+    recall = found.tuned.scores[f"recall_{only}"]
+    assert (recall.value, recall.rows) == (1.0, counts[only])
+    assert found.tuned.scores["f1_macro"].interval.low is not None
+    # A row of three classes is a matrix of nine numbers.
+    monkeypatch.setattr(classifiers, "_MOST_NUMBERS", 9 * found.rows - 1)
+    several = evaluate(run, output=tmp_path / "many")
+    assert "3 classes are too many: F1, precision and recall have no intervals" in several.notes
+    assert several.tuned.scores["f1_macro"].value == found.tuned.scores["f1_macro"].value
+    assert several.tuned.scores["f1_macro"].interval.low is None
 
 
 def test_rows_with_an_unknown_label_are_refused_by_name(run: Path, tmp_path: Path) -> None:

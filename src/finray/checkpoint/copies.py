@@ -15,10 +15,10 @@ from pathlib import Path
 from finray.checkpoint import manifest
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
-from finray.checkpoint.store import ATTEMPT_FILE, directory_name
+from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name
 from finray.config import RUNS
 from finray.config.paths import copy_path, is_url, read_path
-from finray.config.trust import SIGNATURE
+from finray.config.trust import RUN_FILES, SIGNATURE
 from finray.errors import CheckpointError
 from finray.files import FileKind, lies_in, replace_bytes
 
@@ -30,7 +30,7 @@ RUN_ID = "run_id"
 SUMMARY_FILE = "summary.json"
 FINAL = "final"
 # One of these is in any directory with a model or an adapter; the last one in that of a checkpoint.
-_OF_MODELS = ("config.json", "adapter_config.json", "metrics.jsonl", SUMMARY_FILE, manifest.NAME)
+_MODEL_FILES = ("config.json", "adapter_config.json", manifest.NAME)
 # Created in a finished run's directory by evaluations.
 EVALUATION = "evaluation"
 # Stays on the machine of the driver.
@@ -44,6 +44,16 @@ SMALL = (CONFIG_FILE, SIGNATURE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOL
 _CHECKPOINT = re.compile(r"checkpoint-(\d{6,})(-[0-9a-f]{8})?")
 
 
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run, even an incomplete one."""
+    try:
+        return path.is_dir() and (
+            any((path / name).is_file() for name in (CONFIG_FILE, *RUN_FILES)) or bool(CheckpointStore(path).steps())
+        )
+    except OSError:
+        return False
+
+
 def named_run(run: str | Path) -> str | Path:
     """The path of a run by its name, as `finray runs` lists it: what is not there is looked for in ``runs/``, and so is
     a directory that holds no run. Anything else is returned unchanged.
@@ -54,7 +64,7 @@ def named_run(run: str | Path) -> str | Path:
     named = Path(RUNS) / path
     with suppress(OSError, ValueError):
         # A model's directory may have the name of a run, a directory of data has no such file.
-        is_other = path.is_dir() and not any((path / file).exists() for file in (CONFIG_FILE, *_OF_MODELS))
+        is_other = path.is_dir() and not (is_run(path) or any((path / name).exists() for name in _MODEL_FILES))
         if (is_other or not path.exists()) and (Path(RUNS) / path.parts[0] / CONFIG_FILE).is_file() and named.exists():
             return named
     return run

@@ -100,9 +100,9 @@ def serve(
     from finray.config.trust import accepted
     from finray.runtime.serve import serve as run_server
     from finray.serving.access import LOOPBACK
-    from finray.serving.models import Settings
+    from finray.serving.models import ServeSettings
 
-    settings = Settings(
+    settings = ServeSettings(
         model,
         name=name,
         adapters=tuple(_named(one) for one in adapters or ()),

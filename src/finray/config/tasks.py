@@ -102,8 +102,10 @@ class TaskSpec:
         mode = mode_of(metric)
         if name != metric:
             more = getattr(load_named("finray.metrics", name, where="evaluation.metrics"), "higher_is_better", None)
-            less: Mode | None = "min" if less_is_better(metric) else None
-            mode = ("max" if more else "min") if isinstance(more, bool) else less
+            if isinstance(more, bool):
+                mode = "max" if more else "min"
+            elif mode == "max":
+                mode = None
         if mode is None:
             raise ConfigError(
                 f"whether less or more of `{metric}` is better is not known, so it cannot choose a checkpoint",
@@ -141,17 +143,14 @@ SEQUENCE_CLASSIFICATION = TaskSpec(
 SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
 
 
-def less_is_better(metric: str) -> bool:
-    """Whether a metric of this name is better the less it is; the name of a class in it says nothing."""
-    return not metric.startswith(("precision_", "recall_")) and bool(_LESS_IS_BETTER & set(metric.split("_")))
-
-
 def mode_of(metric: str) -> Mode | None:
     """Whether less or more of a metric is better, where its name says that: finray's own, and a loss or an error."""
-    own = [one for spec in SPECS.values() for one in spec.metrics or ()]
-    if less_is_better(metric):
+    # The name of a class says nothing.
+    if not metric.startswith(("precision_", "recall_")) and _LESS_IS_BETTER & set(metric.split("_")):
         return "min"
-    return "max" if metric in TABLES["finray.metrics"] or any(fnmatchcase(metric, one) for one in own) else None
+    patterns = [pattern for spec in SPECS.values() for pattern in spec.metrics or ()]
+    is_ours = metric in TABLES["finray.metrics"] or any(fnmatchcase(metric, pattern) for pattern in patterns)
+    return "max" if is_ours else None
 
 
 def metric_name(name: str) -> str:

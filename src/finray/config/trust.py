@@ -27,18 +27,12 @@ from finray.files import FileKind, replace_text
 # In a run directory: the signature of its config.
 SIGNATURE = "config.sig"
 _CONFIG = "config.yaml"
+# Files that a run writes in its directory; an interrupted run may lack any of them.
+RUN_FILES = ("attempt", "run_id", "metrics.jsonl", "starts.jsonl", "failures.jsonl", "resolved.json", "summary.json")
 # Any of these beside a config makes it that of a run, and not a file that the user has written.
 _MARKS = (
-    *(
-        "attempt",
-        "run_id",
-        "metrics.jsonl",
-        "starts.jsonl",
-        "failures.jsonl",
-        "resolved.json",
-        "summary.json",
-        SIGNATURE,
-    ),
+    *RUN_FILES,
+    SIGNATURE,
     *("checkpoint-*", "damaged-*", "final/*.json", "logs/training.log", "tensorboard/*tfevents*"),
     *("evaluation/metrics.json", "evaluation/*/metrics.json"),
 )

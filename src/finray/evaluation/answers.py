@@ -15,10 +15,10 @@ from finray.errors import ConfigError, DataError
 from finray.evaluation import harness
 from finray.evaluation.engines import Engine, Sampling, joins_gpus, make_engine, require_engine
 from finray.evaluation.estimates import Judged, Loss
-from finray.evaluation.kept import Kept
-from finray.evaluation.outcome import Estimate, Prediction
-from finray.evaluation.rows import Rows
-from finray.evaluation.scores.base import blaming, score_named
+from finray.evaluation.outcome import Prediction, ScoreEstimate
+from finray.evaluation.result_cache import ResultCache
+from finray.evaluation.rows import EvaluationRows
+from finray.evaluation.scores.base import Answered, Score, blaming, score_named
 from finray.evaluation.statistics import Interval
 from finray.evaluation.subjects import Case, Subject
 from finray.evaluation.work import Work
@@ -37,29 +37,12 @@ def judge(case: Case) -> Judged:
     Raises:
         FinrayError: a score does not fit, a package is missing, or files cannot be loaded or written.
     """
-    request, settings, config = case.request, case.config.evaluation, case.config
+    request, settings = case.request, case.config.evaluation
     scoring = settings.scoring or ScoringConfig()
-    options = ["checker", "run_code"] if "pass_at_k" in settings.metrics else []
-    options += ["encoder"] if any(one.startswith("bertscore") for one in settings.metrics) else []
-    require_trusted(config, "evaluation.metrics", *(f"evaluation.scoring.{one}" for one in options))
-    scores = {metric_name(name): score_named(name, scoring) for name in settings.metrics}
-    needs = frozenset[str]().union(*(one.needs for one in scores.values()))
+    scores = _scores(case, scoring)
+    needs = frozenset[str]().union(*(score.needs for score in scores.values()))
     attempts = scoring.attempts if "columns" in needs else 1
-    sampling = Sampling(
-        settings.max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        top_k=request.top_k,
-        stop=tuple(request.stop),
-        repetition_penalty=request.repetition_penalty,
-    )
-    if attempts > 1 and not request.temperature:
-        raise ConfigError(
-            f"{attempts} attempts with greedy decoding give the same answer {attempts} times",
-            where="--temperature",
-            repair="--temperature 0.8",
-        )
+    sampling = _sampling(case, attempts)
     if request.harness:
         harness.require()
     require_engine(request.engine)
@@ -72,55 +55,87 @@ def judge(case: Case) -> Judged:
                 repair="leave --metrics out: plain text is scored by its loss",
             )
         scores, needs = {}, frozenset()
-    choices = _choices(rows, scoring, config) if rows is not None and "choices" in needs else {}
-    columns = dict(rows.columns(config)) if rows is not None and "columns" in needs else {}
+    choices = _choices(rows, scoring, case.config) if rows is not None and "choices" in needs else {}
+    columns = dict(rows.columns(case.config)) if rows is not None and "columns" in needs else {}
     loss, task = Loss(), None if rows is None else _own_task(case)
     if task is not None:
         # It may be any number.
         loss.bounds = (None, None)
-    used, answered = list[dict[str, str]](), dict[str, list[tuple[str, ...]]]()
-    found = Judged(
-        {**scores, "loss": loss},
-        {one.name: {} for one in case.subjects},
-        {one.name: {} for one in case.subjects},
-        made_by={
-            "engine": [],
-            "sampling": asdict(sampling),
-            "metrics": list(settings.metrics),
-            "scoring": scoring.model_dump(),
-            "harness": list(request.harness),
-        },
-    )
+    made_by: dict[str, Any] = {"engine": [], "sampling": asdict(sampling), "metrics": list(settings.metrics)}
+    made_by |= {"scoring": scoring.model_dump(), "harness": list(request.harness)}
+    names = [subject.name for subject in case.subjects]
+    judged = Judged({**scores, "loss": loss}, {name: {} for name in names}, {name: {} for name in names})
+    judged.made_by = made_by
+    engines, answered = list[dict[str, str]](), dict[str, list[tuple[str, ...]]]()
     for artifact, group in case.by_artifact():
-        tokenizer, own = load_tokenizer(artifact.tokenizer), case.rows_for(artifact)
+        tokenizer, model_rows = load_tokenizer(artifact.tokenizer), case.rows_for(artifact)
         with _engine(case, artifact) as opened:
             for subject in group:
-                if own is not None:
-                    work = Work(subject, own, case, sampling, opened, task)
-                    statistics = found.statistics[subject.name]
-                    statistics["loss"] = work.losses()
+                if model_rows is not None:
+                    work = Work(subject, model_rows, case, sampling, opened, task)
+                    judged.statistics[subject.name]["loss"] = work.losses()
                     answers = work.answered(needs, attempts, choices, columns, tokenizer) if scores else []
-                    answered[subject.name] = [one.answers for one in answers]
-                    for name, score in scores.items():
-                        with blaming(name):
-                            if (each := score.statistics(answers)) is not None:
-                                statistics[name] = each
-                                found.counts.setdefault(subject.name, {})[name] = dict(getattr(score, "counts", {}))
-                                shown = name.replace("_", " ")
-                                case.notes.extend(
-                                    f"{subject.name} {shown}: {one}" for one in getattr(score, "notes", ())
-                                )
-                            else:
-                                value = score.value(answers)
-                                found.values[subject.name][name] = Estimate(value, _ONE_NUMBER, 0 <= value <= 1)
-                    used += work.made_by
+                    answered[subject.name] = [row.answers for row in answers]
+                    _score(case, judged, subject.name, scores, answers)
+                    engines += work.made_by
                 if request.harness:
-                    found.harness[subject.name] = _harness(case, subject, engine := opened())
-                    used.append({"name": engine.name, "version": engine.version})
-    found.made_by["engine"] = [one for place, one in enumerate(used) if one not in used[:place]]
+                    judged.harness[subject.name] = _harness(case, subject, engine := opened())
+                    engines.append({"name": engine.name, "version": engine.version})
+    made_by["engine"] = [one for place, one in enumerate(engines) if one not in engines[:place]]
     if rows is not None and "answers" in needs:
-        found.prediction = _shown(case, rows, answered, found)
-    return found
+        judged.prediction = _shown(case, rows, answered, judged)
+    return judged
+
+
+def _scores(case: Case, scoring: ScoringConfig) -> dict[str, Score]:
+    """The scores that are asked for, by name.
+
+    Raises:
+        FinrayError: one does not fit, or its package is missing.
+    """
+    metrics = case.config.evaluation.metrics
+    options = ["checker", "run_code"] if "pass_at_k" in metrics else []
+    options += ["encoder"] if any(name.startswith("bertscore") for name in metrics) else []
+    require_trusted(case.config, "evaluation.metrics", *(f"evaluation.scoring.{name}" for name in options))
+    return {metric_name(name): score_named(name, scoring) for name in metrics}
+
+
+def _sampling(case: Case, attempts: int) -> Sampling:
+    """How answers are sampled.
+
+    Raises:
+        ConfigError: a value is out of range, or all attempts would give the same answer.
+    """
+    request = case.request
+    if attempts > 1 and not request.temperature:
+        raise ConfigError(
+            f"{attempts} attempts with greedy decoding give the same answer {attempts} times",
+            where="--temperature",
+            repair="--temperature 0.8",
+        )
+    return Sampling(
+        case.config.evaluation.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        top_k=request.top_k,
+        stop=tuple(request.stop),
+        repetition_penalty=request.repetition_penalty,
+    )
+
+
+def _score(case: Case, judged: Judged, model: str, scores: dict[str, Score], answers: list[Answered]) -> None:
+    """Add the scores of a model's answers: as statistics of rows, or as a number if a score has none."""
+    for name, score in scores.items():
+        with blaming(name):
+            if (statistics_NK := score.statistics(answers)) is None:
+                value = score.value(answers)
+                judged.values[model][name] = ScoreEstimate(value, _ONE_NUMBER, 0 <= value <= 1)
+                continue
+            judged.statistics[model][name] = statistics_NK
+            judged.counts.setdefault(model, {})[name] = dict(getattr(score, "counts", {}))
+            shown = name.replace("_", " ")
+            case.notes.extend(f"{model} {shown}: {note}" for note in getattr(score, "notes", ()))
 
 
 def _own_task(case: Case) -> type[CausalLM] | None:
@@ -133,24 +148,24 @@ def _own_task(case: Case) -> type[CausalLM] | None:
         why = "is computed by finray's own engine only (--engine transformers, without --replicas)"
         if case.spread is None and (engine == "transformers" or (engine == "auto" and not joins_gpus(engine))):
             require_trusted(case.config, "model.task")
-            found, usual = task_class(name), ("__init__", "metric_count", "metrics")
-            is_alike = isinstance(found, type) and issubclass(found, CausalLM)
-            if is_alike and all(getattr(found, one) is getattr(CausalLM, one) for one in usual):
+            task, usual = task_class(name), ("__init__", "metric_count", "metrics")
+            is_alike = isinstance(task, type) and issubclass(task, CausalLM)
+            if is_alike and all(getattr(task, one) is getattr(CausalLM, one) for one in usual):
                 case.notes.append(f"the loss is that of the task `{name}`")
-                return cast("type[CausalLM]", found)
+                return cast("type[CausalLM]", task)
             why = "needs what the training knows"
     case.notes.append(f"the loss is the cross-entropy of the answers' tokens: that of the task `{name}` {why}")
     return None
 
 
-def _harness(case: Case, subject: Subject, engine: Engine) -> dict[str, harness.Found]:
+def _harness(case: Case, subject: Subject, engine: Engine) -> dict[str, harness.TaskMetric]:
     """The metrics of lm-eval's tasks."""
     what, tasks = f"{subject.name} harness", case.request.harness
     case.progress(what, 0, total=len(tasks))
     seed = case.request.seed
     computed = {"engine": case.request.engine, "dtype": str(case.dtype), "reads": engine.max_length, "seed": seed}
-    kept = Kept(case.folder, "harness", {"model": subject.identity, **computed})
-    metrics = harness.run(engine, tasks, adapter=subject.adapter, seed=seed, kept=kept, notify=case.notes.append)
+    cache = ResultCache(case.folder, "harness", {"model": subject.identity, **computed})
+    metrics = harness.run(engine, tasks, adapter=subject.adapter, seed=seed, cache=cache, notify=case.notes.append)
     case.progress(what, len(tasks), total=len(tasks))
     return metrics
 
@@ -180,7 +195,7 @@ def _engine(case: Case, artifact: Artifact) -> Iterator[Callable[[], Engine]]:
             engine.close()
 
 
-def _choices(rows: Rows, scoring: ScoringConfig, config: Config) -> dict[int, list[str]]:
+def _choices(rows: EvaluationRows, scoring: ScoringConfig, config: Config) -> dict[int, list[str]]:
     """The choices of each row.
 
     Raises:
@@ -188,21 +203,21 @@ def _choices(rows: Rows, scoring: ScoringConfig, config: Config) -> dict[int, li
     """
     if scoring.choices:
         return dict.fromkeys(range(len(rows)), scoring.choices)
-    found: dict[int, list[str]] = {}
+    by_row: dict[int, list[str]] = {}
     for index, columns in rows.columns(config):
         choices = columns.get("choices")
-        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
             raise DataError(
                 f"the row has no column `choices` with a list of texts (columns: {', '.join(columns)})",
                 where=rows.split.where(rows.numbers[index]),
                 repair="add the column, or set evaluation.scoring.choices",
             )
-        found[index] = choices
-    return found
+        by_row[index] = choices
+    return by_row
 
 
 def _shown(
-    case: Case, rows: Rows, answered: dict[str, list[tuple[str, ...]]], judged: Judged
+    case: Case, rows: EvaluationRows, answered: dict[str, list[tuple[str, ...]]], judged: Judged
 ) -> Callable[[int], Prediction]:
     tokenizer = load_tokenizer(case.tuned.artifact.tokenizer)
 

@@ -106,7 +106,7 @@ def _notes_on_hub(name: str, revision: str | None) -> Notes:
     try:
         folder = Path(hf_hub_download(name, NOTES, revision=revision)).parent
     except (RemoteEntryNotFoundError, RepositoryNotFoundError, HFValidationError):
-        # There are none, or no such model, which loading it says.
+        # No notes, or no such model: loading reports that.
         return {}
     except Exception as error:
         # Whatever the client raises. It remembers which files a model does not have.

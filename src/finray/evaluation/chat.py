@@ -75,7 +75,7 @@ class Conversation:
         try:
             ids = self._fitting()
             if self.forgotten > before:
-                turns = sum(one["role"] == "user" for one in self.messages[before : self.forgotten])
+                turns = sum(message["role"] == "user" for message in self.messages[before : self.forgotten])
                 what = "turn was" if turns == 1 else f"{turns} turns were"
                 notes.append(f"the conversation is too long for the model: its oldest {what} dropped")
             for answer in self.engine.generate([ids], self.sampling, adapter=self.adapter, on_token=stream.token):

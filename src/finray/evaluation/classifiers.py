@@ -24,8 +24,8 @@ from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.classify import Classification, Classified, classify
 from finray.evaluation.estimates import Judged
-from finray.evaluation.kept import Kept
-from finray.evaluation.outcome import Estimate, Prediction, Rate
+from finray.evaluation.outcome import Prediction, Rate, ScoreEstimate
+from finray.evaluation.result_cache import ResultCache
 from finray.evaluation.scores.base import Bounds, FloatArray, Score, SummedScore, bounds_of
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
 from finray.evaluation.subjects import Case, EvaluationRequest, Subject
@@ -127,30 +127,30 @@ def judge(case: Case) -> Judged:
         case.notes.append(f"the loss and the scores are those of `{case.spec.name}`, not of the task `{name}`")
     truths = [rows.split.labels[number] for number in rows.numbers]
     held = [rows.split.row(number) for number in rows.numbers]
-    found = {subject.name: _classified(case, subject, truths) for subject in case.subjects}
-    labels = found[case.tuned.name].labels
-    predictions = {name: _in_order(one, labels.names) for name, one in found.items()}
+    classified = {subject.name: _classified(case, subject, truths) for subject in case.subjects}
+    labels = classified[case.tuned.name].labels
+    predictions = {name: _in_order(one, labels.names) for name, one in classified.items()}
     if request.baselines is None and rows.train is not None:
         predictions = {COMMONEST: (Classification(commonest(rows.train, labels)),) * len(held), **predictions}
     sums = ScoreSums(labels.problem, labels.names)
     totals, statistics, others = _statistics(sums, truths, predictions)
     if "f1_macro" not in totals and labels.problem != "regression":
         case.notes.append(f"{len(sums.names)} classes are too many: F1, precision and recall have no intervals")
-    metrics = {name: one.scores.metrics for name, one in found.items() if one.scores is not None}
+    metrics = {name: one.scores.metrics for name, one in classified.items() if one.scores is not None}
     contrasts = {name: _contrasts(labels, truths, one) for name, one in predictions.items()}
 
-    def estimate(model: str, name: str, value: float) -> Estimate:
+    def estimate(model: str, name: str, value: float) -> ScoreEstimate:
         if name == "spearman":
-            return Estimate(value, spearman_interval(value, len(held)))
+            return ScoreEstimate(value, spearman_interval(value, len(held)))
         if name == "roc_auc":
-            return Estimate(value, auroc_interval(value, contrasts[model].get(name)))
+            return ScoreEstimate(value, auroc_interval(value, contrasts[model].get(name)))
         if name not in others[model]:
-            return Estimate(value, Interval(None, None, "none: there are too many classes and rows"))
+            return ScoreEstimate(value, Interval(None, None, "none: there are too many classes and rows"))
         score, statistics_NK = others[model][name]
         # Of precision and recall, the rows of their class.
         few = len(statistics_NK) if len(statistics_NK) < len(held) else None
         span = interval(statistics_NK, score.total, seed=request.seed, bounds=bounds_of(score))
-        return Estimate(value, span, score.is_share, rows=few)
+        return ScoreEstimate(value, span, score.is_share, rows=few)
 
     values = {
         model: {
@@ -158,14 +158,12 @@ def judge(case: Case) -> Judged:
         }
         for model in predictions
     }
-    confusion = {name: one.scores.confusion for name, one in found.items() if one.scores and one.scores.confusion}
+    confusion = {name: one.scores.confusion for name, one in classified.items() if one.scores and one.scores.confusion}
     totals |= {"roc_auc": Mean(is_share=False), "spearman": Pearson()}
     judged = Judged(totals, statistics, values, classes=labels.names, confusion=confusion, contrasts=contrasts)
     tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
-    if (never := _never_predicted(truths, predictions[case.tuned.name])) and labels.problem != "regression":
-        named = ", ".join(f"{cut(name, 40)} ({count:,})" for name, count in never[:_NAMED])
-        more = f" and {len(never) - _NAMED:,} more" if len(never) > _NAMED else ""
-        case.notes.append(f"{case.tuned.name} never predicts these classes (with their rows): {named}{more}")
+    if labels.problem != "regression":
+        _note_never_predicted(case, truths, predictions[case.tuned.name])
 
     @cache
     def texts() -> dict[int, str]:
@@ -188,11 +186,15 @@ def judge(case: Case) -> Judged:
     return judged
 
 
-def _never_predicted(truths: Sequence[Label], predicted: Sequence[Classification]) -> list[tuple[str, int]]:
-    """The classes that rows have and no prediction, with their number of rows, the most common first."""
-    there = Counter(name for one in truths for name in _names(one))
-    said = {name for one in predicted for name in _names(one.label)}
-    return [(name, count) for name, count in there.most_common() if name not in said]
+def _note_never_predicted(case: Case, truths: Sequence[Label], predicted: Sequence[Classification]) -> None:
+    """Note the classes that rows have and no prediction, with their number of rows, the most common first."""
+    counts = Counter(name for label in truths for name in _names(label))
+    predicted_names = {name for one in predicted for name in _names(one.label)}
+    never = [f"{cut(name, 40)} ({count:,})" for name, count in counts.most_common() if name not in predicted_names]
+    if never:
+        more = f" and {len(never) - _NAMED:,} more" if len(never) > _NAMED else ""
+        what = f"{case.tuned.name} never predicts these classes (with their rows)"
+        case.notes.append(f"{what}: {', '.join(never[:_NAMED])}{more}")
 
 
 def _names(label: Label) -> tuple[str, ...]:
@@ -201,31 +203,31 @@ def _names(label: Label) -> tuple[str, ...]:
 
 def _classified(case: Case, subject: Subject, truths: Sequence[Label]) -> Classified:
     """A model's predictions, each saved as it is computed: a killed evaluation continues with what it has."""
-    own = case.rows_for(subject.artifact)
-    assert own is not None
+    rows = case.rows_for(subject.artifact)
+    assert rows is not None
     # The tokenizer of another model reads the same rows otherwise.
-    read = [own.split.row(number) for number in own.numbers]
+    read = [rows.split.row(number) for number in rows.numbers]
     packs = packing_of(subject.artifact.model).safe
-    belongs = {"model": subject.identity, "rows": own.fingerprint, "dtype": str(case.dtype), "packs": packs}
-    kept = Kept(case.folder, "labels", belongs)
-    logits = {row: kept.found[number] for row, number in enumerate(own.numbers) if number in kept.found}
+    key = {"model": subject.identity, "rows": rows.fingerprint, "dtype": str(case.dtype), "packs": packs}
+    cache = ResultCache(case.folder, "labels", key)
+    logits = {row: cache.values[number] for row, number in enumerate(rows.numbers) if number in cache.values}
     model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
     began = time.perf_counter()
-    with kept.adding(made_by={"name": "transformers", "version": version("transformers")}) as add:
-        found = classify(
+    with cache.writer(made_by={"name": "transformers", "version": version("transformers")}) as save:
+        classified = classify(
             model,
             read,
             truths,
             packs=packs,
             labels=case.resolved.label_set if case.resolved is not None and subject is case.tuned else None,
             progress=partial(case.progress, f"{subject.name} labels", total=len(read)),
-            kept=logits,
-            keep=lambda row, line: add(own.numbers[row], line),
+            cached=logits,
+            save=lambda row, line: save(rows.numbers[row], line),
         )
     if computed := [len(ids) for row, (ids, _) in enumerate(read) if row not in logits]:
         seconds = time.perf_counter() - began
         case.rates.append(Rate(subject.name, "labels", len(computed), sum(computed), seconds))
-    return found
+    return classified
 
 
 def commonest(train: PreparedSplit, labels: LabelSet) -> Label:
@@ -247,18 +249,18 @@ def _statistics(
     sums: ScoreSums, truths: Sequence[Label], predictions: Mapping[str, Sequence[Classification]]
 ) -> tuple[dict[str, Score], dict[str, dict[str, FloatArray]], _Others]:
     """The scores that are compared, with each model's statistics of the rows; and others, with theirs."""
-    found: dict[str, dict[str, FloatArray]] = {name: {} for name in predictions}
+    statistics: dict[str, dict[str, FloatArray]] = {name: {} for name in predictions}
     others: _Others = {name: {} for name in predictions}
     if sums.problem == "regression":
         error = Mean(is_share=False, higher_is_better=False)
-        y = np.array([_number(one) for one in truths])
+        y = np.array([_number(truth) for truth in truths])
         for name, predicted in predictions.items():
             x = np.array([_number(one.label) for one in predicted])
-            found[name]["mean_squared_error"] = np.square(x - y)[:, None]
+            statistics[name]["mean_squared_error"] = np.square(x - y)[:, None]
             if (correlated := Pearson.rows(x, y)) is not None:
-                found[name]["pearson"] = correlated
-            others[name]["eval_loss"] = error, found[name]["mean_squared_error"]
-        return {"mean_squared_error": error, "pearson": Pearson()}, found, others
+                statistics[name]["pearson"] = correlated
+            others[name]["eval_loss"] = error, statistics[name]["mean_squared_error"]
+        return {"mean_squared_error": error, "pearson": Pearson()}, statistics, others
     place = {name: number for number, name in enumerate(sums.names)}
     truth_NC, classes, rows = _marked(truths, place), len(place), len(truths)
     has_counts = rows * classes**2 <= _MOST_NUMBERS
@@ -277,9 +279,11 @@ def _statistics(
                 where="--baseline",
                 repair="compare with a classifier that has the same labels",
             ) from None
-        found[name]["accuracy"] = (predicted_NC == truth_NC).all(1).astype(np.float64)[:, None]
+        statistics[name]["accuracy"] = (predicted_NC == truth_NC).all(1).astype(np.float64)[:, None]
         if predicted[0].probabilities:
-            found[name]["eval_loss"] = _losses(truth_NC, np.array([one.probabilities for one in predicted]), is_single)
+            statistics[name]["eval_loss"] = _losses(
+                truth_NC, np.array([one.probabilities for one in predicted]), is_single
+            )
         if not has_counts:
             continue
         hits_NC = truth_NC & predicted_NC
@@ -289,23 +293,23 @@ def _statistics(
         else:
             cases = (hits_NC, predicted_NC & ~truth_NC, truth_NC & ~predicted_NC)
             cells_NK = np.concatenate(cases, axis=1).astype(np.float64)
-        found[name] |= dict.fromkeys(compared, cells_NK)
+        statistics[name] |= dict.fromkeys(compared, cells_NK)
         for label, at in place.items():
             for kind, there in (("precision", predicted_NC), ("recall", truth_NC)):
                 # A share of the rows that are predicted to be, or are, of this class.
                 share = hits_NC[there[:, at], at].astype(np.float64)[:, None]
                 others[name][f"{kind}_{label}"] = Mean(is_share=True), share
-    return totals, found, others
+    return totals, statistics, others
 
 
-def _in_order(found: Classified, names: Sequence[str]) -> tuple[Classification, ...]:
+def _in_order(classified: Classified, names: Sequence[str]) -> tuple[Classification, ...]:
     """Predictions with probabilities in the order of ``names``, whatever the order of the classifier's own ids."""
-    own = {name: number for number, name in enumerate(found.labels.names)}
-    if found.labels.problem == "regression" or tuple(own) == tuple(names):
-        return found.predictions
+    ids = {name: number for number, name in enumerate(classified.labels.names)}
+    if classified.labels.problem == "regression" or tuple(ids) == tuple(names):
+        return classified.predictions
     return tuple(
-        replace(one, probabilities=tuple(one.probabilities[own[name]] if name in own else 0.0 for name in names))
-        for one in found.predictions
+        replace(one, probabilities=tuple(one.probabilities[ids[name]] if name in ids else 0.0 for name in names))
+        for one in classified.predictions
     )
 
 
@@ -316,7 +320,7 @@ def _contrasts(labels: LabelSet, truths: Sequence[Label], predicted: Sequence[Cl
     if labels.problem == "regression":
         x = np.array([_number(one.label) for one in predicted])
         # Pearson's correlation of the ranks is Spearman's.
-        y = np.array([_number(one) for one in truths])
+        y = np.array([_number(truth) for truth in truths])
         rows_NK = Pearson.rows(rankdata(x), rankdata(y))
         return {} if rows_NK is None else {"spearman": rows_NK}
     scores_NC = np.array([one.probabilities for one in predicted])
@@ -326,8 +330,8 @@ def _contrasts(labels: LabelSet, truths: Sequence[Label], predicted: Sequence[Cl
     if labels.problem == "single_label" and len(labels.names) == 2:
         # The second class's probabilities say all.
         truth_NC, scores_NC = truth_NC[:, 1:], scores_NC[:, 1:]
-    found = auroc_rows(truth_NC, scores_NC)
-    return {} if found is None else {"roc_auc": found[1]}
+    area = auroc_rows(truth_NC, scores_NC)
+    return {} if area is None else {"roc_auc": area[1]}
 
 
 def _losses(truth_NC: npt.NDArray[np.bool_], probabilities_NC: FloatArray, is_single: bool) -> FloatArray:
@@ -343,11 +347,11 @@ def _losses(truth_NC: npt.NDArray[np.bool_], probabilities_NC: FloatArray, is_si
 
 def _marked(labels: Sequence[Label], place: Mapping[str, int]) -> npt.NDArray[np.bool_]:
     """(N, C): which classes each row has; raises KeyError for an unknown one."""
-    found = np.zeros((len(labels), len(place)), dtype=bool)
+    marked_NC = np.zeros((len(labels), len(place)), dtype=bool)
     for row, label in enumerate(labels):
         for name in _names(label):
-            found[row, place[name]] = True
-    return found
+            marked_NC[row, place[name]] = True
+    return marked_NC
 
 
 def _number(label: Label) -> float:

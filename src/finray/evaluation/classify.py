@@ -57,8 +57,8 @@ def classify(
     packs: bool,
     labels: LabelSet | None = None,
     progress: Callable[[int], None] = lambda done: None,
-    kept: Mapping[int, Sequence[float]] = MappingProxyType({}),
-    keep: Callable[[int, list[float]], None] = lambda row, logits: None,
+    cached: Mapping[int, Sequence[float]] = MappingProxyType({}),
+    save: Callable[[int, list[float]], None] = lambda row, logits: None,
 ) -> Classified:
     """Classify rows with the forward pass of training; ``eval_loss`` has no class weights and no label smoothing.
 
@@ -69,14 +69,14 @@ def classify(
         packs: whether rows may share a forward pass (``finray.models.packing_check``).
         labels: the label set; None reads it from the model's configuration.
         progress: called with the number of rows done so far.
-        kept: logits of rows that are known already, by the number of the row.
-        keep: called with the logits of each row that is computed.
+        cached: logits of rows that are known already, by the number of the row.
+        save: called with the logits of each row that is computed.
 
     Raises:
         DataError: a label is not one of the classifier's.
     """
     inner = without_adapter(model)
-    known = labels or labels_in(inner.config) or LabelSet("single_label", label_names(inner.config))
+    label_set = labels or labels_in(inner.config) or LabelSet("single_label", label_names(inner.config))
     usual = compat.attention_implementation(inner)
     if packs:
         attention.register()
@@ -86,36 +86,36 @@ def classify(
         precision="bf16" if inner.dtype == torch.bfloat16 else "fp32",
         attention_name=attention.NAME if packs else None,
         device=model.device,
-        problem=known.problem,
-        labels=known.names,
+        problem=label_set.problem,
+        labels=label_set.names,
     )
     encoded = None if truths is None else [_encoded(task, truth, number) for number, truth in enumerate(truths)]
     sums = torch.zeros(task.metric_count(len(rows)), dtype=torch.float64, device=model.device)
-    found = {row: list(logits) for row, logits in kept.items()}
-    left = [row for row in range(len(rows)) if row not in found]
+    row_logits = {row: list(logits) for row, logits in cached.items()}
+    left = [row for row in range(len(rows)) if row not in row_logits]
     lengths = [len(rows[row][0]) for row in left]
     plan = (plan_packs if packs else equal_length_batches)(lengths, max([TOKENS, *lengths]))
 
     def batch_of(some: Sequence[int]) -> LabelledBatch:
-        unknown = () if known.problem == "multi_label" else 0
+        unknown = () if label_set.problem == "multi_label" else 0
         held = task.targets([unknown if encoded is None else encoded[row] for row in some])
         return collate_labelled([rows[row] for row in some], some, held).to(model.device)
 
     for number in range(len(plan)):
         some = [left[place] for place in plan.pack(number)]
         for row, line in zip(some, task.logits_SC(batch_of(some)).float().tolist(), strict=True):
-            found[row] = line
-            keep(row, line)
-        progress(len(found))
+            row_logits[row] = line
+            save(row, line)
+        progress(len(row_logits))
     if encoded is not None:
         for start in range(0, len(rows), _SCORED):
             some = list(range(start, min(start + _SCORED, len(rows))))
-            logits_SC = torch.tensor([found[row] for row in some], dtype=torch.float32, device=model.device)
+            logits_SC = torch.tensor([row_logits[row] for row in some], dtype=torch.float32, device=model.device)
             task.add_scores(batch_of(some), logits_SC, sums)
     if packs:
         inner.set_attn_implementation(usual)
-    predictions = tuple(_prediction(known, torch.tensor(found[row]).double()) for row in range(len(rows)))
-    return Classified(known, predictions, None if encoded is None or not rows else task.scores(sums.tolist()))
+    predictions = tuple(_prediction(label_set, torch.tensor(row_logits[row]).double()) for row in range(len(rows)))
+    return Classified(label_set, predictions, None if encoded is None or not rows else task.scores(sums.tolist()))
 
 
 def _encoded(task: SequenceClassification, truth: Label, number: int) -> Any:

@@ -19,7 +19,7 @@ from finray.evaluation import answers, classifiers
 from finray.evaluation.engines.base import Engine
 from finray.evaluation.estimates import Judged, compared_with, directions, evaluated, for_several, sentences
 from finray.evaluation.harness import joined
-from finray.evaluation.outcome import Comparison, Evaluated, write
+from finray.evaluation.outcome import Comparison, ModelScores, write
 from finray.evaluation.overlap import Words, overlap
 from finray.evaluation.rows import Lazy
 from finray.evaluation.subjects import Case, EvaluationRequest, Progress
@@ -66,7 +66,7 @@ def evaluate(
     models = [evaluated(judged, name, seed=seed) for name in judged.statistics]
     models, more = joined(models, judged.harness, seed=seed)
     compared = for_several([*compared_with(judged, seed=seed), *more])
-    seen, held_out = None, list[Evaluated]()
+    seen, held_out = None, list[ModelScores]()
     if rows is not None and rows.name == "train":
         notes.append("the model was trained on these rows: their scores measure memorization")
     elif rows is not None and rows.train is None:
@@ -78,7 +78,7 @@ def evaluate(
         if 0 < len(seen.rows) < len(rows):
             kept = np.array([index not in seen.rows for index in range(len(rows))])
             held_out = [evaluated(judged, name, seed=seed, kept=kept) for name in judged.statistics]
-    found = Comparison(
+    comparison = Comparison(
         tuple(models),
         tuple(compared),
         sentences(models, compared, judged),
@@ -94,10 +94,10 @@ def evaluate(
         tuple(case.rates),
         {name: one for name, one in directions(judged, case.tuned.name).items() if name in models[-1].scores},
     )
-    write(found)
+    write(comparison)
     if request.output is None:
-        bring_back(named, model, found.folder)
-    return found
+        bring_back(named, model, comparison.folder)
+    return comparison
 
 
 def _made_by(case: Case, judged: Judged) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _made_by(case: Case, judged: Judged) -> dict[str, Any]:
         }
     return {
         "model": case.tuned.identity,
-        "baselines": {one.name: one.identity for one in case.subjects[:-1]},
+        "baselines": {subject.name: subject.identity for subject in case.subjects[:-1]},
         "data": data,
         "dtype": str(case.dtype).removeprefix("torch."),
         **judged.made_by,

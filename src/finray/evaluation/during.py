@@ -28,7 +28,7 @@ from finray.training.evaluator import OnProgress
 from finray.training.task import Task
 
 
-class Answers:
+class TrainingAnswers:
     """Metrics of greedy answers at an evaluation; see :class:`finray.training.evaluator.AnswerMetrics`.
 
     Args:
@@ -61,13 +61,15 @@ class Answers:
                 where="evaluation.generate_rows",
                 repair="leave it out, or hold out rows with prompts and answers",
             )
-        own = [prompt for prompt, _ in pairs[strategy.rank :: strategy.world_size]]
-        said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own, on_progress)))
+        prompts = [prompt for prompt, _ in pairs[strategy.rank :: strategy.world_size]]
+        by_rank = strategy.all_gather_object(
+            on_all_ranks(strategy, lambda: self._answer(task.model, prompts, on_progress))
+        )
         # Prompts are dealt out one by one; put the answers back in order.
-        answers = [said[row % strategy.world_size][row // strategy.world_size] for row in range(len(pairs))]
+        answers = [by_rank[row % strategy.world_size][row // strategy.world_size] for row in range(len(pairs))]
         first = strategy.rank == 0
-        found = on_all_ranks(strategy, lambda: self._scores(answers, [right for _, right in pairs]) if first else {})
-        metrics: dict[str, float] = strategy.broadcast_object(found)
+        scores = on_all_ranks(strategy, lambda: self._scores(answers, [right for _, right in pairs]) if first else {})
+        metrics: dict[str, float] = strategy.broadcast_object(scores)
         return metrics
 
     def _answer(self, model: Any, prompts: Sequence[Sequence[int]], on_progress: OnProgress) -> list[str]:
@@ -88,14 +90,14 @@ class Answers:
         return texts
 
     def _scores(self, answers: list[str], references: list[list[int]]) -> dict[str, float]:
-        expected = [str(self._tokenizer.decode(one, skip_special_tokens=True)) for one in references]
-        rows = [Answered((said,), right) for said, right in zip(answers, expected, strict=True)]
-        found = {}
+        expected = [str(self._tokenizer.decode(reference, skip_special_tokens=True)) for reference in references]
+        rows = [Answered((answer,), right) for answer, right in zip(answers, expected, strict=True)]
+        metrics = {}
         for name in self._config.evaluation.metrics:
             with blaming(name, TrainingError):
                 score = score_named(name, self._config.evaluation.scoring or ScoringConfig())
-                found[metric_name(name)] = float(score.value(rows))
-        return found
+                metrics[metric_name(name)] = float(score.value(rows))
+        return metrics
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finray.evaluation.harness import Found
-from finray.evaluation.outcome import Compared, Estimate, Evaluated, Prediction
+from finray.evaluation.harness import TaskMetric
+from finray.evaluation.outcome import Compared, ModelScores, Prediction, ScoreEstimate
 from finray.evaluation.scores.base import Bounds, FloatArray, Score, SummedScore, bounds_of
 from finray.evaluation.statistics import adjusted, are_apart, change, interval, paired, sentence
 
@@ -50,11 +50,11 @@ class Judged:
 
     totals: dict[str, Score]
     statistics: dict[str, dict[str, FloatArray]]
-    values: dict[str, dict[str, Estimate]]
+    values: dict[str, dict[str, ScoreEstimate]]
     prediction: Callable[[int], Prediction] | None = None
     classes: tuple[str, ...] = ()
     confusion: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    harness: dict[str, dict[str, Found]] = field(default_factory=dict)
+    harness: dict[str, dict[str, TaskMetric]] = field(default_factory=dict)
     made_by: dict[str, Any] = field(default_factory=dict)
     contrasts: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
     counts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -62,30 +62,34 @@ class Judged:
     def of_row(self, index: int) -> dict[str, dict[str, float]]:
         """By model, the scores of one row that are numbers."""
         return {
-            model: {name: float(own[name][index, 0]) for name in self.totals if name in own and own[name].shape[1] == 1}
-            for model, own in self.statistics.items()
+            model: {
+                name: float(scores[name][index, 0])
+                for name in self.totals
+                if name in scores and scores[name].shape[1] == 1
+            }
+            for model, scores in self.statistics.items()
         }
 
 
-def evaluated(judged: Judged, model: str, *, seed: int, kept: npt.NDArray[np.bool_] | None = None) -> Evaluated:
+def evaluated(judged: Judged, model: str, *, seed: int, kept: npt.NDArray[np.bool_] | None = None) -> ModelScores:
     """Scores of a model, over all rows or those that are ``kept``."""
-    found: dict[str, Estimate] = {}
+    scores: dict[str, ScoreEstimate] = {}
     values = judged.values[model] if kept is None else {}
     for name in dict.fromkeys((*judged.totals, *values)):
-        if (own := judged.statistics[model].get(name)) is not None:
-            own, score = own if kept is None else own[kept], judged.totals[name]
-            value = score.total(own.sum(0), len(own))
-            span = interval(own, score.total, seed=seed, bounds=bounds_of(score))
+        if (statistics_NK := judged.statistics[model].get(name)) is not None:
+            statistics_NK, score = statistics_NK if kept is None else statistics_NK[kept], judged.totals[name]
+            value = score.total(statistics_NK.sum(0), len(statistics_NK))
+            span = interval(statistics_NK, score.total, seed=seed, bounds=bounds_of(score))
             counts = judged.counts.get(model, {}).get(name, {}) if kept is None else {}
-            found[name] = Estimate(value, span, score.is_share, counts)
+            scores[name] = ScoreEstimate(value, span, score.is_share, counts)
         elif name in values:
-            found[name] = values[name]
-    return Evaluated(model, found)
+            scores[name] = values[name]
+    return ModelScores(model, scores)
 
 
 def compared_with(judged: Judged, *, seed: int) -> list[Compared]:
     """The last model against each other one, score by score."""
-    (*others, tuned), found = judged.statistics, []
+    (*others, tuned), comparisons = judged.statistics, []
     for other in others:
         second_of = judged.statistics[tuned] | judged.contrasts.get(tuned, {})
         first_of = judged.statistics[other] | judged.contrasts.get(other, {})
@@ -93,44 +97,44 @@ def compared_with(judged: Judged, *, seed: int) -> list[Compared]:
             first = first_of.get(score)
             if first is None or (score == "loss" and not np.array_equal(first[:, 1], second[:, 1])):
                 continue  # Losses of other tokens.
-            known = judged.totals[score]
-            test = paired(first, second, known.total, seed=seed, bounds=bounds_of(known))
-            found.append(Compared(score, other, len(first), test))
-    return found
+            total = judged.totals[score]
+            test = paired(first, second, total.total, seed=seed, bounds=bounds_of(total))
+            comparisons.append(Compared(score, other, len(first), test))
+    return comparisons
 
 
 def for_several(compared: Sequence[Compared]) -> list[Compared]:
     """The comparisons with p adjusted, score by score: several baselines are several chances to find a difference."""
-    found = list(compared)
-    for score in {one.score for one in found}:
-        own = [place for place, one in enumerate(found) if one.score == score]
-        for place, p in zip(own, adjusted([found[place].found.p for place in own]), strict=True):
-            found[place] = replace(found[place], found=replace(found[place].found, p=p))
-    return found
+    comparisons = list(compared)
+    for score in {comparison.score for comparison in comparisons}:
+        places = [place for place, one in enumerate(comparisons) if one.score == score]
+        for place, p in zip(places, adjusted([comparisons[place].test.p for place in places]), strict=True):
+            comparisons[place] = replace(comparisons[place], test=replace(comparisons[place].test, p=p))
+    return comparisons
 
 
 def directions(judged: Judged, model: str) -> dict[str, bool | None]:
     """By score of a model, whether more of it is better; None where that is not known."""
-    known: dict[str, Score | Found] = {**judged.totals, **judged.harness.get(model, {})}
-    return {name: getattr(one, "higher_is_better", None) for name, one in known.items()}
+    scores: dict[str, Score | TaskMetric] = {**judged.totals, **judged.harness.get(model, {})}
+    return {name: getattr(one, "higher_is_better", None) for name, one in scores.items()}
 
 
-def sentences(models: Sequence[Evaluated], compared: Sequence[Compared], judged: Judged) -> tuple[str, ...]:
+def sentences(models: Sequence[ModelScores], compared: Sequence[Compared], judged: Judged) -> tuple[str, ...]:
     """A sentence for each baseline, about the first score that can be tested; and about the others where that one says
     nothing."""
-    tuned, by_name = models[-1], {one.name: one for one in models}
+    tuned, by_name = models[-1], {model.name: model for model in models}
     first = next((name for name in tuned.scores if any(one.score == name for one in compared)), "")
-    known = directions(judged, tuned.name)
+    is_better = directions(judged, tuned.name)
 
     def values(one: Compared) -> tuple[str, str]:
         before, after = (by_name[name].scores[one.score] for name in (one.baseline, tuned.name))
         return before.text(with_interval=False), after.text(with_interval=False)
 
-    said = []
+    lines = []
     for one in (each for each in compared if each.score == first):
-        better = known.get(first)
+        better = is_better.get(first)
         text = sentence(
-            one.found,
+            one.test,
             name=tuned.name,
             other=one.baseline,
             score=first.replace("_", " "),
@@ -139,12 +143,12 @@ def sentences(models: Sequence[Evaluated], compared: Sequence[Compared], judged:
             higher_is_better=better,
             values=("", "") if better is not None else values(one),
         )
-        if not are_apart(one.found):
-            others = [each for each in compared if each.baseline == one.baseline and are_apart(each.found)]
+        if not are_apart(one.test):
+            others = [each for each in compared if each.baseline == one.baseline and are_apart(each.test)]
             changes = [
-                change(each.found, each.score.replace("_", " "), values(each), known.get(each.score))
+                change(each.test, each.score.replace("_", " "), values(each), is_better.get(each.score))
                 for each in others[:_CHANGES]
             ]
             text += f" What did change: {'; '.join(changes)}." if changes else ""
-        said.append(text)
-    return tuple(said)
+        lines.append(text)
+    return tuple(lines)

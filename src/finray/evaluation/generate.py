@@ -13,20 +13,20 @@ from rich.console import Console
 
 from finray.config.schema import ModelConfig
 from finray.data.formats.convert import one_column
-from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.errors import ConfigError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
 from finray.evaluation.engines.base import mute
 from finray.evaluation.engines.sampling import Sampling
-from finray.evaluation.labels import Labelled, classifies, label_texts
+from finray.evaluation.labels import TextLabels, classifies, label_texts
 from finray.evaluation.prompts import Prompt, prompt_ids
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.results import AsIs, Result, print_labelled
+from finray.results import AsIs, RowsResult, print_labelled
 
 
 @dataclass(frozen=True, slots=True)
-class Answers(Result, Sequence[str]):
+class Answers(RowsResult, Sequence[str]):
     """A model's answers to prompts: a sequence of texts.
 
     Attributes:
@@ -72,18 +72,6 @@ class Answers(Result, Sequence[str]):
                 console.print(AsIs(text), highlight=False, soft_wrap=True)
         for base, tuned in zip(self.base, self.texts, strict=False):
             print_labelled(console, [("base", base), ("tuned", tuned)])
-
-    def write(self, path: Path) -> None:
-        """Write the rows as JSON lines.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
-        try:
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
-            path.write_text("".join(lines), encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"the answers cannot be written: {error.strerror}", where=str(path)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +168,8 @@ class TextStream:
         safe = len(text.rstrip("\ufffd"))
         for word in self._stop:
             begun = next((size for size in range(len(word), 0, -1) if text[:safe].endswith(word[:size])), 0)
-            found = text.find(word)
-            safe = min(safe - begun, found if found >= 0 else safe)
+            at = text.find(word)
+            safe = min(safe - begun, at if at >= 0 else safe)
         self._advance(text[:safe])
 
     def end(self, text: str) -> None:
@@ -207,7 +195,7 @@ def generate_text(
     compare: bool = False,
     notify: Callable[[str], None] = lambda line: None,
     write: Callable[[str], None] | None = None,
-) -> Answers | Labelled:
+) -> Answers | TextLabels:
     """Generate answers to prompts; a classifier gives labels.
 
     Args:
@@ -233,10 +221,10 @@ def generate_text(
     artifact = artifact_of(path, base=base)
     if classifies(artifact):
         options = {"engine": engine == "vllm", "merge": merge, "compare": compare, "raw": bool(raw)}
-        found = label_texts(artifact, prompts, sampling, **options)
+        labels = label_texts(artifact, prompts, sampling, **options)
         if write is not None:
-            write("\n".join(found.lines()))
-        return found
+            write("\n".join(labels.lines()))
+        return labels
     if compare and not artifact.is_adapter:
         raise ModelError(
             "there is no adapter to switch off, so there is no base model to compare with",

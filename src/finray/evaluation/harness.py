@@ -16,8 +16,8 @@ import numpy as np
 
 from finray.errors import ConfigError, FinrayError
 from finray.evaluation.engines import Continuation, Engine, Sampling
-from finray.evaluation.kept import Kept
-from finray.evaluation.outcome import Compared, Estimate, Evaluated
+from finray.evaluation.outcome import Compared, ModelScores, ScoreEstimate
+from finray.evaluation.result_cache import ResultCache
 from finray.evaluation.scores.base import FloatArray, SummedScore
 from finray.evaluation.statistics import Interval, interval, paired, within
 from finray.files import first_line, seal_of
@@ -29,7 +29,7 @@ _TASK = re.compile(r"^task:\s*(\S+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TaskMetric:
     """A metric of a task: lm-eval's value, and the values of rows if it is their mean."""
 
     value: float
@@ -58,9 +58,9 @@ def run(
     *,
     adapter: bool,
     seed: int,
-    kept: Kept,
+    cache: ResultCache,
     notify: Callable[[str], None] = lambda line: None,
-) -> dict[str, Found]:
+) -> dict[str, TaskMetric]:
     """Metrics by ``task metric``.
 
     Args:
@@ -68,7 +68,7 @@ def run(
         tasks: lm-eval task names, or task files.
         adapter: whether to apply the adapter.
         seed: for few-shot examples.
-        kept: saves the answers and likelihoods that lm-eval asks for, by what was asked.
+        cache: saves the answers and likelihoods that lm-eval asks for, by what was asked.
         notify: called with a message if prompts were too long.
 
     Raises:
@@ -85,9 +85,9 @@ def run(
         names.append(task if named is None else named[1])
         folders += [] if named is None else [str(path.parent)]
     try:
-        with kept.adding(made_by={"name": engine.name, "version": engine.version}) as add:
-            model = _model(engine, adapter, _Results(kept.found, add))
-            found: Any = simple_evaluate(
+        with cache.writer(made_by={"name": engine.name, "version": engine.version}) as add:
+            model = _model(engine, adapter, _Results(cache.values, add))
+            report: Any = simple_evaluate(
                 model,
                 tasks=names,
                 # Indexing lm-eval's own tasks, thousands of files, takes seconds.
@@ -113,36 +113,36 @@ def run(
             f"{prompts} too long and lost the beginning: with what follows, the longest has {max(too_long):,} tokens, "
             f"and the model reads {engine.max_length:,}"
         )
-    metrics: dict[str, Found] = {}
-    for task, results in found["results"].items():
+    metrics: dict[str, TaskMetric] = {}
+    for task, results in report["results"].items():
         for key, value in results.items():
             metric, _, chosen = key.partition(",")
             if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            samples = [one for one in found["samples"].get(task, ()) if one["filter"] == chosen]
-            rows = [one.get(metric) for one in sorted(samples, key=lambda one: one["doc_id"])]
-            own = None
-            if rows and all(isinstance(one, int | float | np.number) for one in rows):
-                own = np.array(rows, dtype=np.float64)[:, None]
+            samples = [one for one in report["samples"].get(task, ()) if one["filter"] == chosen]
+            rows = [sample.get(metric) for sample in sorted(samples, key=lambda one: one["doc_id"])]
+            rows_N1 = None
+            if rows and all(isinstance(row, int | float | np.number) for row in rows):
+                rows_N1 = np.array(rows, dtype=np.float64)[:, None]
                 # Aggregations other than a mean have no values per row.
-                own = own if np.isclose(own.mean(), value) else None
+                rows_N1 = rows_N1 if np.isclose(rows_N1.mean(), value) else None
             spread = results.get(f"{metric}_stderr,{chosen}")
             label = f"{task} {metric}" if chosen == "none" else f"{task} {metric} ({chosen})"
             deviation = float(spread) if isinstance(spread, int | float) else None
-            better = found.get("higher_is_better", {}).get(task, {}).get(metric)
-            metrics[label] = Found(float(value), deviation, own, None if better is None else bool(better))
+            better = report.get("higher_is_better", {}).get(task, {}).get(metric)
+            metrics[label] = TaskMetric(float(value), deviation, rows_N1, None if better is None else bool(better))
     return metrics
 
 
 def joined(
-    models: Sequence[Evaluated], found: dict[str, dict[str, Found]], *, seed: int
-) -> tuple[list[Evaluated], list[Compared]]:
+    models: Sequence[ModelScores], metrics: dict[str, dict[str, TaskMetric]], *, seed: int
+) -> tuple[list[ModelScores], list[Compared]]:
     """Models with the harness's scores added, and the comparison of the last with each other one."""
     mean, more = SummedScore().total, []
     with_them = []
     for one in models:
         scores = dict(one.scores)
-        for name, metric in found.get(one.name, {}).items():
+        for name, metric in metrics.get(one.name, {}).items():
             is_share = 0 <= metric.value <= 1 and not any(one in name for one in _NO_SHARES)
             bounds = (0.0, 1.0) if is_share else (None, None)
             if metric.rows is not None:
@@ -153,11 +153,11 @@ def joined(
                 span = Interval(*ends, "lm-eval's standard error")
             else:
                 span = Interval(None, None, "none: lm-eval returns a single number")
-            scores[name] = Estimate(metric.value, span, is_share)
+            scores[name] = ScoreEstimate(metric.value, span, is_share)
         with_them.append(replace(one, scores=scores))
     for other in models[:-1]:
-        for name, metric in found.get(models[-1].name, {}).items():
-            first = found[other.name][name].rows
+        for name, metric in metrics.get(models[-1].name, {}).items():
+            first = metrics[other.name][name].rows
             if metric.rows is not None and first is not None and len(first) == len(metric.rows):
                 compared = paired(first, metric.rows, mean, seed=seed)
                 more.append(Compared(name, other.name, len(first), compared))
@@ -182,12 +182,12 @@ class _Results:
     """Results of requests by their content: known from before, or computed now.
 
     Args:
-        known: the results.
+        results: that are known.
         add: saves one there.
     """
 
-    def __init__(self, known: dict[int, Any], add: Callable[[int, Any], None]) -> None:
-        self._known, self._add = known, add
+    def __init__(self, results: dict[int, Any], add: Callable[[int, Any], None]) -> None:
+        self._known, self._add = results, add
         self._asked: Counter[str] = Counter()
 
     def of(self, requests: Sequence[Any], compute: Callable[[list[int]], Iterator[tuple[int, Any]]]) -> list[Any]:
@@ -258,20 +258,20 @@ def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
                 for one in engine.log_likelihood([continuations[place] for place in places], adapter=adapter):
                     yield places[one.row], [float(sum(one.logprobs)), one.is_greedy]
 
-            asked = [[list(one.context), list(one.tokens)] for one in continuations]
+            asked = [[list(continuation.context), list(continuation.tokens)] for continuation in continuations]
             return [(value, is_greedy) for value, is_greedy in results.of(asked, compute)]
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-            found = []
+            sums = []
             for request in requests:
                 ids = self.tok_encode(request.args[0], add_special_tokens=False)
                 # A window has one token more than the model reads: the context at its start.
                 windows = get_rolling_token_windows(ids, self.prefix_token_id, limit - 1, 1)
-                parts = [(None, *make_disjoint_window(one)) for one in windows]
-                found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
-            return found
+                parts = [(None, *make_disjoint_window(window)) for window in windows]
+                sums.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+            return sums
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             texts = [""] * len(requests)
@@ -285,8 +285,8 @@ def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
                 self.too_long += [len(one) + most for one in prompts if len(one) + most > limit]
                 prompts = [one[-max(1, limit - most) :] for one in prompts]
                 compute = partial(_generated, engine, adapter, sampling, numbers, prompts)
-                found = results.of([[one, asdict(sampling)] for one in prompts], compute)
-                for number, text in zip(numbers, found, strict=True):
+                answers = results.of([[prompt, asdict(sampling)] for prompt in prompts], compute)
+                for number, text in zip(numbers, answers, strict=True):
                     texts[number] = text
             return texts
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -34,7 +33,7 @@ from finray.models.artifacts import Artifact, load_artifact, require_finite, tas
 from finray.models.packing_cache import packing_of
 from finray.models.saved_layout import without_adapter
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.results import Result
+from finray.results import RowsResult
 
 _CONFIGS = FileKind(ModelError, repair="download the model again", links=True)
 # Classes that are shown of each text, the most likely first.
@@ -49,7 +48,7 @@ class Pair(Prompt):
 
 
 @dataclass(frozen=True, slots=True)
-class Labelled(Result, Sequence[Any]):
+class TextLabels(RowsResult, Sequence[Any]):
     """Labels of texts: a sequence of classes, tuples of classes, or numbers.
 
     Attributes:
@@ -65,22 +64,22 @@ class Labelled(Result, Sequence[Any]):
     predictions: tuple[Classification, ...]
 
     def __getitem__(self, index: Any) -> Any:
-        found = self.predictions[index]
-        return found.label if isinstance(found, Classification) else tuple(one.label for one in found)
+        chosen = self.predictions[index]
+        return chosen.label if isinstance(chosen, Classification) else tuple(one.label for one in chosen)
 
     def __len__(self) -> int:
         return len(self.predictions)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per text: the text, or two, its label, and the probabilities by class."""
-        found = []
+        rows = []
         for texts, one in zip(self.texts, self.predictions, strict=True):
             row: dict[str, Any] = dict(zip(("text", "text_pair"), texts, strict=False))
             row["label"] = list(one.label) if isinstance(one.label, tuple) else one.label
             if one.probabilities:
                 row["probabilities"] = dict(zip(self.names, one.probabilities, strict=True))
-            found.append(row)
-        return found
+            rows.append(row)
+        return rows
 
     def plain(self) -> dict[str, Any]:
         """As JSON types."""
@@ -88,33 +87,21 @@ class Labelled(Result, Sequence[Any]):
 
     def lines(self) -> list[str]:
         """For each text its label and the most likely classes; the text follows where there are several."""
-        found = []
+        lines = []
         for row in self.rows():
             label = row["label"] if isinstance(row["label"], list) else [row["label"]]
-            said = ", ".join(f"{one:.4g}" if isinstance(one, float) else one for one in label) or "none"
+            text = ", ".join(f"{one:.4g}" if isinstance(one, float) else one for one in label) or "none"
             shares = sorted(row.get("probabilities", {}).items(), key=lambda one: -one[1])[:_SHOWN]
             if shares:
-                said += f" ({', '.join(f'{name} {100 * share:.1f} %' for name, share in shares)})"
+                text += f" ({', '.join(f'{name} {100 * share:.1f} %' for name, share in shares)})"
             texts = " | ".join(row[name] for name in ("text", "text_pair") if name in row)
-            found.append(f"{said}: {texts}" if len(self) > 1 else said)
-        return found
+            lines.append(f"{text}: {texts}" if len(self) > 1 else text)
+        return lines
 
     def print(self, console: Console) -> None:
         """A line per text."""
         for line in self.lines():
             console.print(line, highlight=False, soft_wrap=True)
-
-    def write(self, path: Path) -> None:
-        """Write the rows as JSON lines.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
-        try:
-            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
-            path.write_text("".join(lines), encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"the labels cannot be written: {error.strerror}", where=str(path)) from None
 
 
 class TextClassifier:
@@ -155,14 +142,14 @@ class TextClassifier:
         """
         odd = list[int]()
 
-        def keep(row: int, logits: list[float]) -> None:
+        def note(row: int, logits: list[float]) -> None:
             if not all(map(math.isfinite, logits)):
                 odd.append(row)
 
-        found = classify(self._model, rows, packs=self._packs, labels=self._labels, keep=keep)
+        classified = classify(self._model, rows, packs=self._packs, labels=self._labels, save=note)
         if odd:
             raise not_finite(f"text {min(odd) + 1} has no label")
-        return found
+        return classified
 
 
 def classifies(artifact: Artifact) -> bool:
@@ -212,7 +199,7 @@ def read_texts(
     if (folder / CONFIG_FILE).is_file():
         with suppress(FinrayError):
             mapping = dict(saved_config(RunDir(folder)).data.field_mapping)
-    found: list[Prompt] = [Prompt(text) for text in words]
+    prompts: list[Prompt] = [Prompt(text) for text in words]
     for row in read_file(file):
         try:
             # Rows to be labelled need no label.
@@ -225,11 +212,11 @@ def read_texts(
             repair = error.repair or 'write {"text": "..."}, with "text_pair" for a second text'
             raise DataError(error.message, where=row.where, repair=repair) from None
         first, *second = map(str, texts)
-        found.append(Pair(first, pair=second[0]) if second else Prompt(first))
-    return found
+        prompts.append(Pair(first, pair=second[0]) if second else Prompt(first))
+    return prompts
 
 
-def label_texts(artifact: Artifact, prompts: Sequence[Prompt], sampling: Sampling, **options: bool) -> Labelled:
+def label_texts(artifact: Artifact, prompts: Sequence[Prompt], sampling: Sampling, **options: bool) -> TextLabels:
     """Labels of texts.
 
     Args:
@@ -242,7 +229,7 @@ def label_texts(artifact: Artifact, prompts: Sequence[Prompt], sampling: Samplin
         FinrayError: the model cannot be loaded, a prompt is none for a classifier, or an option is for answers only.
     """
     usual = Sampling()
-    given = [one.name for one in fields(Sampling) if getattr(sampling, one.name) != getattr(usual, one.name)]
+    given = [field.name for field in fields(Sampling) if getattr(sampling, field.name) != getattr(usual, field.name)]
     if wrong := [*given, *(name for name, is_given in options.items() if is_given)]:
         raise ConfigError(
             "a classifier gives labels; it does not write answers",
@@ -251,7 +238,7 @@ def label_texts(artifact: Artifact, prompts: Sequence[Prompt], sampling: Samplin
         )
     if not prompts:
         raise DataError("there is no text", repair='`finray generate RUN "a text"`, or --file')
-    texts = [(one.text, one.pair) if isinstance(one, Pair) else (one.text,) for one in prompts]
+    texts = [(prompt.text, prompt.pair) if isinstance(prompt, Pair) else (prompt.text,) for prompt in prompts]
     for number, one in enumerate(prompts, start=1):
         if one.messages or one.tools or not one.text:
             raise DataError(
@@ -263,12 +250,12 @@ def label_texts(artifact: Artifact, prompts: Sequence[Prompt], sampling: Samplin
             what = f"text {number} holds U+{ord(odd[0]):04X}, which is not a valid character"
             raise DataError(what, repair="remove that character")
     model = TextClassifier(artifact)
-    rows = [model.row(one) for one in texts]
+    rows = [model.row(text) for text in texts]
     for number, (ids, _) in enumerate(rows, start=1):
         if model.max_length is not None and len(ids) > model.max_length:
             raise DataError(
                 f"text {number} has {len(ids):,} tokens; the model reads at most {model.max_length:,}",
                 repair="shorten it",
             )
-    found = model.classify(rows)
-    return Labelled(tuple(texts), tuple(found.labels.names), found.predictions)
+    classified = model.classify(rows)
+    return TextLabels(tuple(texts), tuple(classified.labels.names), classified.predictions)

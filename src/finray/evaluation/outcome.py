@@ -24,7 +24,7 @@ METRICS_FILE, PREDICTIONS_FILE = "metrics.json", "predictions.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class ScoreEstimate:
     """A score and its 95 % interval.
 
     Attributes:
@@ -62,11 +62,11 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class ModelScores:
     """One model: its scores by name, ``loss`` (nats per token of the answers) among them."""
 
     name: str
-    scores: dict[str, Estimate]
+    scores: dict[str, ScoreEstimate]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -85,8 +85,8 @@ class Evaluated:
 
     def json(self) -> dict[str, Any]:
         """As JSON types."""
-        found: dict[str, Any] = {name: one.json() for name, one in self.scores.items()}
-        return {**found, "perplexity": self.perplexity} if "loss" in found else found
+        plain: dict[str, Any] = {name: one.json() for name, one in self.scores.items()}
+        return {**plain, "perplexity": self.perplexity} if "loss" in plain else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,15 @@ class Compared:
     score: str
     baseline: str
     rows: int
-    found: Paired
+    test: Paired
 
     def json(self) -> dict[str, Any]:
         """As JSON types."""
-        one = self.found
-        counts = {} if one.gained is None else {"gained": one.gained, "lost": one.lost}
-        span = {"low": one.interval.low, "high": one.interval.high}
+        test = self.test
+        counts = {} if test.gained is None else {"gained": test.gained, "lost": test.lost}
+        span = {"low": test.interval.low, "high": test.interval.high}
         names = {"score": self.score, "baseline": self.baseline, "rows": self.rows}
-        return {**names, "difference": one.difference, **span, "p": one.p, "test": one.method, **counts}
+        return {**names, "difference": test.difference, **span, "p": test.p, "test": test.method, **counts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +177,14 @@ class Comparison(Result):
 
     AS_IS: ClassVar[tuple[str, ...]] = ("predictions",)
 
-    models: tuple[Evaluated, ...]
+    models: tuple[ModelScores, ...]
     compared: tuple[Compared, ...]
     sentences: tuple[str, ...]
     rows: int
     predictions: Sequence[Prediction]
     folder: Path
     overlap: Overlap | None = None
-    held_out: tuple[Evaluated, ...] = ()
+    held_out: tuple[ModelScores, ...] = ()
     made_by: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
@@ -193,12 +193,12 @@ class Comparison(Result):
     higher_is_better: dict[str, bool | None] = field(default_factory=dict)
 
     @property
-    def tuned(self) -> Evaluated:
+    def tuned(self) -> ModelScores:
         """The evaluated model."""
         return self.models[-1]
 
     @property
-    def base(self) -> Evaluated:
+    def base(self) -> ModelScores:
         """The first baseline.
 
         Raises:
@@ -213,7 +213,7 @@ class Comparison(Result):
         return {
             "format_version": 1,
             "rows": self.rows,
-            "models": {one.name: one.json() for one in self.models},
+            "models": {model.name: model.json() for model in self.models},
             "comparisons": [{"model": self.tuned.name, **one.json()} for one in self.compared],
             "says": list(self.sentences),
             "higher_is_better": self.higher_is_better,
@@ -221,13 +221,17 @@ class Comparison(Result):
             "without_training_rows": {one.name: one.json() for one in self.held_out} or None,
             **({"classes": list(self.classes), "confusion": self.confusion} if self.confusion else {}),
             "notes": list(self.notes),
-            "rates": [one.json() for one in self.rates],
+            "rates": [rate.json() for rate in self.rates],
             "made_by": self.made_by,
         }
 
     def plain(self) -> dict[str, Any]:
         """Scores and answers as JSON types."""
-        return {**self.json(), "folder": str(self.folder), "predictions": [one.json() for one in self.predictions]}
+        return {
+            **self.json(),
+            "folder": str(self.folder),
+            "predictions": [prediction.json() for prediction in self.predictions],
+        }
 
     def print(self, console: Console, *, samples: int = 3) -> None:
         """The table, the conclusions, and some answers side by side."""
@@ -242,18 +246,18 @@ class Comparison(Result):
         for line in self.sentences:
             console.print(line, highlight=False, soft_wrap=True)
         if self.overlap is not None and self.overlap.rows:
-            found = self.overlap
+            overlap = self.overlap
             console.print(
-                f"{len(found.rows)} of the {self.rows} rows are in the training data, whole or in part "
-                f"({len(found.equal)} whole, {len(found.shared)} share runs of 13 words): scores on them may measure "
-                "memorization",
+                f"{len(overlap.rows)} of the {self.rows} rows are in the training data, whole or in part "
+                f"({len(overlap.equal)} whole, {len(overlap.shared)} share runs of 13 words): scores on them may "
+                "measure memorization",
                 highlight=False,
                 soft_wrap=True,
             )
-            for row, other, share in found.named[:3]:
+            for row, other, share in overlap.named[:3]:
                 console.print(f"  {row} is like {other} ({share:.0%} of it)", highlight=False, soft_wrap=True)
             for one in self.held_out:
-                scores = ", ".join(f"{name.replace('_', ' ')} {found.text()}" for name, found in one.scores.items())
+                scores = ", ".join(f"{name.replace('_', ' ')} {score.text()}" for name, score in one.scores.items())
                 console.print(f"  without them, {one.name}: {scores}", highlight=False, soft_wrap=True)
         for rate in self.rates:
             console.print(f"{rate.model} {rate.part}: {rate.text()}", highlight=False, soft_wrap=True)
@@ -275,8 +279,7 @@ class Comparison(Result):
         for other in self.models[:-1]:
             table.add_column("p" if len(self.models) == 2 else f"p against {other.name}", justify="right")
         p = {
-            (one.score, one.baseline): p_text(one.found.p).removeprefix("p ").removeprefix("= ")
-            for one in self.compared
+            (one.score, one.baseline): p_text(one.test.p).removeprefix("p ").removeprefix("= ") for one in self.compared
         }
         for name in self.tuned.scores:
             cells = [one.scores[name].text() if name in one.scores else "" for one in self.models]
@@ -286,27 +289,27 @@ class Comparison(Result):
                 *(p.get((name, one.name), "") for one in self.models[:-1]),
             )
             if name == "loss":
-                table.add_row("perplexity", *(f"{one.perplexity:.3f}" for one in self.models))
+                table.add_row("perplexity", *(f"{model.perplexity:.3f}" for model in self.models))
         return table
 
 
-def write(found: Comparison) -> None:
+def write(comparison: Comparison) -> None:
     """Write ``metrics.json`` and ``predictions.jsonl``.
 
     Raises:
         FinrayError: they cannot be written; those of an earlier evaluation remain.
     """
-    predictions, metrics = found.folder / PREDICTIONS_FILE, found.folder / METRICS_FILE
-    contents = {metrics: json.dumps(found.json(), indent=2, ensure_ascii=False) + "\n"}
+    predictions, metrics = comparison.folder / PREDICTIONS_FILE, comparison.folder / METRICS_FILE
+    contents = {metrics: json.dumps(comparison.json(), indent=2, ensure_ascii=False) + "\n"}
     # Empty, and not removed: then a copy behind a URL is replaced as well.
-    if found.predictions or predictions.exists():
-        lines = (json.dumps(one.json(), ensure_ascii=False) + "\n" for one in found.predictions)
+    if comparison.predictions or predictions.exists():
+        lines = (json.dumps(prediction.json(), ensure_ascii=False) + "\n" for prediction in comparison.predictions)
         contents[predictions] = "".join(lines)
     try:
         replace_all({path: text.encode() for path, text in contents.items()})
     except OSError as error:
         raise FinrayError(
             f"the scores cannot be written: {error.strerror}",
-            where=str(found.folder),
+            where=str(comparison.folder),
             repair="free some disk space, and run the same command again; it reuses answers that were saved",
         ) from None

@@ -55,7 +55,7 @@ class Words:
         begins, hashes, lengths = [], [], []
         for piece in map(str, pieces):
             text = " " if piece in special else re.sub("[\u0120\u2581\u010a\u0109\u010d]", " ", piece)
-            text = re.sub("<0x([0-9A-F]{2})>", lambda found: chr(int(found[1], 16)), text)
+            text = re.sub("<0x([0-9A-F]{2})>", lambda match: chr(int(match[1], 16)), text)
             if marks_continued:
                 text = text.removeprefix("##") if piece.startswith("##") else f" {text}"
             letters = "".join(text.lower().translate(_UNPUNCTUATED).split())
@@ -86,9 +86,9 @@ class Words:
         up = np.multiply.accumulate(self._powers[self._lengths[ids]])
         down = np.multiply.accumulate(self._inverse[self._lengths[ids]])
         last = np.append(starts[1:], len(ids)) - 1
-        found = np.add.reduceat(self._hashes[ids] * down, starts) * up[last]
+        hashes = np.add.reduceat(self._hashes[ids] * down, starts) * up[last]
         has_letters = np.add.reduceat(self._lengths[ids], starts) > 0
-        return mix(found[has_letters]), owner[starts][has_letters]
+        return mix(hashes[has_letters]), owner[starts][has_letters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
         beside = np.zeros(len(runs), dtype=bool)
         for at in np.flatnonzero(is_template[np.searchsorted(every_short, short_runs)]):
             beside[max(0, at - RUN + 1) : at + _TEMPLATE_RUN] = True
-        own = np.unique(runs[~beside])
-        place = np.searchsorted(every, own)
+        unique = np.unique(runs[~beside])
+        place = np.searchsorted(every, unique)
         telling = place[tells[place]]
         other, share = equal_to.get(index), 1.0
         if other is None:
@@ -164,19 +164,19 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
             shared.append(index)
         if len(named) < _NAMED:
             if other is None:
-                other, share = int(np.bincount(holder[telling]).argmax()), len(telling) / len(own)
+                other, share = int(np.bincount(holder[telling]).argmax()), len(telling) / len(unique)
             named.append((split.where(int(numbers[index])), train.where(other), round(share, 4)))
     return Overlap(tuple(equal_to), tuple(shared), tuple(named))
 
 
 def _equal(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -> dict[int, int]:
     """Index of each row that is also a training row, and the first such training row."""
-    own = split.digests[np.asarray(numbers, dtype=np.int64)]
+    digests = split.digests[np.asarray(numbers, dtype=np.int64)]
     order = np.argsort(train.digests, kind="stable")
     if not len(order):
         return {}
-    place = np.minimum(np.searchsorted(train.digests[order], own), len(order) - 1)
-    alike = np.flatnonzero(train.digests[order[place]] == own)
+    place = np.minimum(np.searchsorted(train.digests[order], digests), len(order) - 1)
+    alike = np.flatnonzero(train.digests[order[place]] == digests)
     return {int(index): int(order[place[index]]) for index in alike}
 
 

@@ -125,15 +125,15 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
     several = [given] if isinstance(given, str | Mapping) else list(given)
     if several and all(isinstance(one, Mapping) and {"role", "from"} & set(one) for one in several):
         several = [several]
-    found = list[Prompt]()
+    prompts = list[Prompt]()
     for number, one in enumerate(several, start=1):
         if isinstance(one, str):
-            found.append(Prompt.of(one, system))
+            prompts.append(Prompt.of(one, system))
             continue
         rows = dict(one) if isinstance(one, Mapping) else {"messages": list(one)} if isinstance(one, Iterable) else {}
-        found.append(_prompt(SourceRow("prompts", number, rows), system, Counter()))
-    _require_text(found)
-    return found
+        prompts.append(_prompt(SourceRow("prompts", number, rows), system, Counter()))
+    _require_text(prompts)
+    return prompts
 
 
 def _require_text(prompts: Iterable[Prompt]) -> None:
@@ -174,18 +174,18 @@ def _prompt(row: SourceRow, system: str | None, left_out: Counter[str], *, repai
                 return replace(prompt, arguments=arguments)
         for answer in ({}, *({name: ""} for name in ("completion", "response", "output"))):
             with suppress(DataError):
-                found = detect({**value, **answer}, {})
-                if found.kind in _ANSWERS:
+                row_format = detect({**value, **answer}, {})
+                if row_format.kind in _ANSWERS:
                     break
         else:
             columns = cut(", ".join(row.value), 500)
             raise DataError(f"the row has neither `prompt` nor `messages` (columns: {columns})", repair=repair)
-        column = found.columns[_ANSWERS[found.kind]]
+        column = row_format.columns[_ANSWERS[row_format.kind]]
         left_out.update([""] if value.get(column) else [])
-        left_out.update(filter(None, found.describe().partition("; not read: ")[2].split(", ")))
+        left_out.update(filter(None, row_format.describe().partition("; not read: ")[2].split(", ")))
         value[column] = ""
-        (chat,) = converter_of(replace(found, as_chat=True), has_chat_template=True)(value)
-        (alone,) = converter_of(found, has_chat_template=False)(value)
+        (chat,) = converter_of(replace(row_format, as_chat=True), has_chat_template=True)(value)
+        (alone,) = converter_of(row_format, has_chat_template=False)(value)
     except DataError as error:
         raise DataError(error.message, where=row.where, repair=error.repair or repair) from None
     assert isinstance(chat, Chat)
@@ -198,7 +198,7 @@ def _prompt(row: SourceRow, system: str | None, left_out: Counter[str], *, repai
 
 
 def _first(value: Mapping[str, Any], field: str) -> Any:
-    """What a row has in one of the columns of an optional field."""
+    """The value of an optional field, from the first of its columns that has one."""
     return next((value[name] for name in OF_CHATS[field] if value.get(name)), None)
 
 
@@ -206,8 +206,8 @@ def _turns(value: Any) -> list[Any] | None:
     """The turns of a conversation; None for what is none."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
-            found = json.loads(value)
-            value = found if all(isinstance(one, Mapping) for one in found) else value
+            turns = json.loads(value)
+            value = turns if all(isinstance(turn, Mapping) for turn in turns) else value
     if isinstance(value, Mapping) and value and all(isinstance(one, list) for one in value.values()):
         # `datasets` stores a list of records as a record of lists.
         value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=False)]
@@ -232,9 +232,9 @@ def _conversation(
     left_out.update([""] if answers or len(asked) < len(turns) else [])
     read = {one for names in OF_CHATS.values() for one in names}
     left_out.update(set(row.value) - {name, *read, *_ANSWERS.values()})
-    own = _first(row.value, "system")
+    row_system = _first(row.value, "system")
     messages = tuple(message.whole() for message in messages_of(asked, name))
-    messages = _begun(messages, own if isinstance(own, str) and own else system)
+    messages = _begun(messages, row_system if isinstance(row_system, str) and row_system else system)
     return Prompt(messages=messages, tools=tools)
 
 

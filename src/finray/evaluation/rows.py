@@ -53,7 +53,7 @@ class Lazy(Sequence[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class EvaluationRows:
     """Rows to score.
 
     Attributes:
@@ -96,7 +96,7 @@ class Rows:
         every = _keys(self.split)
         return [every[number] for number in self.numbers]
 
-    def like(self, keys: Sequence[tuple[int, int]]) -> Rows:
+    def like(self, keys: Sequence[tuple[int, int]]) -> EvaluationRows:
         """The rows with these keys, in the same order.
 
         Raises:
@@ -119,7 +119,7 @@ class Rows:
             config: that the dataset was prepared by.
         """
         source = SourceRows(config, has_chat_template=False)
-        for index, value in (one for _, rows in self._sources(source) for one in rows):
+        for index, value in (row for _, rows in self._sources(source) for row in rows):
             # A row that was prepared can be read.
             assert isinstance(value, dict)
             yield index, value
@@ -131,7 +131,7 @@ class Rows:
         Args:
             config: that the dataset was prepared by.
         """
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         with suppress(FinrayError):
             source = SourceRows(config, has_chat_template=False)
             every_within = self.split.within
@@ -140,8 +140,8 @@ class Rows:
                 for index, value in rows:
                     each, within = convert(value), int(every_within[self.numbers[index]])
                     if within < len(each) and isinstance(example := each[within], Labelled):
-                        found[index] = "\n".join(filter(None, (example.text, example.text_pair)))
-        return found
+                        texts[index] = "\n".join(filter(None, (example.text, example.text_pair)))
+        return texts
 
     def _sources(self, source: SourceRows) -> Iterator[tuple[Part, Iterator[tuple[int, Value]]]]:
         """The parts that rows come from, with index and source row of each; a part is read to the last one of them."""
@@ -183,15 +183,15 @@ def of_run(run: RunDir, config: Config, split: str | None) -> tuple[str, Prepare
     """
     splits, dataset = splits_of(run, config)
     name = split or ("test" if splits.test is not None else "eval")
-    found: PreparedSplit | None = getattr(splits, name)
-    if found is None:
+    rows: PreparedSplit | None = getattr(splits, name)
+    if rows is None:
         there = [one for one in ("train", "eval", "test") if getattr(splits, one) is not None]
         raise DataError(
             "the run has no held-out rows to evaluate on" if split is None else f"the run has no split `{name}`",
             where="data",
             repair="give a file with --file, or one of its splits with --split: " + ", ".join(there),
         )
-    return name, found, dataset, splits.train
+    return name, rows, dataset, splits.train
 
 
 def prepared_beside(run: RunDir, config: Config) -> Path | None:
@@ -216,8 +216,8 @@ def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
             continue
         require_same_data(trained_on, dataset, config)
         # As the run was split: by other ratios, or another seed, rows that were trained on would be held out.
-        own = saved_config(run)
-        return dataset.splits(own.data, seed=own.run.seed), dataset
+        trained = saved_config(run)
+        return dataset.splits(trained.data, seed=trained.run.seed), dataset
     raise DataError(
         "the run has no checkpoint left, so its training data is unknown",
         where=str(run.path),

@@ -86,8 +86,8 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0, bounds: 
 
     rows = len(statistics_NK)
     if rows and is_right_or_wrong(statistics_NK):
-        found = stats.binomtest(int(statistics_NK.sum()), rows).proportion_ci(LEVEL, method="wilson")
-        return Interval(float(found.low), float(found.high), "Wilson")
+        wilson = stats.binomtest(int(statistics_NK.sum()), rows).proportion_ci(LEVEL, method="wilson")
+        return Interval(float(wilson.low), float(wilson.high), "Wilson")
     if rows < 2:
         return Interval(None, None, "none: one row has no spread")
     return _bootstrap(*_grouped(statistics_NK, seed), total, seed, bounds)
@@ -251,8 +251,8 @@ def paired(
         centre = (gained - lost) / (rows + 2)
         error = math.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (rows + 2)) / (rows + 2)
         reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * error
-        found = Interval(max(-1.0, centre - reach), min(1.0, centre + reach), "Agresti-Min")
-        return Paired(observed, found, p, "exact McNemar", gained, lost)
+        agresti_min = Interval(max(-1.0, centre - reach), min(1.0, centre + reach), "Agresti-Min")
+        return Paired(observed, agresti_min, p, "exact McNemar", gained, lost)
     if rows < 2:
         return Paired(observed, Interval(None, None, "none: one row has no spread"), 1.0, "permutation")
     both_GK, sizes_G = _grouped(both, seed)
@@ -294,25 +294,25 @@ def adjusted(p: list[float]) -> list[float]:
     """P-values of several comparisons, adjusted for their number (Holm 1979)."""
     order = sorted(range(len(p)), key=p.__getitem__)
     least = accumulate((min(1.0, p[number] * (len(p) - rank)) for rank, number in enumerate(order)), max)
-    found = dict(zip(order, least, strict=True))
-    return [found[number] for number in range(len(p))]
+    by_place = dict(zip(order, least, strict=True))
+    return [by_place[number] for number in range(len(p))]
 
 
-def are_apart(found: Paired) -> bool:
+def are_apart(pair: Paired) -> bool:
     """Whether two models can be told apart: the test and the interval must both say so."""
-    span = found.interval
+    span = pair.interval
     both = span.low is None or span.high is None or span.low * span.high > 0
-    return bool(found.p < 1 - LEVEL and both and found.difference)
+    return bool(pair.p < 1 - LEVEL and both and pair.difference)
 
 
-def change(found: Paired, score: str, values: tuple[str, str], higher_is_better: bool | None) -> str:
+def change(pair: Paired, score: str, values: tuple[str, str], higher_is_better: bool | None) -> str:
     """How a score changed from one model to another that can be told apart: a part of a sentence."""
-    word = "" if higher_is_better is None else "better, " if (found.difference > 0) is higher_is_better else "worse, "
-    return f"{score} from {values[0]} to {values[1]} ({word}{p_text(found.p)})"
+    word = "" if higher_is_better is None else "better, " if (pair.difference > 0) is higher_is_better else "worse, "
+    return f"{score} from {values[0]} to {values[1]} ({word}{p_text(pair.p)})"
 
 
 def sentence(
-    found: Paired,
+    pair: Paired,
     *,
     name: str,
     other: str,
@@ -325,7 +325,7 @@ def sentence(
     """The conclusion about two models, in plain words; it does not judge where it is not known what is better.
 
     Args:
-        found: the second model against the first.
+        pair: the second model against the first.
         name: of the second model.
         other: of the first.
         score: its name.
@@ -334,17 +334,17 @@ def sentence(
         higher_is_better: False as for losses; None where it is not known.
         values: of the first and the second model, where it is not known what is better.
     """
-    span, less = found.interval, higher_is_better is False
-    gain = -found.difference if less else found.difference
+    span, less = pair.interval, higher_is_better is False
+    gain = -pair.difference if less else pair.difference
     what, few = f"on {score}", " So few rows speak for these rows only." if rows < 30 else ""
     if span.low is None or span.high is None:
-        evidence, few = f"({p_text(found.p)}, {rows} rows without any spread)", ""
+        evidence, few = f"({p_text(pair.p)}, {rows} rows without any spread)", ""
     else:
         ends = sorted((-span.low, -span.high) if less else (span.low, span.high))
         sizes = " to ".join(f"{'-' if end < 0 else '+'}{shown(abs(end))}" for end in ends)
         of = "difference" if higher_is_better is None else "gain"
-        evidence = f"(95 % interval of the {of} {sizes}, {p_text(found.p)}, {rows} rows)"
-    if are_apart(found):
+        evidence = f"(95 % interval of the {of} {sizes}, {p_text(pair.p)}, {rows} rows)"
+    if are_apart(pair):
         if higher_is_better is None:
             return (
                 f"{score} changed from {values[0]} of {other} to {values[1]} of {name} {evidence}.{few} Whether more "

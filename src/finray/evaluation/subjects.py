@@ -24,7 +24,15 @@ from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_y
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
 from finray.evaluation.engines.base import Engine
 from finray.evaluation.outcome import Rate
-from finray.evaluation.rows import Rows, of_file, of_run, prepared_beside, prompt_and_answer, splits_of, stream_of
+from finray.evaluation.rows import (
+    EvaluationRows,
+    of_file,
+    of_run,
+    prepared_beside,
+    prompt_and_answer,
+    splits_of,
+    stream_of,
+)
 from finray.files import lies_in, require_writable
 from finray.models.artifacts import Artifact
 from finray.models.packing_cache import packing_of
@@ -83,12 +91,15 @@ class Subject:
     def identity(self) -> dict[str, Any]:
         """Identifies the weights without reading them."""
         base, began_as = self.artifact.base, self.artifact.began_as
-        own = None if base is not None and not self.adapter else files_of(str(self.artifact.folder))
+        weights = None if base is not None and not self.adapter else files_of(str(self.artifact.folder))
         # What is not set is left out: answers of earlier versions, which did not have it, are still known.
-        if own is not None and began_as is not None:
+        if weights is not None and began_as is not None:
             given = {"revision": began_as.revision, "new_tokens": began_as.new_tokens}
-            own |= {name: one for name, one in given.items() if one}
-        return {"weights": own, "base": None if base is None else {**files_of(base.name), "revision": base.revision}}
+            weights |= {name: one for name, one in given.items() if one}
+        return {
+            "weights": weights,
+            "base": None if base is None else {**files_of(base.name), "revision": base.revision},
+        }
 
     @property
     def turns(self) -> bool:
@@ -110,7 +121,7 @@ def files_of(name: str) -> dict[str, Any]:
         return {"name": name, "files": [[folder.name, folder.stat().st_size, folder.stat().st_mtime_ns]]}
     if folder.is_dir():
         files = sorted(path for pattern in ("*.safetensors", "*.json", "*.jinja") for path in folder.glob(pattern))
-        return {"name": name, "files": [[one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in files]}
+        return {"name": name, "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]}
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, "config.json")
@@ -163,7 +174,7 @@ class Case:
         """
         path = Path(model).expanduser().resolve()
         folders = (path, path.parent) if path.is_dir() else ()
-        run = next((RunDir(one) for one in folders if (one / CONFIG_FILE).is_file()), None)
+        run = next((RunDir(folder) for folder in folders if (folder / CONFIG_FILE).is_file()), None)
         artifact = artifact_of(model, base=request.base)
         if run is None and request.file is None and not request.harness:
             what, repair = "there are no rows to evaluate", "give a file of rows with --file"
@@ -182,19 +193,19 @@ class Case:
         if config.model.task == spec.name:
             spec.metric(config.evaluation)
         tuned = Subject("tuned" if run is not None else Path(model).name, artifact)
-        own: Subject | None = None
+        start: Subject | None = None
         # The base of a classifier's adapter has no head, and a random one says nothing.
         if not spec.reads_labels and (artifact.is_adapter or run is not None):
             began = artifact
             if not artifact.is_adapter:
                 require_trusted(config, "model.name", "model.trust_remote_code")
-                found = artifact_of(config.model.name, revision=config.model.revision)
-                section = config.model.model_copy(update={"task": found.model.task})
-                began = found if found.is_adapter else replace(found, began_as=section)
-            own = Subject("base", began, adapter=False)
-        subjects = (*_baselines(request.baselines, tuned, own), tuned)
-        for one in subjects:
-            check_exists(one.artifact.model.name)
+                start_artifact = artifact_of(config.model.name, revision=config.model.revision)
+                section = config.model.model_copy(update={"task": start_artifact.model.task})
+                began = start_artifact if start_artifact.is_adapter else replace(start_artifact, began_as=section)
+            start = Subject("base", began, adapter=False)
+        subjects = (*_baselines(request.baselines, tuned, start), tuned)
+        for subject in subjects:
+            check_exists(subject.artifact.model.name)
         return cls(request, run, config, spec, subjects, _folder(model, run, artifact, request), progress, spread)
 
     @property
@@ -216,7 +227,7 @@ class Case:
         return inference_dtype(precision.removesuffix("-true"), inference_device())
 
     @cached_property
-    def rows(self) -> Rows | None:
+    def rows(self) -> EvaluationRows | None:
         """The rows, prepared on first use; None if only lm-eval tasks are requested.
 
         Raises:
@@ -235,9 +246,9 @@ class Case:
                     raise
                 self.notes.append(f"only the tasks of lm-eval: {error.message}")
                 return None
-            own = saved_config(run)
-            stream = stream_of(name, own.data)
-            ratios = [(one.data.eval_ratio, one.data.test_ratio, one.run.seed) for one in (config, own)]
+            trained = saved_config(run)
+            stream = stream_of(name, trained.data)
+            ratios = [(one.data.eval_ratio, one.data.test_ratio, one.run.seed) for one in (config, trained)]
             if ratios[0] != ratios[1]:
                 self.notes.append("rows are held out as in the training; other ratios or seeds do not change that")
         else:
@@ -253,7 +264,8 @@ class Case:
         asked = prompted if asks else np.arange(len(held))
         numbers = tuple(asked[sample(len(asked), config.evaluation.max_rows, seed=config.run.seed)].tolist())
         if asks:
-            sampled, numbers = len(numbers), tuple(one for one in numbers if prompt_and_answer(*held.row(one))[0])
+            sampled = len(numbers)
+            numbers = tuple(number for number in numbers if prompt_and_answer(*held.row(number))[0])
             if not numbers:
                 raise DataError("no row has a prompt to answer", where="data.source", repair="give rows with prompts")
             if without := len(held) - len(asked) + sampled - len(numbers):
@@ -263,7 +275,7 @@ class Case:
             limit, has_cut = config.data.max_length, dataset.manifest.splits[stream].truncated > 0
             if request.file is None and has_cut and (cut := int(np.sum(held.lengths[list(numbers)] >= limit))):
                 self.notes.append(f"up to {cut} references were cut off at data.max_length={limit}")
-        return Rows(name, held, numbers, dataset, asks, train, stream)
+        return EvaluationRows(name, held, numbers, dataset, asks, train, stream)
 
     def _rows_of_file(self) -> tuple[PreparedSplit, PreparedDataset, PreparedSplit | None]:
         """The rows of the requested file, prepared, and those that were trained on, if they are there."""
@@ -280,27 +292,27 @@ class Case:
                 train = splits_of(run, saved_config(run))[0].train
             except FinrayError as error:
                 self.notes.append(f"overlap with the training data was not checked: {error.message}")
-        was_plain = any(one.artifact.notes.get("rows") == "completion" for one in self.subjects[-1:])
+        was_plain = any(subject.artifact.notes.get("rows") == "completion" for subject in self.subjects[-1:])
         if run is None and was_plain and dataset.kind() == "chat":
             self.notes.append(
                 "the model was trained on prompts and completions as plain text, and these rows are chats for it; "
                 "`data.format=prompt_completion` asks them as in the training"
             )
-        found = dataset.manifest.splits["train"]
+        counts = dataset.manifest.splits["train"]
         for lost, why in (
-            (found.dropped_too_long, f"are longer than data.max_length={config.data.max_length}"),
-            (found.bad_rows, "are bad"),
+            (counts.dropped_too_long, f"are longer than data.max_length={config.data.max_length}"),
+            (counts.bad_rows, "are bad"),
         ):
             if lost:
                 self.notes.append(f"{lost} rows {why} and were skipped")
         return held, dataset, train
 
-    def rows_for(self, artifact: Artifact) -> Rows | None:
+    def rows_for(self, artifact: Artifact) -> EvaluationRows | None:
         """The rows for a model's own tokenizer and chat template; shared if these are equal."""
         rows, config = self.rows, self.config
-        known = artifact is self.tuned.artifact or artifact.began_as is not None
-        known |= self.run is not None and str(artifact.folder) == config.model.name
-        if rows is None or known:
+        is_shared = artifact is self.tuned.artifact or artifact.began_as is not None
+        is_shared |= self.run is not None and str(artifact.folder) == config.model.name
+        if rows is None or is_shared:
             return rows
         ours, theirs = (load_tokenizer(one.tokenizer) for one in (self.tuned.artifact, artifact))
         if ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template:
@@ -310,10 +322,10 @@ class Case:
             task=config.model.task,
             chat_template_arguments=config.model.chat_template_arguments,
         )
-        own = config.model_copy(update={"model": model})
+        model_config = config.model_copy(update={"model": model})
         root = None if self.run is None else prepared_beside(self.run, config)
-        held, dataset = of_file(own, root=root, stream=rows.stream)
-        return Rows(rows.name, held, (), dataset, rows.asks, None, rows.stream).like(rows.keys())
+        held, dataset = of_file(model_config, root=root, stream=rows.stream)
+        return EvaluationRows(rows.name, held, (), dataset, rows.asks, None, rows.stream).like(rows.keys())
 
     def by_artifact(self) -> Iterator[tuple[Artifact, list[Subject]]]:
         """Models grouped by shared weights, so that these are loaded once."""
@@ -353,11 +365,11 @@ def _config_of(
                 where=f"--file {request.file}",
                 repair="check the path and the working directory",
             )
-        own: dict[str, Any] = {"source": str(request.file), "mix": [], "group_by": None, "train_split": "train"}
-        own |= dict.fromkeys(("eval_source", "eval_split", "test_split", "subset", "revision"))
+        changes: dict[str, Any] = {"source": str(request.file), "mix": [], "group_by": None, "train_split": "train"}
+        changes |= dict.fromkeys(("eval_source", "eval_split", "test_split", "subset", "revision"))
         # A truncated reference would be a different one. All rows are evaluated; a ratio is required by the settings of
         # evaluation in training.
-        own |= {"eval_ratio": 0.5, "test_ratio": 0.0, "on_too_long": "drop"}
+        changes |= {"eval_ratio": 0.5, "test_ratio": 0.0, "on_too_long": "drop"}
         from transformers import AutoConfig
 
         try:
@@ -372,8 +384,8 @@ def _config_of(
         if task_spec(artifact.model.task).adds_head:
             # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
             reads = min(reads, packing_of(artifact.model).positions or reads)
-        own["max_length"] = max(config.data.max_length, reads)
-        config = config.model_copy(update={"data": config.data.model_copy(update=own)})
+        changes["max_length"] = max(config.data.max_length, reads)
+        config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
         if config.foreign[0]:
             config = of_stranger(config, config.foreign[0], said=["data.source"])
     config = load_config(config, overrides)
@@ -385,22 +397,25 @@ def _config_of(
     return load_config(config, evaluation={name: one for name, one in given.items() if one is not None})
 
 
-def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None) -> list[Subject]:
+def _baselines(named: Sequence[str] | None, tuned: Subject, start: Subject | None) -> list[Subject]:
     """The models to compare with: those given, else the model's ``own``."""
     if named is None:
-        named = [] if own is None else ["base"]
-    found: list[Subject] = []
+        named = [] if start is None else ["base"]
+    baselines: list[Subject] = []
     named = [name for name in named if name not in ("none", "")]
     for name in named:
-        if name == "base" and own is not None:
-            found.append(own)
+        if name == "base" and start is not None:
+            baselines.append(start)
         else:
             short = Path(name).name if Path(name).name not in ("", "final") else str(name)
-            found.append(Subject(short if short != tuned.name else name, artifact_of(name)))
-    if len({one.name for one in found}) < len(found):
-        found = [replace(one, name=str(name)) for one, name in zip(found, named, strict=True)]
+            baselines.append(Subject(short if short != tuned.name else name, artifact_of(name)))
+    if len({one.name for one in baselines}) < len(baselines):
+        baselines = [replace(one, name=str(name)) for one, name in zip(baselines, named, strict=True)]
     # A Hub id or a directory may have just the name of the evaluated model.
-    return [replace(one, name=f"{one.name} (baseline)") if one.name == tuned.name else one for one in found]
+    return [
+        replace(baseline, name=f"{baseline.name} (baseline)") if baseline.name == tuned.name else baseline
+        for baseline in baselines
+    ]
 
 
 def _folder(model: str | Path, run: RunDir | None, artifact: Artifact, request: EvaluationRequest) -> Path:
@@ -408,14 +423,14 @@ def _folder(model: str | Path, run: RunDir | None, artifact: Artifact, request: 
     if request.output is not None:
         folder = Path(request.output).expanduser()
     elif run is None:
-        known = artifact.folder if Path(model).expanduser().is_dir() else Path(str(model).replace("/", "--"))
-        own, folder = known, known / "evaluation"
+        model_folder = artifact.folder if Path(model).expanduser().is_dir() else Path(str(model).replace("/", "--"))
+        root, folder = model_folder, model_folder / "evaluation"
     else:
         path = Path(model).expanduser().resolve()
-        own, folder = run.path, run.path / "evaluation" / ("" if path in (run.path, run.final) else path.name)
+        root, folder = run.path, run.path / "evaluation" / ("" if path in (run.path, run.final) else path.name)
     if request.output is None and (request.file is not None or request.split is not None):
         folder /= request.split or Path(str(request.file)).stem
-    if request.output is None and not lies_in(folder, own):
+    if request.output is None and not lies_in(folder, root):
         raise FinrayError(
             "is a link to a directory elsewhere, where the scores would be written",
             where=str(folder),

@@ -13,9 +13,9 @@ import numpy as np
 from finray.errors import DataError
 from finray.evaluation.engines import Continuation, Engine, Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
-from finray.evaluation.kept import Kept
 from finray.evaluation.outcome import Rate
-from finray.evaluation.rows import Rows
+from finray.evaluation.result_cache import ResultCache
+from finray.evaluation.rows import EvaluationRows
 from finray.evaluation.scores.base import Answered, FloatArray
 from finray.evaluation.subjects import Case, Subject
 from finray.files import seal_of
@@ -30,7 +30,7 @@ class Work:
     """The results of one model, saved as they are computed."""
 
     subject: Subject
-    rows: Rows
+    rows: EvaluationRows
     case: Case
     sampling: Sampling
     open: Callable[[], Engine]
@@ -42,26 +42,26 @@ class Work:
     def losses(self) -> FloatArray:
         """Summed loss in nats and number of tokens of each row's answers (N, 2)."""
         rows, task = self.rows, self.task
-        own = {} if task is None else {"task": self.case.config.model.task}
-        kept = Kept(self.case.folder, "losses", {**self._belongs(), **own})
+        of_task = {} if task is None else {"task": self.case.config.model.task}
+        cache = ResultCache(self.case.folder, "losses", {**self._cache_key(), **of_task})
         whole = self.subject.turns
-        with self._each("loss", kept, list(rows.numbers)) as (parts, keep):
+        with self._computing("loss", cache, list(rows.numbers)) as (parts, save):
             for part in parts:
                 if task is not None:
                     engine = self.open()
                     assert isinstance(engine, TransformersEngine)
                     each = engine.sums_of(task, rows.split, part, adapter=self.subject.adapter)
                     for number, sums in zip(part, each, strict=True):
-                        keep(number, sums, tokens=len(rows.split.row(number)[0]))
+                        save(number, sums, tokens=len(rows.split.row(number)[0]))
                     continue
                 pairs = [self._continuation(number, whole) for number in part]
                 engine = self.open()
                 likelihoods = engine.log_likelihood([one for one, _ in pairs], adapter=self.subject.adapter)
-                for found in likelihoods:
-                    learned = np.array(pairs[found.row][1])
-                    nats = -np.array(found.logprobs)[learned]
-                    keep(part[found.row], [float(nats.sum()), int(learned.sum())], tokens=len(learned))
-        return np.array([kept.found[number] for number in rows.numbers], dtype=np.float64)
+                for likelihood in likelihoods:
+                    learned = np.array(pairs[likelihood.row][1])
+                    nats = -np.array(likelihood.logprobs)[learned]
+                    save(part[likelihood.row], [float(nats.sum()), int(learned.sum())], tokens=len(learned))
+        return np.array([cache.values[number] for number in rows.numbers], dtype=np.float64)
 
     def answered(
         self,
@@ -91,22 +91,22 @@ class Work:
         sampling = {name: one for name, one in asdict(self.sampling).items() if one is not None}
         # Several answers are numbered by how many each row has.
         several = {"attempts": attempts} if attempts > 1 else {}
-        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": sampling, **several})
+        cache = ResultCache(self.case.folder, "answers", {**self._cache_key(), "sampling": sampling, **several})
         place = {number: index for index, number in enumerate(rows.numbers)}
         wanted = [number * attempts + attempt for number in rows.numbers for attempt in range(attempts)]
-        with self._each("answers", kept, wanted) as (parts, keep):
+        with self._computing("answers", cache, wanted) as (parts, save):
             for part in parts:
                 prompts = [rows.prompt(place[number // attempts]) for number in part]
                 engine = self.open()
                 for answer in engine.generate(prompts, self.sampling, rows=part, adapter=self.subject.adapter):
-                    keep(answer.row, {"text": answer.text, "finish": answer.finish}, tokens=len(answer.tokens) + 1)
+                    save(answer.row, {"text": answer.text, "finish": answer.finish}, tokens=len(answer.tokens) + 1)
         limit = self.sampling.max_new_tokens
-        if cut := sum(kept.found[number]["finish"] == "length" for number in wanted):
+        if cut := sum(cache.values[number]["finish"] == "length" for number in wanted):
             self.case.notes.append(
                 f"{self.subject.name}: {cut} of {len(wanted)} answers were cut off, after --max-new-tokens={limit} or "
                 "at the model's length"
             )
-        texts = (kept.found[number]["text"] for number in wanted)
+        texts = (cache.values[number]["text"] for number in wanted)
         return [tuple(next(texts) for _ in range(attempts)) for _ in rows.numbers]
 
     def likelihoods(
@@ -124,11 +124,11 @@ class Work:
                     repair="the answer must be one of them",
                 )
             right_choices.append(choices[index].index(reference))
-        kept = Kept(
-            self.case.folder, "choices", {**self._belongs(), "choices": seal_of({"all": list(choices.items())})}
+        cache = ResultCache(
+            self.case.folder, "choices", {**self._cache_key(), "choices": seal_of({"all": list(choices.items())})}
         )
         place = {number: index for index, number in enumerate(rows.numbers)}
-        with self._each("choices", kept, list(rows.numbers)) as (parts, keep):
+        with self._computing("choices", cache, list(rows.numbers)) as (parts, save):
             for part in parts:
                 owner, continuations = [], []
                 for number in part:
@@ -141,19 +141,19 @@ class Work:
                         continuations.append(Continuation(prompt, ids))
                 engine = self.open()
                 waiting: dict[int, dict[int, list[float]]] = {}
-                for found in engine.log_likelihood(continuations, adapter=self.subject.adapter):
-                    number = owner[found.row]
-                    own = waiting.setdefault(number, {})
-                    own[found.row] = list(found.logprobs)
-                    if len(own) == len(choices[place[number]]):
-                        sums = [float(sum(own[one])) for one in sorted(own)]
-                        keep(number, sums, tokens=sum(map(len, own.values())))
+                for likelihood in engine.log_likelihood(continuations, adapter=self.subject.adapter):
+                    number = owner[likelihood.row]
+                    logprobs = waiting.setdefault(number, {})
+                    logprobs[likelihood.row] = list(likelihood.logprobs)
+                    if len(logprobs) == len(choices[place[number]]):
+                        sums = [float(sum(logprobs[row])) for row in sorted(logprobs)]
+                        save(number, sums, tokens=sum(map(len, logprobs.values())))
         return [
-            (tuple(kept.found[number]), tuple(len(one.encode()) for one in choices[index]), right_choices[index])
+            (tuple(cache.values[number]), tuple(len(one.encode()) for one in choices[index]), right_choices[index])
             for index, number in enumerate(rows.numbers)
         ]
 
-    def _belongs(self) -> dict[str, Any]:
+    def _cache_key(self) -> dict[str, Any]:
         computed = {"engine": self.case.request.engine, "dtype": str(self.case.dtype)}
         return {"model": self.subject.identity, "rows": self.rows.fingerprint, **computed}
 
@@ -165,28 +165,28 @@ class Work:
         return Continuation(ids[:first].tolist(), ids[first:stop].tolist()), mask[first:stop].astype(bool).tolist()
 
     @contextmanager
-    def _each(self, what: str, kept: Kept, numbers: list[int]) -> Iterator[Any]:
+    def _computing(self, what: str, cache: ResultCache, numbers: list[int]) -> Iterator[Any]:
         """The remaining rows in parts, and a function that saves a result and reports the rate."""
-        left = [number for number in numbers if number not in kept.found]
-        told = f"{self.subject.name} {what}"
+        left = [number for number in numbers if number not in cache.values]
+        part_name = f"{self.subject.name} {what}"
         if not left:
-            self.case.progress(told, len(numbers), total=len(numbers), rate="kept from before")
-            self.made_by += kept.made_by
+            self.case.progress(part_name, len(numbers), total=len(numbers), rate="kept from before")
+            self.made_by += cache.made_by
             yield [], None
             return
         engine = self.open()
         began, computed = time.perf_counter(), Rate(self.subject.name, what, 0, 0, 0.0)
-        with kept.adding(made_by={"name": engine.name, "version": engine.version}) as add:
+        with cache.writer(made_by={"name": engine.name, "version": engine.version}) as add:
 
-            def keep(number: int, value: Any, *, tokens: int) -> None:
+            def save(number: int, value: Any, *, tokens: int) -> None:
                 nonlocal computed
                 add(number, value)
                 rows, tokens, seconds = computed.rows + 1, computed.tokens + tokens, time.perf_counter() - began
                 computed = Rate(self.subject.name, what, rows, tokens, seconds)
                 done = len(numbers) - len(left) + rows
-                self.case.progress(told, done, total=len(numbers), rate=computed.text())
+                self.case.progress(part_name, done, total=len(numbers), rate=computed.text())
 
             size = _ROWS * self.case.request.replicas
-            yield [left[at : at + size] for at in range(0, len(left), size)], keep
+            yield [left[at : at + size] for at in range(0, len(left), size)], save
         self.case.rates.append(computed)
-        self.made_by += kept.made_by
+        self.made_by += cache.made_by

@@ -220,7 +220,7 @@ def require_finite(model: Any, where: str) -> None:
         ModelError: a weight is not finite; the message names its tensor.
     """
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.element_size() > 1 and weight.numel() and not _is_finite(weight):
+        if weight.is_floating_point() and weight.element_size() > 1 and not is_finite(weight):
             raise ModelError(
                 f"the weights {name} are not finite (NaN or infinite)",
                 where=where,
@@ -228,9 +228,10 @@ def require_finite(model: Any, where: str) -> None:
             )
 
 
-def _is_finite(weight: torch.Tensor) -> bool:
-    # Both are NaN if any value is. Unlike a mask, they take no memory.
-    return all(bool(end.isfinite()) for end in torch.aminmax(weight.detach()))
+def is_finite(weight: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    # Both ends are NaN if any value is. Unlike a mask, they take no memory.
+    return not weight.numel() or all(bool(end.isfinite()) for end in torch.aminmax(weight.detach()))
 
 
 def merge_adapter(model: Any) -> Any:

@@ -22,6 +22,7 @@ from finray.config.adapter_files import SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.files import first_line
+from finray.models.artifacts import is_finite
 from finray.models.loading import load_model
 from finray.pretrained.weights import stored_weights
 
@@ -79,7 +80,7 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
             folder, f"it cannot be read, or does not fit the model {base.name}: {first_line(error)}"
         ) from None
     for name, tensor in tensors.items():
-        if not bool(tensor.float().isfinite().all()):
+        if not is_finite(tensor.float()):
             raise _refused(folder, f"{name} is not finite (NaN or infinite)", **_AGAIN)
     body, parts, lacking = skeleton.base_model_prefix + ".", dict[str, LoraPart](), list[str]()
     for name, module in skeleton.named_modules():

@@ -134,7 +134,7 @@ def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
     manifest."""
     content = manifest.read(folder)
     listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in (*_LEFT_OUT, RUN)]
-    listed += [manifest.entry(folder, one) for one in sorted((folder / RUN).glob("*"))]
+    listed += [manifest.entry(folder, path) for path in sorted((folder / RUN).glob("*"))]
     for name, text in ({} if base is None else with_base(folder, base)).items():
         # A hard link: the checkpoint keeps the file.
         (folder / name).unlink()

@@ -37,7 +37,7 @@ _TAGS = {"causal_lm": "text-generation", "sequence_classification": "text-classi
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ModelFacts:
     """The content of a model card.
 
     Attributes:
@@ -79,14 +79,14 @@ def scores_of(run: Path, weights: Path) -> dict[str, Any] | None:
     """
     for folder in (run / "evaluation" / weights.name, run / "evaluation", weights / "evaluation"):
         if (folder / METRICS_FILE).is_file():
-            found = _SCORES.json(folder / METRICS_FILE, dict[str, Any], run)
-            own = (found.get("made_by", {}).get("model") or {}).get("weights")
-            if own == files_of(str(weights)):
-                return found
+            plain = _SCORES.json(folder / METRICS_FILE, dict[str, Any], run)
+            evaluated = (plain.get("made_by", {}).get("model") or {}).get("weights")
+            if evaluated == files_of(str(weights)):
+                return plain
     return None
 
 
-def card(facts: Facts) -> str:
+def card(facts: ModelFacts) -> str:
     """The text of ``README.md``, front matter first."""
     sections = (_what, _scores, _data, _training, _loading, _licence, _again)
     parts = [f"# {facts.repo.rpartition('/')[2]}", *(section(facts) for section in sections)]
@@ -94,20 +94,20 @@ def card(facts: Facts) -> str:
     return f"---\n{front}---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _front(facts: Facts) -> dict[str, Any]:
+def _front(facts: ModelFacts) -> dict[str, Any]:
     whole = facts.merged or not facts.artifact.is_adapter
-    found: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
+    front: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
     if (tag := _TAGS.get(task_of(facts.artifact.notes))) is not None:
-        found["pipeline_tag"] = tag
+        front["pipeline_tag"] = tag
     if facts.base is not None:
-        found |= {"base_model": facts.base, "base_model_relation": "finetune" if whole else "adapter"}
-    found |= {name: facts.card[name] for name in _LICENCE if facts.card.get(name)}
+        front |= {"base_model": facts.base, "base_model_relation": "finetune" if whole else "adapter"}
+    front |= {name: facts.card[name] for name in _LICENCE if facts.card.get(name)}
     if facts.card.get("language"):
-        found["language"] = facts.card["language"]
+        front["language"] = facts.card["language"]
     if datasets := [name for name in _sources(facts.config) if _is_hub_id(name)]:
-        found["datasets"] = datasets
+        front["datasets"] = datasets
     method = None if facts.config is None else facts.config.adapter.method
-    found["tags"] = [
+    front["tags"] = [
         "finray",
         *([method] if method not in (None, "none") else []),
         *(["merged"] if facts.merged else []),
@@ -123,11 +123,11 @@ def _front(facts: Facts) -> dict[str, Any]:
         rows = {"name": _short(str(made_of)), "type": str(made_of) if _is_hub_id(str(made_of)) else "custom"}
         task = {"type": _TAGS.get(task_of(facts.artifact.notes), "text-generation")}
         result = {"task": task, "dataset": rows, "metrics": values}
-        found["model-index"] = [{"name": facts.repo.rpartition("/")[2], "results": [result]}]
-    return found
+        front["model-index"] = [{"name": facts.repo.rpartition("/")[2], "results": [result]}]
+    return front
 
 
-def _what(facts: Facts) -> str:
+def _what(facts: ModelFacts) -> str:
     base = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else "a local model"
     config = facts.config
     if facts.merged and facts.artifact.is_adapter:
@@ -145,14 +145,14 @@ def _method(config: Config | None) -> str:
     return "LoRA" if config is None else f"{config.adapter.method}, rank {config.adapter.rank}"
 
 
-def _scores(facts: Facts) -> str:
+def _scores(facts: ModelFacts) -> str:
     if facts.scores is None:
         if not facts.metrics:
             return ""
         rows = [[name.replace("_", " "), f"{value:.4g}"] for name, value in facts.metrics.items()]
         return "## Evaluation\n\nOn held-out rows, in the training:\n\n" + _table(["metric", "value"], rows)
-    found = facts.scores
-    models: dict[str, dict[str, Any]] = found["models"]
+    scores = facts.scores
+    models: dict[str, dict[str, Any]] = scores["models"]
     names = list(models)
     rows = [
         [score.replace("_", " "), *(_interval(models[name].get(score)) for name in names)]
@@ -161,12 +161,15 @@ def _scores(facts: Facts) -> str:
     short = {name: _short(name) for name in names}
     if len({*short.values()}) < len(names):
         short = {name: f"{_short(name)} ({number})" for number, name in enumerate(names, start=1)}
-    lines = [f"## Evaluation\n\nOn {found['rows']:,} rows, with 95 % intervals:\n", _table(["", *short.values()], rows)]
-    for one in found.get("says") or ():
+    lines = [
+        f"## Evaluation\n\nOn {scores['rows']:,} rows, with 95 % intervals:\n",
+        _table(["", *short.values()], rows),
+    ]
+    for one in scores.get("says") or ():
         for name in sorted(names, key=len, reverse=True):
             one = one.replace(name, short[name])
         lines.append(f"\n{one}")
-    seen = found.get("in_training_data")
+    seen = scores.get("in_training_data")
     # Its `rows` are examples.
     if seen is not None and (count := seen["equal"] + seen["shares_13_words"]):
         lines.append(f"\n{count:,} of these rows are in the training data, whole or in part.")
@@ -180,18 +183,18 @@ def _interval(one: Any) -> str:
     return f"{one['value']:.4g}{ends}"
 
 
-def _data(facts: Facts) -> str:
+def _data(facts: ModelFacts) -> str:
     if facts.config is None:
         return ""
     data = facts.config.data
     named = (
-        f"[{one}](https://huggingface.co/datasets/{one})" if _is_hub_id(one) else f"`{_short(one)}`"
-        for one in _sources(facts.config)
+        f"[{source}](https://huggingface.co/datasets/{source})" if _is_hub_id(source) else f"`{_short(source)}`"
+        for source in _sources(facts.config)
     )
     return f"## Data\n\nTrained on {', '.join(named)}, of which rows have at most {data.max_length:,} tokens."
 
 
-def _training(facts: Facts) -> str:
+def _training(facts: ModelFacts) -> str:
     config, resolved, done = facts.config, facts.resolved, facts.summary
     if config is None:
         return ""
@@ -224,7 +227,7 @@ def _training(facts: Facts) -> str:
     return "## Training\n\n" + _table(["", ""], rows)
 
 
-def _loading(facts: Facts) -> str:
+def _loading(facts: ModelFacts) -> str:
     notes, repo = facts.artifact.notes, facts.repo
     auto = notes.get("auto_class", "AutoModelForCausalLM")
     is_adapter = facts.artifact.is_adapter and not facts.merged
@@ -264,7 +267,7 @@ def _loading(facts: Facts) -> str:
     return "## How to load it\n\n```python\n" + "\n".join(lines) + "\n```"
 
 
-def _licence(facts: Facts) -> str:
+def _licence(facts: ModelFacts) -> str:
     if not facts.artifact.is_adapter and facts.base is None:
         return ""
     named = [str(facts.card[name]) for name in _LICENCE if facts.card.get(name)]
@@ -273,7 +276,7 @@ def _licence(facts: Facts) -> str:
     return "## Licence\n\nThat of the base model goes for this one too. Its card names none that could be read."
 
 
-def _again(facts: Facts) -> str:
+def _again(facts: ModelFacts) -> str:
     if facts.config is None:
         return ""
     plain = _shortened(redact(facts.config.model_dump(mode="json", exclude_defaults=True)))
@@ -310,8 +313,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _sources(config: Config | None) -> list[str]:
     data = None if config is None else config.data
-    found = [] if data is None else [data.source, *(one.source for one in data.mix)]
-    return list(dict.fromkeys(one for one in found if one))
+    sources = [] if data is None else [data.source, *(one.source for one in data.mix)]
+    return list(dict.fromkeys(source for source in sources if source))
 
 
 def _is_hub_id(name: str) -> bool:

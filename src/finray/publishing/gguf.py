@@ -78,8 +78,8 @@ def find_converter(named: Path | None) -> list[str]:
         return [sys.executable, str(named.resolve())]
     if find_spec(_MODULE) is not None:
         return [sys.executable, "-m", _MODULE]
-    if (found := next(filter(None, map(shutil.which, _COMMANDS)), None)) is not None:
-        return [found]
+    if (command := next(filter(None, map(shutil.which, _COMMANDS)), None)) is not None:
+        return [command]
     raise ModelError(
         "llama.cpp's converter was not found",
         where="--gguf",
@@ -93,10 +93,10 @@ def added_bos(file: Path, tokenizer: Any) -> str:
 
     with compat.quick_gguf():
         fields = GGUFReader(file).fields
-    known = {name: fields[name].contents() for name in _BOS_FIELDS if name in fields}
+    values = {name: fields[name].contents() for name in _BOS_FIELDS if name in fields}
     # llama.cpp's default if the file does not say.
-    usual = known.get("tokenizer.ggml.model") == "llama" or known.get("tokenizer.ggml.pre") in _BOS_PRE
-    return str(tokenizer.bos_token or "") if known.get("tokenizer.ggml.add_bos_token", usual) else ""
+    usual = values.get("tokenizer.ggml.model") == "llama" or values.get("tokenizer.ggml.pre") in _BOS_PRE
+    return str(tokenizer.bos_token or "") if values.get("tokenizer.ggml.add_bos_token", usual) else ""
 
 
 def export_gguf(

@@ -123,8 +123,8 @@ class Hub:
                 another model, or the model is public and must not be.
         """
         user = self._tried(f"{self.endpoint}/api/whoami-v2", self._api.whoami)
-        own = str(user["name"])
-        repo = name if "/" in name else f"{own}/{name}"
+        user_name = str(user["name"])
+        repo = name if "/" in name else f"{user_name}/{name}"
         url = f"{self.endpoint}/{repo}"
         try:
             hub_id(repo)
@@ -135,18 +135,18 @@ class Hub:
             raise HubError("the token has read access only", where=url, repair=_TOKEN)
         roles = {one["name"]: one.get("roleInOrg") for one in user.get("orgs") or ()}
         owner = repo.partition("/")[0]
-        if owner != own and roles.get(owner, "read") == "read":
-            known = ", ".join([own, *sorted(one for one, role in roles.items() if role != "read")])
+        if owner != user_name and roles.get(owner, "read") == "read":
+            accounts = ", ".join([user_name, *sorted(one for one, role in roles.items() if role != "read")])
             why = "may only read there" if owner in roles else "is not a member of it"
             raise HubError(
-                f"the name belongs to {owner}, not to {own}, who {why}",
+                f"the name belongs to {owner}, not to {user_name}, who {why}",
                 where=url,
-                repair=f"push to a name of: {known}",
+                repair=f"push to a name of: {accounts}",
             )
         info = self._tried(url, lambda: self._info(repo))
         if info is None:
             return Target(repo, not public)
-        files = tuple(one.rfilename for one in info.siblings or ())
+        files = tuple(sibling.rfilename for sibling in info.siblings or ())
         is_model = any(fnmatch.fnmatchcase(name, one) for name in files for one in _HOLDS_MODEL)
         if MARK not in files and f"last-checkpoint/{MARK}" not in files and is_model:
             raise HubError(
@@ -210,7 +210,7 @@ class Hub:
         def commit() -> Commit:
             # A commit whose response was lost may exist: list the files again.
             info = self._api.model_info(target.repo, timeout=SILENCE)
-            there = [one.rfilename for one in info.siblings or () if one.rfilename.startswith(prefix)]
+            there = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename.startswith(prefix)]
             names = [one.removeprefix(prefix) for one in there]
             # A `*` stands for no `/`, as it does where they are pushed from.
             like = {name for one in MODEL for name in fnmatch.filter(names, one) if name.count("/") == one.count("/")}
@@ -308,28 +308,28 @@ def _failure(error: BaseException) -> _Failure | None:
     """The failure behind an exception of `huggingface_hub`; None if it is a bug."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, HfHubHTTPError):
-            answer = found.response
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HfHubHTTPError):
+            answer = cause.response
             requested = urlsplit(str(answer.request.url))
             after = answer.headers.get("Retry-After", "")
             try:
                 seconds = float(after)
             except ValueError:
                 seconds = math.nan
-            detail = found.server_message or ""
+            detail = cause.server_message or ""
             url = f"{requested.scheme}://{requested.netloc.rpartition('@')[2]}{requested.path}"
             return _Failure(answer.status_code, detail, url, seconds if math.isfinite(seconds) else None)
         # `hf_xet` sends the weights, and reports a status only as text.
-        if type(found).__module__.startswith("hf_xet"):
-            return _Failure(401 if isinstance(found, PermissionError) else None, str(found))
+        if type(cause).__module__.startswith("hf_xet"):
+            return _Failure(401 if isinstance(cause, PermissionError) else None, str(cause))
         # The client's own errors: `httpx`, or `httpx2` with newer versions of `huggingface_hub`.
-        if type(found).__module__.partition(".")[0].startswith("httpx") or isinstance(found, ConnectionError):
-            detail = str(found) or type(found).__name__
+        if type(cause).__module__.partition(".")[0].startswith("httpx") or isinstance(cause, ConnectionError):
+            detail = str(cause) or type(cause).__name__
             status = _XET_STATUS.search(detail)
             return _Failure(None if status is None else int(status[1]), detail)
-        found = found.__cause__ or found.__context__
+        cause = cause.__cause__ or cause.__context__
     # A README whose front matter is not valid, a quota that is used up, or an answer that `hf_xet` cannot read.
     return _Failure(0, str(error)) if isinstance(error, ValueError | RuntimeError) else None
 

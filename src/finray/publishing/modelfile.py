@@ -39,9 +39,9 @@ class Frame:
         parts = [self.begin]
         if not messages or messages[0]["role"] != "system":
             parts.append(self.default)
-        for one in messages:
-            before, after = self.around[one["role"]]
-            parts += [before, one["content"], after]
+        for message in messages:
+            before, after = self.around[message["role"]]
+            parts += [before, message["content"], after]
         return "".join([*parts, self.answer])
 
     def go(self) -> str:
@@ -92,13 +92,13 @@ def modelfile(tokenizer: Any, file: str, notes: Notes, *, bos: str = "") -> tupl
             # Otherwise it would be there twice.
             return text.removeprefix(bos)
 
-        found = frame_of(render)
-        if isinstance(found, Frame):
-            lines.append(f'TEMPLATE """{found.go()}"""')
+        frame = frame_of(render)
+        if isinstance(frame, Frame):
+            lines.append(f'TEMPLATE """{frame.go()}"""')
             if isinstance(end := tokenizer.eos_token, str) and '"' not in end:
                 lines.append(f'PARAMETER stop "{end}"')
         else:
-            refused = found
+            refused = frame
             lines.append(f"# The chat template of the model cannot be written as one of Ollama's: {refused}.")
     if (system := notes.get("system")) and '"""' not in system:
         lines.append(f'SYSTEM """{system}"""')
@@ -146,7 +146,7 @@ def frame_of(render: Any) -> Frame | str:
     # The end of a user message is the common prefix before an answer.
     end = _common_begin([front, tail])
     end = end[: end.rindex("\n") + 1] if "\n" in end else end
-    found = Frame(
+    frame = Frame(
         opening,
         after[len(opening) :],
         {
@@ -170,12 +170,12 @@ def frame_of(render: Any) -> Frame | str:
         ],
     ]
     for messages in samples:
-        if found.render(messages) != render(messages):
+        if frame.render(messages) != render(messages):
             return f"on {len(messages)} messages it does something else than put texts around them"
-    return found
+    return frame
 
 
 def _common_begin(texts: Sequence[str]) -> str:
     short = min(texts, key=len)
-    size = next((at for at in range(len(short)) if any(one[at] != short[at] for one in texts)), len(short))
+    size = next((at for at in range(len(short)) if any(text[at] != short[at] for text in texts)), len(short))
     return short[:size]

@@ -88,8 +88,8 @@ def export_onnx(path: str | Path, output: Path, *, base: str | None = None) -> O
         named = ModelConfig(name=str(merged), task=artifact.model.task)
         model, tokenizer = load_model(named, dtype=torch.float32).eval(), load_tokenizer(named)
         model.config.get_text_config().use_cache = False
-        known = inspect.signature(model.forward).parameters
-        inputs = tuple(name for name in _INPUTS if name in known and name in tokenizer.model_input_names)
+        parameters = inspect.signature(model.forward).parameters
+        inputs = tuple(name for name in _INPUTS if name in parameters and name in tokenizer.model_input_names)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         if (text_config := model.config.get_text_config()).pad_token_id is None:
@@ -100,7 +100,7 @@ def export_onnx(path: str | Path, output: Path, *, base: str | None = None) -> O
         _write(model, _batch(tokenizer, _TEXTS[:2], inputs), merged / FILE)
         # One text, and several of other lengths than those that were traced.
         batches = [_batch(tokenizer, texts, inputs) for texts in (_TEXTS[2:], [*_TEXTS, 3 * _TEXTS[0]])]
-        difference = max(_difference(model, one, merged / FILE) for one in batches)
+        difference = max(_difference(model, batch, merged / FILE) for batch in batches)
         if not difference <= TOLERANCE:
             raise ModelError(
                 f"the logits of the ONNX file differ from the model's (relative difference {difference:.2e})",
@@ -114,12 +114,14 @@ def export_onnx(path: str | Path, output: Path, *, base: str | None = None) -> O
 
 
 def _batch(tokenizer: Any, texts: Any, inputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    found = tokenizer(list(texts), padding=True, padding_side="right", return_tensors="pt", return_token_type_ids=True)
-    return {name: found[name] for name in inputs}
+    encoded = tokenizer(
+        list(texts), padding=True, padding_side="right", return_tensors="pt", return_token_type_ids=True
+    )
+    return {name: encoded[name] for name in inputs}
 
 
 def _write(model: Any, batch: dict[str, torch.Tensor], file: Path) -> None:
-    size = sum(one.numel() * one.element_size() for one in model.parameters())
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
     log = logging.getLogger("torch.onnx")
     level = log.level

@@ -25,7 +25,7 @@ from finray.evaluation.artifacts import export_model, find_artifact
 from finray.evaluation.subjects import files_of
 from finray.files import FileKind, digest_of, lies_in, require_writable
 from finray.models.artifacts import Artifact
-from finray.publishing.card import Facts, card, scores_of
+from finray.publishing.card import ModelFacts, card, scores_of
 from finray.publishing.hub import DOCUMENTS, MARK, MODEL, Hub, Target, public_name
 from finray.results import Result
 from finray.tracking.starts import read_starts
@@ -107,36 +107,36 @@ def push(
     export = None if config is None else config.export
     merged = bool(export and export.merged) if merged is None else merged
     public = bool(export and export.public) if public is None else public
-    own = artifact.folder.name if config is None else config.run.name
-    name = to or (export and export.push_to_hub) or own
+    run_name = artifact.folder.name if config is None else config.run.name
+    name = to or (export and export.push_to_hub) or run_name
     try:
         hub_id(name)
     except ValueError as error:
         raise HubError(str(error), where="--to" if to else name, repair="give the name with --to OWNER/NAME") from None
-    known = base_name(artifact, base or (None if export is None else export.base_model), merged=merged)
+    base_model = base_name(artifact, base or (None if export is None else export.base_model), merged=merged)
     hub = login()
     target = hub.check(name, public=public)
     if public and target.is_private:
         notify(f"{target.repo} is private on the Hub and stays private; make it public in its settings there")
-    facts = _facts(artifact, run, config, target, merged=merged, base=known, hub=hub)
+    facts = _facts(artifact, run, config, target, merged=merged, base=base_model, hub=hub)
     whole, files = None, model_files(artifact.folder)
     if merged:
         local = base if base is not None and Path(base).expanduser().is_dir() else None
         whole = _merged(artifact, dtype=dtype, base=local, notify=notify)
         files = model_files(whole)
-    elif artifact.base is not None and known is not None:
-        files |= {name: text.encode() for name, text in with_base(artifact.folder, known).items()}
+    elif artifact.base is not None and base_model is not None:
+        files |= {name: text.encode() for name, text in with_base(artifact.folder, base_model).items()}
     mark = files.get(MARK)
     text = _FILES.read(mark) if isinstance(mark, Path) else mark
     notes = dict(artifact.notes) if text is None else json.loads(text)
     for field in ("base_model", "merged_onto"):
         # The directory of a base model on this machine says nothing to others.
         if isinstance(name_here := notes.get(field), str):
-            notes[field] = public_name(name_here, known, merged=True)
+            notes[field] = public_name(name_here, base_model, merged=True)
     files[MARK] = (json.dumps(notes, indent=2) + "\n").encode()
     if "README.md" not in files or config is not None:
         files["README.md"] = card(facts).encode()
-    size = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for one in files.values())
+    size = sum(len(file) if isinstance(file, bytes) else file.stat().st_size for file in files.values())
     notify(f"pushing {len(files)} files ({size / 1e6:,.1f} MB) to {hub.endpoint}/{target.repo}")
     step = "" if facts.step is None else f" of step {facts.step}"
     message = f"{'Merged model' if merged else 'Model'}{step} from finray {version('finray')}"
@@ -165,24 +165,24 @@ def model_files(folder: Path) -> dict[str, Path | bytes]:
     Raises:
         HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this machine.
     """
-    found = {one for pattern in (*MODEL, *DOCUMENTS) for one in folder.glob(pattern) if one.is_file()}
-    if elsewhere := sorted(one for one in found if not lies_in(one, folder)):
+    files = {path for pattern in (*MODEL, *DOCUMENTS) for path in folder.glob(pattern) if path.is_file()}
+    if elsewhere := sorted(one for one in files if not lies_in(one, folder)):
         raise HubError(
             f"`{elsewhere[0].name}` is a link to a file outside its directory ({elsewhere[0].resolve()})",
             where=str(folder),
             repair="if it is to be published, put a copy in its place",
         )
-    return {one.relative_to(folder).as_posix(): one for one in sorted(found)}
+    return {file.relative_to(folder).as_posix(): file for file in sorted(files)}
 
 
 def _facts(
     artifact: Artifact, run: RunDir, config: Config | None, target: Target, *, merged: bool, base: str | None, hub: Hub
-) -> Facts:
+) -> ModelFacts:
     folder = artifact.folder
-    known: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if config is not None:
         content, done, resolved = manifest.read(folder), run.finished(), run.resolved()
-        known = {
+        fields = {
             "config": config,
             "resolved": {} if resolved is None else asdict(resolved),
             "workers": next((one.header.world_size for one in reversed(read_starts(run.path))), None),
@@ -192,7 +192,7 @@ def _facts(
         }
         if artifact.base is None:
             base = base or public_name(config.model.name, None, merged=True)
-    return Facts(
+    return ModelFacts(
         target.repo,
         artifact,
         merged,
@@ -200,7 +200,7 @@ def _facts(
         version("finray"),
         card={} if base is None else hub.card_of(base),
         scores=scores_of(folder.parent if config is not None else folder, folder),
-        **known,
+        **fields,
     )
 
 
@@ -209,12 +209,12 @@ def _merged(artifact: Artifact, *, dtype: str, base: str | None, notify: Notify)
     name, stale = artifact.folder.name, list[Path]()
     if artifact.base is not None:
         # Whatever goes into it: weights, settings, tokenizer and templates of the adapter, the base, and who merges.
-        own = {name: digest_of(one) for name, one in model_files(artifact.folder).items() if isinstance(one, Path)}
+        digests = {name: digest_of(one) for name, one in model_files(artifact.folder).items() if isinstance(one, Path)}
         by = [version(package) for package in ("finray", "peft", "transformers", "torch")]
         onto = [artifact.base.model_dump(mode="json"), files_of(base or artifact.base.name)]
-        first, second = (hashlib.sha256(json.dumps(one).encode()).hexdigest()[:12] for one in ([own, by], onto))
+        first, second = (hashlib.sha256(json.dumps(one).encode()).hexdigest()[:12] for one in ([digests, by], onto))
         earlier = re.compile(rf"\.push-{re.escape(name)}-(?!{first})[0-9a-f]{{12}}-[0-9a-f]{{12}}-{dtype}")
-        stale = [one for one in artifact.folder.parent.iterdir() if earlier.fullmatch(one.name)]
+        stale = [path for path in artifact.folder.parent.iterdir() if earlier.fullmatch(path.name)]
         name = f"{name}-{first}-{second}"
     output = artifact.folder.parent / f".push-{name}-{dtype}"
     if artifact.is_adapter and output.is_dir():

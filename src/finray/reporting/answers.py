@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finray.config.tasks import less_is_better
+from finray.config.tasks import mode_of
 from finray.limits import cut
-from finray.reporting.scored import Answered, Evaluation
+from finray.reporting.scored import AnsweredRow, Evaluation
 
 # Maximum total length of texts on a page, escaped; with the curves of 20 runs it stays under 15 MB.
 BUDGET = 7_000_000
@@ -53,7 +53,9 @@ def explorer(runs: Sequence[tuple[str, Sequence[Evaluation]]], *, budget: int = 
             for model in one.models
         )
     )
-    names = list(dict.fromkeys(one.name for _, evaluations in runs for one in evaluations if one.answered))
+    names = list(
+        dict.fromkeys(evaluation.name for _, evaluations in runs for evaluation in evaluations if evaluation.answered)
+    )
     if not names:
         return None
     sets = [_Set(name, runs, models, several=several) for name in names]
@@ -73,7 +75,7 @@ def explorer(runs: Sequence[tuple[str, Sequence[Evaluation]]], *, budget: int = 
 
 
 class _Row:
-    def __init__(self, first: Answered) -> None:
+    def __init__(self, first: AnsweredRow) -> None:
         self.first = first
         self.answers: dict[int, str] = {}
         self.scores: dict[int, Mapping[str, float]] = {}
@@ -96,20 +98,22 @@ class _Set:
         self.higher_is_better: dict[str, bool | None] = {}
         place = {model: number for number, model in enumerate(models)}
         for run, evaluations in runs:
-            for one in (found for found in evaluations if found.name == name and found.answered):
+            for one in (evaluation for evaluation in evaluations if evaluation.name == name and evaluation.answered):
                 self.higher_is_better |= one.higher_is_better
-                own = {model: place[f"{run}: {model}" if several else model] for model in one.models}
-                used |= dict.fromkeys(own.values())
+                places = {model: place[f"{run}: {model}" if several else model] for model in one.models}
+                used |= dict.fromkeys(places.values())
                 for answered in one.answered:
                     row = rows.setdefault(answered.key, _Row(answered))
-                    row.answers |= {own[model]: texts for model, texts in answered.answers.items() if model in own}
-                    row.scores |= {own[model]: kept for model, kept in answered.scores.items() if model in own}
+                    row.answers |= {
+                        places[model]: texts for model, texts in answered.answers.items() if model in places
+                    }
+                    row.scores |= {places[model]: kept for model, kept in answered.scores.items() if model in places}
                     scores |= dict.fromkeys(score for kept in answered.scores.values() for score in kept)
         self.rows, self.scores, self.models = list(rows.values()), list(scores), sorted(used)
 
     def _is_less(self, score: str) -> bool | None:
         if score not in self.higher_is_better:
-            return less_is_better(score)
+            return mode_of(score) == "min"
         more = self.higher_is_better[score]
         return None if more is None else not more
 

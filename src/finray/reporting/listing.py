@@ -96,20 +96,20 @@ class RunsCompared(Result):
     @property
     def results(self) -> dict[str, tuple[float | None, float | None]]:
         """Results of both runs by name."""
-        found: dict[str, list[float | None]] = {}
+        by_name: dict[str, list[float | None]] = {}
         for at, run in enumerate(self.runs):
             for name, value in _results(run).items():
-                found.setdefault(name, [None, None])[at] = value
-        return {name: (values[0], values[1]) for name, values in found.items()}
+                by_name.setdefault(name, [None, None])[at] = value
+        return {name: (values[0], values[1]) for name, values in by_name.items()}
 
     @property
     def notes(self) -> list[str]:
         """Which scores are of earlier weights."""
         return [
-            f"{name}: {one.name or 'held-out rows'}: {EARLIER_WEIGHTS}"
+            f"{name}: {evaluation.name or 'held-out rows'}: {EARLIER_WEIGHTS}"
             for name, run in zip(labels(self.runs), self.runs, strict=True)
-            for one in run.evaluations
-            if EARLIER_WEIGHTS in one.notes
+            for evaluation in run.evaluations
+            if EARLIER_WEIGHTS in evaluation.notes
         ]
 
     def plain(self) -> dict[str, Any]:
@@ -169,15 +169,15 @@ def list_runs(folder: str | Path, *, now: float) -> Listed:
         places = [objects.at(name) for name in names]
     else:
         places = runs_in(Path(folder))
-    found, unreadable = list[RecordedRun](), list[str]()
+    runs, unreadable = list[RecordedRun](), list[str]()
     for place in places:
         try:
-            found.append(read_run(place, with_answers=False))
+            runs.append(read_run(place, with_answers=False))
         except (DataError, CheckpointError) as error:
             unreadable.append(f"{Path(place).name}: {error.message}")
         except (OSError, *DAMAGE) as error:
             unreadable.append(f"{Path(place).name}: cannot be read: {type(error).__name__}: {cut(first_line(error))}")
-    return Listed(folder, tuple(sorted(found, key=lambda run: (-run.changed, run.name))), now, tuple(unreadable))
+    return Listed(folder, tuple(sorted(runs, key=lambda run: (-run.changed, run.name))), now, tuple(unreadable))
 
 
 def compare_runs(first: str | Path, second: str | Path) -> RunsCompared:
@@ -190,20 +190,24 @@ def compare_runs(first: str | Path, second: str | Path) -> RunsCompared:
 
 
 def _results(run: RecordedRun) -> dict[str, float]:
-    found: dict[str, float] = {"step": run.step}
+    results: dict[str, float] = {"step": run.step}
     if run.train:
         last = run.train[-1]
-        found |= {"loss at the last step": last.loss, "tokens": last.tokens, "training seconds": round(last.seconds, 2)}
+        results |= {
+            "loss at the last step": last.loss,
+            "tokens": last.tokens,
+            "training seconds": round(last.seconds, 2),
+        }
         if last.seconds:
-            found["tokens/s"] = round(last.tokens / last.seconds, 1)
-        found["peak memory, GiB"] = max(one.peak_memory_bytes for one in run.train) / 2**30
+            results["tokens/s"] = round(last.tokens / last.seconds, 1)
+        results["peak memory, GiB"] = max(one.peak_memory_bytes for one in run.train) / 2**30
     if run.best is not None:
-        found[f"best {run.best.metric.replace('_', ' ')}"] = run.best.value
-    for one in run.evaluations:
-        place = f"{one.name or 'held-out rows'}: "
-        for name, score in one.models.get(one.tuned, {}).items():
-            found[f"{place}{name.replace('_', ' ')}"] = score.value
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+        results[f"best {run.best.metric.replace('_', ' ')}"] = run.best.value
+    for evaluation in run.evaluations:
+        place = f"{evaluation.name or 'held-out rows'}: "
+        for name, score in evaluation.models.get(evaluation.tuned, {}).items():
+            results[f"{place}{name.replace('_', ' ')}"] = score.value
+    return {name: value for name, value in results.items() if math.isfinite(value)}
 
 
 def size(count: float) -> str:
@@ -223,7 +227,7 @@ def age(seconds: float) -> str:
 # --- following a run ------------------------------------------------------------------------------------------------
 
 
-class Follower:
+class RecordFollower:
     """Returns new lines of a run's records on each call.
 
     A start of the workers replaces the file by one that ends where the run continues; records that were already
@@ -309,9 +313,9 @@ def watch(
         DataError: there is no run.
     """
     run_dir = read_run(place, with_answers=False).path
-    if is_url(str(place)) and held(own := copy_path(str(place))):
-        run_dir = own
-    follower = Follower(run_dir)
+    if is_url(str(place)) and held(workers_copy := copy_path(str(place))):
+        run_dir = workers_copy
+    follower = RecordFollower(run_dir)
     while True:
         # Checked before the records are read, so that everything written until then is shown.
         goes_on = held(run_dir)

@@ -66,14 +66,14 @@ class Plot:
             "y_label": self.y_label,
             "series": [
                 {
-                    "label": one.label,
-                    "x": list(one.x),
-                    "y": [y if y is not None and math.isfinite(y) else None for y in one.y],
-                    **({} if one.colour is None else {"colour": one.colour}),
+                    "label": curve.label,
+                    "x": list(curve.x),
+                    "y": [y if y is not None and math.isfinite(y) else None for y in curve.y],
+                    **({} if curve.colour is None else {"colour": curve.colour}),
                 }
-                for one in self.series
+                for curve in self.series
             ],
-            "marks": [{"x": one.x, "label": one.label, "colour": one.colour} for one in self.marks],
+            "marks": [{"x": mark.x, "label": mark.label, "colour": mark.colour} for mark in self.marks],
             "limit": self.limit,
             "group": self.group,
         }
@@ -145,7 +145,7 @@ def thinned(series: Series, most: int) -> Series:
     kept = {0, count - 1}
     for number in range(stretches):
         first, end = number * count // stretches, (number + 1) * count // stretches
-        known = [(y, at) for at, y in enumerate(series.y[first:end], first) if y is not None and math.isfinite(y)]
-        kept |= {min(known)[1], max(known)[1]} if known else {first}
+        points = [(y, at) for at, y in enumerate(series.y[first:end], first) if y is not None and math.isfinite(y)]
+        kept |= {min(points)[1], max(points)[1]} if points else {first}
     places = sorted(kept)
     return replace(series, x=[series.x[at] for at in places], y=[series.y[at] for at in places])

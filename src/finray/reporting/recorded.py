@@ -10,17 +10,19 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from finray.checkpoint import manifest
-from finray.checkpoint.copies import EVALUATION, FAILURES, RUN_ID, SUMMARY_FILE, local_copy, named_run
+from finray.checkpoint.copies import EVALUATION, FAILURES, RUN_ID, is_run, local_copy, named_run
 from finray.checkpoint.rundir import CONFIG_FILE, RESOLVED_FILE, RunDir
 from finray.checkpoint.store import CheckpointStore
 from finray.config.load import read_yaml
 from finray.config.paths import copy_path, is_url
 from finray.config.redact import redact
 from finray.config.tasks import mode_of
+from finray.config.trust import RUN_FILES
 from finray.errors import DataError, FinrayError, did_you_mean_path
 from finray.evaluation.outcome import METRICS_FILE
 from finray.files import FileKind, first_line, loads, opened
@@ -29,19 +31,16 @@ from finray.records import EvalRecord, Note, RunSummary, SystemRecord, TrainReco
 from finray.reporting.scored import Evaluation, read_evaluation
 from finray.tracking.jsonl import FILE as RECORDS
 from finray.tracking.jsonl import read_whole
-from finray.tracking.starts import FILE as STARTS
 from finray.tracking.starts import Start, read_starts
 
 T = TypeVar("T")
 State = Literal["running", "finished", "stopped", "not started"]
 # Added to the notes of an evaluation.
 EARLIER_WEIGHTS = "final/ has changed since these scores were made: run `finray evaluate` again"
-# Files that identify a run directory; an interrupted run may lack any of them.
-_MARKS = (CONFIG_FILE, RECORDS, STARTS, SUMMARY_FILE, RESOLVED_FILE)
 _FILES = FileKind(DataError)
 # What values raise that are of another kind than those that finray writes.
 DAMAGE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-_NUMBERS = frozenset(one.name for one in fields(TrainRecord)) - {"samples_digest", "samples"}
+_NUMBERS = frozenset(field.name for field in fields(TrainRecord)) - {"samples_digest", "samples"}
 _MAY_LACK = frozenset(("grad_norm", "loss_scale", "skipped"))
 
 
@@ -131,11 +130,11 @@ class RecordedRun:
         mode = section.get("metric_mode") or self.mode or mode_of(metric)
         if mode not in ("min", "max"):
             return None
-        found = [(record.metrics[metric], record.step) for record in self.evals if metric in record.metrics]
-        found = [one for one in found if math.isfinite(one[0])]
-        if not found:
+        values = [(record.metrics[metric], record.step) for record in self.evals if metric in record.metrics]
+        values = [one for one in values if math.isfinite(one[0])]
+        if not values:
             return None
-        value, step = min(found) if mode == "min" else max(found, key=lambda one: (one[0], -one[1]))
+        value, step = min(values) if mode == "min" else max(values, key=lambda one: (one[0], -one[1]))
         return Best(metric, value, step)
 
     @property
@@ -144,12 +143,12 @@ class RecordedRun:
         if self.summary is not None and self.summary.phases:
             return dict(self.summary.phases)
         train = self.train[-1].seconds if self.train else 0.0
-        found = {
+        phases = {
             "train": train,
             "data_wait": sum(record.data_wait_s for record in self.train),
             "evaluate": sum(record.seconds for record in self.evals),
         }
-        return {name: seconds for name, seconds in found.items() if seconds > 0}
+        return {name: seconds for name, seconds in phases.items() if seconds > 0}
 
     def plain(self) -> dict[str, Any]:
         """A summary, as JSON types."""
@@ -168,16 +167,6 @@ class RecordedRun:
             "changed": self.changed,
             "problems": list(self.problems),
         }
-
-
-def is_run(path: Path) -> bool:
-    """Whether a directory holds a run, even an incomplete one."""
-    try:
-        return path.is_dir() and (
-            any((path / name).is_file() for name in _MARKS) or bool(CheckpointStore(path).steps())
-        )
-    except OSError:
-        return False
 
 
 def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
@@ -232,7 +221,11 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     root, resolved, run_id = path / EVALUATION, path / RESOLVED_FILE, path / RUN_ID
     # A file that was downloaded has the time of that.
     final = None if is_url(str(place)) else run.final
-    marks = (path, root, *(path / name for name in _MARKS))
+    marks = (path, root, *(path / name for name in (CONFIG_FILE, *RUN_FILES)))
+    # Those of the run's own held-out rows first.
+    files = sorted(file for depth in ("", "*/", "*/*/") for file in root.glob(f"{depth}{METRICS_FILE}"))
+    read = partial(_evaluation, root=root, final=final, with_answers=with_answers)
+    evaluations = [tried(partial(read, file), None) for file in files]
     folders = [run.final, *(store.path_of(step) for step in reversed(steps))]
     folder = next((one for one in folders if (one / manifest.NAME).is_file()), None)
     return RecordedRun(
@@ -254,19 +247,9 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
         content=None if folder is None else tried(lambda: (folder.name, manifest.read(folder)), None),
         data=counted.get("data") or None,
         mode=counted.get("metric_mode") or None,
-        evaluations=tuple(
-            one
-            for one in (
-                tried(lambda: _evaluation(file, root, final, with_answers=with_answers), None)  # noqa: B023
-                # Those of the run's own held-out rows first.
-                for file in sorted(
-                    found for depth in ("", "*/", "*/*/") for found in root.glob(f"{depth}{METRICS_FILE}")
-                )
-            )
-            if one is not None
-        ),
+        evaluations=tuple(evaluation for evaluation in evaluations if evaluation is not None),
         size=tried(lambda: size_of(path), 0),
-        changed=tried(lambda: max([one.stat().st_mtime for one in marks if one.exists()], default=0.0), 0.0),
+        changed=tried(lambda: max([mark.stat().st_mtime for mark in marks if mark.exists()], default=0.0), 0.0),
         problems=tuple(problems),
     )
 
@@ -319,10 +302,10 @@ def size_of(folder: Path) -> int:
     for place, _, names in os.walk(folder):
         for name in names:
             try:
-                known = os.lstat(Path(place) / name)
+                status = os.lstat(Path(place) / name)
             except OSError:
                 continue  # It was deleted meanwhile.
-            seen[known.st_dev, known.st_ino] = known.st_size
+            seen[status.st_dev, status.st_ino] = status.st_size
     return sum(seen.values())
 
 
@@ -333,26 +316,26 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
     return {str(name): fields for name, fields in plain.items() if isinstance(fields, dict)}
 
 
-def _evaluation(file: Path, root: Path, final: Path | None, *, with_answers: bool) -> Evaluation:
+def _evaluation(file: Path, *, root: Path, final: Path | None, with_answers: bool) -> Evaluation:
     """An evaluation, with a note if it is of earlier weights than those in ``final/``, where their times are known."""
-    found = read_evaluation(file, root, with_answers=with_answers)
-    match found.made_by:
-        case {"model": {"weights": {"files": list(known)}}} if not found.name.startswith("checkpoint-"):
+    evaluation = read_evaluation(file, root, with_answers=with_answers)
+    match evaluation.made_by:
+        case {"model": {"weights": {"files": list(known)}}} if not evaluation.name.startswith("checkpoint-"):
             weights = [(one.name, one.stat()) for one in ([] if final is None else final.glob("*.safetensors"))]
             if any([name, stat.st_size, stat.st_mtime_ns] not in known for name, stat in weights):
-                return replace(found, notes=(*found.notes, EARLIER_WEIGHTS))
-    return found
+                return replace(evaluation, notes=(*evaluation.notes, EARLIER_WEIGHTS))
+    return evaluation
 
 
 def _failure(path: Path) -> str | None:
     lines = _FILES.read(path).splitlines() if path.exists() else []
     for line in reversed(lines):
         try:
-            found = loads(line)
+            plain = loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and isinstance(found.get("error"), str):
-            return str(redact(found["error"]))
+        if isinstance(plain, dict) and isinstance(plain.get("error"), str):
+            return str(redact(plain["error"]))
     return None
 
 
@@ -361,8 +344,8 @@ def _counted(store: CheckpointStore, steps: Sequence[int]) -> dict[str, str]:
     for step in reversed(steps):
         path = store.path_of(step) / "training_state" / "state.json"
         if path.exists():
-            found = _FILES.json(path, dict[str, Any], store.run_dir)
-            return {name: one for name, one in found.items() if isinstance(one, str)}
+            state = _FILES.json(path, dict[str, Any], store.run_dir)
+            return {name: one for name, one in state.items() if isinstance(one, str)}
     return {}
 
 
@@ -370,14 +353,14 @@ def train_of(plain: Mapping[str, Any]) -> TrainRecord | None:
     """A training record; None if it is not one. Parsed by hand, because there may be thousands."""
     if plain.get("kind") != "train" or not isinstance(plain.get("samples_digest", ""), str):
         return None
-    found: dict[str, Any] = {"samples_digest": plain.get("samples_digest", "")}
+    record: dict[str, Any] = {"samples_digest": plain.get("samples_digest", "")}
     for name in _NUMBERS:
         value = plain.get(name)
         if type(value) in (int, float) or (value is None and name in _MAY_LACK):
-            found[name] = value
+            record[name] = value
         else:
             return None
-    return TrainRecord(**found)
+    return TrainRecord(**record)
 
 
 def eval_of(plain: Mapping[str, Any]) -> EvalRecord | None:

@@ -107,18 +107,18 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Repo
         raise DataError("is a directory", where=f"--output {given}", repair="give a file in it")
     if given is not None:
         require_writable_file(given)
-    found = tuple(read_run(place) for place in runs)
-    target = given or (found[0].path if len(found) == 1 else Path()) / "report.html"
+    recorded = tuple(read_run(place) for place in runs)
+    target = given or (recorded[0].path if len(recorded) == 1 else Path()) / "report.html"
     if given is None and (target.is_symlink() or (target.exists() and not target.is_file())):
         # It would be written through, in a run of somebody else anywhere.
         raise DataError("is a link, or not a file", where=str(target), repair="remove it, or name a file with --output")
     require_writable_file(target)
-    write(page(found), target)
+    write(page(recorded), target)
     place = str(target)
-    if given is None and len(found) == 1 and is_url(found[0].place):
-        push(found[0].path, Objects(found[0].place), ["report.html"])
-        place = f"{found[0].place}/report.html"
-    return Reported(place, target.stat().st_size, found)
+    if given is None and len(recorded) == 1 and is_url(recorded[0].place):
+        push(recorded[0].path, Objects(recorded[0].place), ["report.html"])
+        place = f"{recorded[0].place}/report.html"
+    return Reported(place, target.stat().st_size, recorded)
 
 
 def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
@@ -142,10 +142,10 @@ def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
         machine=machine_plots(runs),
         tables=tables(runs),
         matrices=[
-            (f"{name}, {one.name}" if one.name else name, model, matrix_rows(one, model))
+            (f"{name}, {evaluation.name}" if evaluation.name else name, model, matrix_rows(evaluation, model))
             for name, run in zip(names, runs, strict=True)
-            for one in run.evaluations
-            for model in one.confusion
+            for evaluation in run.evaluations
+            for model in evaluation.confusion
         ],
         explorer=explored,
         parts=[(name, phase_parts(run.phases)) for name, run in zip(names, runs, strict=True) if run.phases],
@@ -163,13 +163,13 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
     parts, depth = [run.path.parts for run in runs], 1
     while len({one[-depth:] for one in parts}) < len(set(parts)):
         depth += 1
-    found = ["/".join(one[-depth:]) for one in parts]
+    names = ["/".join(part[-depth:]) for part in parts]
     # The same run twice.
     again = Counter[str]()
-    for at, name in enumerate(found):
+    for at, name in enumerate(names):
         again[name] += 1
-        found[at] = name if again[name] == 1 else f"{name} ({again[name]})"
-    return found
+        names[at] = name if again[name] == 1 else f"{name} ({again[name]})"
+    return names
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
@@ -177,19 +177,19 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     config, start = run.config, run.starts[-1].header if run.starts else None
     data, mixed = config.get("data", {}), config.get("data", {}).get("mix")
     named = [one.get("source") for one in mixed if isinstance(one, dict)] if isinstance(mixed, list) else []
-    found = [
+    pairs = [
         ("Model", _place(config.get("model", {}).get("name", "") or (start.model if start else ""))),
         ("Data", ", ".join(_place(one) for one in (data.get("source"), *named) if one)),
         ("Method", start.method if start else str(config.get("adapter", {}).get("method", ""))),
     ]
     if start is not None:
-        found += [
+        pairs += [
             ("Trained", f"{start.trainable / 1e6:,.2f} M of {start.parameters / 1e6:,.1f} M parameters"),
             ("Rows", f"{start.rows:,}" + (f", {start.held_out:,} more held out" if start.held_out else "")),
             ("Batch", f"{several(start.global_batch_size, 'pack' if start.packing else 'row')} per step"),
             ("Workers", f"{start.world_size} × {start.device}, {start.precision}"),
         ]
-    return [(name, value) for name, value in found if value]
+    return [(name, value) for name, value in pairs if value]
 
 
 def overview(run: RecordedRun) -> dict[str, str]:
@@ -218,9 +218,9 @@ Points = Sequence[tuple[int, float | None]]
 
 def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
     """The training curves, with a common x axis."""
-    found = []
+    drawn = []
     for title, y_label, value in _CURVES:
-        found += _curve(runs, title, y_label, [[(one.step, value(one)) for one in run.train] for run in runs])
+        drawn += _curve(runs, title, y_label, [[(one.step, value(one)) for one in run.train] for run in runs])
         if title == "Loss":
             for metric in dict.fromkeys(name for run in runs for one in run.evals for name in one.metrics):
                 label = metric.replace("_", " ")
@@ -228,24 +228,24 @@ def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
                     sorted((one.step, one.metrics[metric]) for one in run.evals if metric in one.metrics)
                     for run in runs
                 ]
-                found += _curve(runs, f"{label[:1].upper()}{label[1:]}", label, points)
-    return found
+                drawn += _curve(runs, f"{label[:1].upper()}{label[1:]}", label, points)
+    return drawn
 
 
 def machine_plots(runs: Sequence[RecordedRun]) -> list[Plot]:
     """System metrics of rank 0's machine by step; the mean of several samples."""
-    found = []
+    drawn = []
     for title, y_label, pattern, together, unit in _MACHINE:
         names = {name for run in runs for one in run.system for name in one.numbers if re.fullmatch(pattern, name)}
         points: list[Points] = []
         for run in runs:
             samples = dict[int, list[float]]()
             for one in run.system:
-                if own := [one.numbers[name] for name in names if name in one.numbers]:
-                    samples.setdefault(one.step, []).append(together(own) / unit)
+                if numbers := [one.numbers[name] for name in names if name in one.numbers]:
+                    samples.setdefault(one.step, []).append(together(numbers) / unit)
             points.append([(step, fmean(values)) for step, values in sorted(samples.items())])
-        found += _curve(runs, title, y_label, points)
-    return found
+        drawn += _curve(runs, title, y_label, points)
+    return drawn
 
 
 def _curve(runs: Sequence[RecordedRun], title: str, y_label: str, points: Sequence[Points]) -> list[Plot]:
@@ -253,9 +253,12 @@ def _curve(runs: Sequence[RecordedRun], title: str, y_label: str, points: Sequen
     most = min(_MOST, max(_FEWEST, _POINTS // len(runs)))
     # Seven digits are more than a screen shows.
     series = [
-        thinned(Series(name, [x for x, _ in own], [None if y is None else float(f"{y:.7g}") for _, y in own], at), most)
-        for at, (name, own) in enumerate(zip(labels(runs), points, strict=True))
-        if any(y is not None for _, y in own)
+        thinned(
+            Series(name, [x for x, _ in values], [None if y is None else float(f"{y:.7g}") for _, y in values], at),
+            most,
+        )
+        for at, (name, values) in enumerate(zip(labels(runs), points, strict=True))
+        if any(y is not None for _, y in values)
     ]
     if not series:
         return []
@@ -265,29 +268,29 @@ def _curve(runs: Sequence[RecordedRun], title: str, y_label: str, points: Sequen
 
 def marks_of(run: RecordedRun, colour: int | None = None) -> list[Mark]:
     """The steps of restarts, and of changes of the number of workers."""
-    found: list[Mark] = []
+    marks: list[Mark] = []
     for before, after in zip(run.starts, run.starts[1:], strict=False):
         step, was, now = after.header.step, before.header.world_size, after.header.world_size
         label = "restart" if was == now else f"{was} → {now} workers"
         # Several starts from one step are one line; a change of the number of workers takes precedence.
-        if found and found[-1].x == step:
-            label = label if was != now else found.pop().label
-            found = [one for one in found if one.x != step]
-        found.append(Mark(step, label, colour))
-    return found
+        if marks and marks[-1].x == step:
+            label = label if was != now else marks.pop().label
+            marks = [mark for mark in marks if mark.x != step]
+        marks.append(Mark(step, label, colour))
+    return marks
 
 
 def starts_of(run: RecordedRun) -> list[dict[str, str]]:
     """A description of each start of the workers."""
     return [
         {
-            "when": when(one.time),
-            "step": f"{one.header.step:,}",
-            "workers": f"{one.header.world_size} × {one.header.device}",
-            "batch": f"{one.header.micro_batch_size} × {one.header.accumulation} accumulation",
-            "steps": f"{one.header.total_steps:,}",
+            "when": when(start.time),
+            "step": f"{start.header.step:,}",
+            "workers": f"{start.header.world_size} × {start.header.device}",
+            "batch": f"{start.header.micro_batch_size} × {start.header.accumulation} accumulation",
+            "steps": f"{start.header.total_steps:,}",
         }
-        for one in run.starts
+        for start in run.starts
     ]
 
 
@@ -306,15 +309,23 @@ class ScoreTable:
 
 def tables(runs: Sequence[RecordedRun]) -> list[ScoreTable]:
     """Evaluations of the same name side by side, for all runs."""
-    names, found = labels(runs), []
+    names, score_tables = labels(runs), []
     for title in dict.fromkeys(one.name for run in runs for one in run.evaluations):
-        own = [
-            (name, one) for name, run in zip(names, runs, strict=True) for one in run.evaluations if one.name == title
+        evaluations = [
+            (name, evaluation)
+            for name, run in zip(names, runs, strict=True)
+            for evaluation in run.evaluations
+            if evaluation.name == title
         ]
-        scores = list(dict.fromkeys(score for _, one in own for score in one.scores))
+        scores = list(dict.fromkeys(score for _, one in evaluations for score in one.scores))
         spans = {
             score: _span(
-                [one.models[model][score] for _, one in own for model in one.models if score in one.models[model]]
+                [
+                    one.models[model][score]
+                    for _, one in evaluations
+                    for model in one.models
+                    if score in one.models[model]
+                ]
             )
             for score in scores
         }
@@ -328,33 +339,33 @@ def tables(runs: Sequence[RecordedRun]) -> list[ScoreTable]:
                     for score in scores
                 ],
             )
-            for name, one in own
+            for name, one in evaluations
             for model, values in one.models.items()
         ]
         prefix = "{}: " if len(runs) > 1 else ""
-        found.append(
+        score_tables.append(
             ScoreTable(
                 title or "Held-out rows",
-                max(one.rows for _, one in own),
+                max(one.rows for _, one in evaluations),
                 [score.replace("_", " ") for score in scores],
                 lines,
-                [prefix.format(name) + text for name, one in own for text in one.says],
+                [prefix.format(name) + text for name, one in evaluations for text in one.says],
                 # Most are the same for all runs.
                 list(
                     dict.fromkeys(
                         prefix.format(name) + text if text == EARLIER_WEIGHTS else text
-                        for name, one in own
+                        for name, one in evaluations
                         for text in one.notes
                     )
                 ),
-                [line for name, one in own for line in _difference_lines(name if len(runs) > 1 else "", one)],
+                [line for name, one in evaluations for line in _difference_lines(name if len(runs) > 1 else "", one)],
             )
         )
-    return found
+    return score_tables
 
 
 def _difference_lines(run: str, one: Evaluation) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = []
+    lines: list[tuple[str, ...]] = []
     for each in one.differences:
         shown = one.models.get(one.tuned, {}).get(each.score, Scored(0.0))
 
@@ -365,16 +376,16 @@ def _difference_lines(run: str, one: Evaluation) -> list[tuple[str, ...]]:
 
         ends = "" if each.low is None or each.high is None else f"{text(each.low)} to {text(each.high)}"
         p = "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
-        found.append(
+        lines.append(
             (run, each.score.replace("_", " "), f"{one.tuned} against {each.baseline}", text(each.difference), ends, p)
         )
-    return found
+    return lines
 
 
 def _span(scores: Sequence[Scored]) -> tuple[float, float]:
     if all(one.is_share for one in scores):
         return 0.0, 1.0
-    ends = [value for one in scores for value in (one.value, one.low, one.high) if value is not None]
+    ends = [value for score in scores for value in (score.value, score.low, score.high) if value is not None]
     return min(ends), max(ends)
 
 
@@ -407,14 +418,14 @@ def phase_parts(phases: Mapping[str, float]) -> list[Part]:
     seconds = dict(phases)
     total = seconds.pop("total", 0.0)
     seconds["train"] = max(0.0, seconds.get("train", 0.0) - seconds.get("data_wait", 0.0))
-    known = [
+    timed = [
         (f"{at}", label, seconds[name]) for at, (name, label) in enumerate(_PHASES, 1) if seconds.get(name, 0.0) > 0
     ]
-    rest = total - sum(one for *_, one in known)
+    rest = total - sum(one for *_, one in timed)
     if rest > 0.005 * total:
-        known.append(("rest", "other", rest))
-    whole = sum(one for *_, one in known) or 1.0
-    return [(key, label, duration(one) if one >= 1 else f"{one:.2f}s", one / whole) for key, label, one in known]
+        timed.append(("rest", "other", rest))
+    whole = sum(one for *_, one in timed) or 1.0
+    return [(key, label, duration(one) if one >= 1 else f"{one:.2f}s", one / whole) for key, label, one in timed]
 
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[str, bool]]]]:
@@ -423,31 +434,35 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tupl
         return []
     flat = [flatten({section: dict(values) for section, values in run.config.items()}) for run in runs]
     resolved = [{f"resolved.{name}": value for name, value in run.resolved.items()} for run in runs]
-    found = []
-    for own in (flat, resolved):
-        for path in dict.fromkeys(path for one in own for path in one):
-            texts = [shown(one[path]) if path in one else "–" for one in own]
+    differences = []
+    for source in (flat, resolved):
+        for path in dict.fromkeys(path for one in source for path in one):
+            texts = [shown(one[path]) if path in one else "–" for one in source]
             if len(set(texts)) > 1:
-                found.append((path, [(cut(text), text != texts[0]) for text in texts]))
-    return found
+                differences.append((path, [(cut(text), text != texts[0]) for text in texts]))
+    return differences
 
 
 def changed_fields(run: RecordedRun) -> list[tuple[str, str, str]]:
     """Fields with non-default values: path, value, default."""
-    found = []
+    changed = []
     for name, info in Config.model_fields.items():
         kind = info.annotation
         if not (isinstance(kind, type) and issubclass(kind, Section)):
             continue
         for field, value in run.config.get(name, {}).items():
-            known = kind.model_fields.get(field)
-            default = None if known is None or known.is_required() else known.get_default(call_default_factory=True)
+            field_info = kind.model_fields.get(field)
+            default = (
+                None
+                if field_info is None or field_info.is_required()
+                else field_info.get_default(call_default_factory=True)
+            )
             if isinstance(default, Section):
                 default = default.model_dump(mode="json")
             if shown(value) != shown(default):
-                usual = "" if known is None or known.is_required() else shown(default)
-                found.append((f"{name}.{field}", cut(shown(value)), usual))
-    return found
+                usual = "" if field_info is None or field_info.is_required() else shown(default)
+                changed.append((f"{name}.{field}", cut(shown(value)), usual))
+    return changed
 
 
 def shown(value: Any) -> str:
@@ -478,10 +493,10 @@ class MadeBy:
 def made_by(run: RecordedRun) -> MadeBy:
     """Collect what a run depends on."""
     versions = dict(run.starts[-1].versions) if run.starts else {}
-    for one in run.evaluations:
-        known = one.made_by.get("versions")
+    for evaluation in run.evaluations:
+        packages = evaluation.made_by.get("versions")
         versions = versions or (
-            {str(name): str(text) for name, text in known.items()} if isinstance(known, dict) else {}
+            {str(name): str(text) for name, text in packages.items()} if isinstance(packages, dict) else {}
         )
     folder, files = ("", []) if run.content is None else (run.content[0], run.content[1]["files"])
     revision = run.config.get("model", {}).get("revision")
@@ -502,7 +517,7 @@ def made_by(run: RecordedRun) -> MadeBy:
         versions=tuple(versions.items()),
         identities=tuple((name, value) for name, value in identities if value),
         folder=folder,
-        files=tuple((one["path"], one["bytes"], one["sha256"]) for one in files[:_FILES]),
+        files=tuple((file["path"], file["bytes"], file["sha256"]) for file in files[:_FILES]),
         more_files=max(0, len(files) - _FILES),
     )
 

@@ -62,7 +62,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredRow:
     """A row, and each model's answer.
 
     Attributes:
@@ -97,7 +97,7 @@ class Evaluation:
     classes: tuple[str, ...]
     confusion: Mapping[str, tuple[tuple[int, ...], ...]]
     made_by: Mapping[str, Any]
-    answered: tuple[Answered, ...] = ()
+    answered: tuple[AnsweredRow, ...] = ()
     higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
 
     @property
@@ -108,7 +108,7 @@ class Evaluation:
     @property
     def scores(self) -> list[str]:
         """Names of all scores, in order."""
-        return list(dict.fromkeys(name for one in self.models.values() for name in one))
+        return list(dict.fromkeys(name for model in self.models.values() for name in model))
 
 
 def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Evaluation:
@@ -146,15 +146,15 @@ def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Eva
 
 
 def _scores(plain: Mapping[str, Any]) -> dict[str, Scored]:
-    found = {}
+    scores = {}
     for name, one in plain.items():
         if (value := _number(one)) is not None:
-            found[name] = Scored(value)
+            scores[name] = Scored(value)
         elif isinstance(one, dict) and (value := _number(one.get("value"))) is not None:
             ends = _number(one.get("low")), _number(one.get("high"))
             rows = one.get("rows") if isinstance(one.get("rows"), int) else None
-            found[name] = Scored(value, *ends, one.get("share") is True, rows)
-    return found
+            scores[name] = Scored(value, *ends, one.get("share") is True, rows)
+    return scores
 
 
 def _difference(plain: Mapping[str, Any]) -> Difference | None:
@@ -165,7 +165,7 @@ def _difference(plain: Mapping[str, Any]) -> Difference | None:
     return Difference(*names, difference, _number(plain.get("low")), _number(plain.get("high")), p)
 
 
-def _answered(file: Path, root: Path) -> Iterator[Answered]:
+def _answered(file: Path, root: Path) -> Iterator[AnsweredRow]:
     """Rows of a predictions file; damaged or unfinished lines are skipped."""
     seen: dict[tuple[str, str], int] = {}
     with _FILES.opened(file, root) as stream:
@@ -181,16 +181,16 @@ def _answered(file: Path, root: Path) -> Iterator[Answered]:
             where, reference = str(plain.get("where", "")), str(plain.get("reference", ""))
             # A source row may occur several times, and two files may have rows with the same name.
             count = seen[where, reference] = seen.get((where, reference), -1) + 1
-            yield Answered(
+            yield AnsweredRow(
                 (where, f"{count} {reference}"),
                 where,
                 str(plain.get("prompt", "")),
                 reference,
                 {str(name): _first(texts) for name, texts in plain["answers"].items()},
                 {
-                    str(name): {score: one for score, value in own.items() if (one := _number(value)) is not None}
-                    for name, own in plain["scores"].items()
-                    if isinstance(own, dict)
+                    str(name): {score: one for score, value in scores.items() if (one := _number(value)) is not None}
+                    for name, scores in plain["scores"].items()
+                    if isinstance(scores, dict)
                 },
             )
 

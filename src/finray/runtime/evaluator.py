@@ -185,7 +185,7 @@ def _evaluated(
 ) -> CheckpointScores:
     import torch
 
-    from finray.evaluation.during import Answers
+    from finray.evaluation.during import TrainingAnswers
     from finray.training.assemble import evaluate_checkpoint
     from finray.training.evaluator import CheckpointScores
 
@@ -204,7 +204,7 @@ def _evaluated(
             step,
             None if checkpoint is None else Path(checkpoint),
             device=device,
-            answering=Answers(config, prepared.resolved.precision),
+            answering=TrainingAnswers(config, prepared.resolved.precision),
             on_progress=pulse.evaluates,
         )
     except (StorageError, DataUnavailable):

@@ -19,7 +19,7 @@ from finray.errors import ClusterError, ConfigError, FinrayError, ModelError, ex
 from finray.evaluation.engines import joins_gpus
 from finray.files import first_line
 from finray.runtime import cluster, signals
-from finray.serving.models import Found, Settings, api_key, find
+from finray.serving.models import ServePlan, ServeSettings, api_key, find
 
 _APP = "finray"
 _POLL_S = 2.0
@@ -28,7 +28,7 @@ _SLACK_S = 15.0
 
 
 def serve(
-    settings: Settings,
+    settings: ServeSettings,
     *,
     host: str,
     port: int,
@@ -64,8 +64,8 @@ def serve(
 
 def _serve(
     ray: Any,
-    settings: Settings,
-    found: Found,
+    settings: ServeSettings,
+    found: ServePlan,
     *,
     host: str,
     port: int,
@@ -166,7 +166,7 @@ def _drain(ray_serve: Any, grace: float, notify: Callable[[str], None]) -> None:
         notify("some answers did not finish in that time")
 
 
-def actor_options(resources: Mapping[str, float], engine: str, found: Found) -> dict[str, int]:
+def actor_options(resources: Mapping[str, float], engine: str, found: ServePlan) -> dict[str, int]:
     """The process of the models gets all CPUs of the machine, and one GPU; with vLLM, which joins them, all GPUs.
 
     Args:
@@ -188,13 +188,13 @@ class Replica:
         settings: what to serve, and how.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServeSettings) -> None:
         self._server: Any = None
         self._notes, self._error = list[str](), None
         try:
-            from finray.serving.server import Server
+            from finray.serving.server import ApiServer
 
-            self._server = Server(settings, self._notes.append)
+            self._server = ApiServer(settings, self._notes.append)
         except Exception as error:
             known = explained(error)
             if known is None:
@@ -220,7 +220,7 @@ class Replica:
         return {"names": names, "notes": self._notes, "error": self._error}
 
     async def drain(self, grace: float) -> bool:
-        """See :meth:`finray.serving.server.Server.drain`."""
+        """See :meth:`finray.serving.server.ApiServer.drain`."""
         return self._server is None or bool(await self._server.drain(grace))
 
 

@@ -259,9 +259,9 @@ def _loop(
     answering: AnswerMetrics | None = None
     memory: Memory | None = None
     if config.evaluation.generate_rows is not None and config.evaluation.mode != "async":
-        from finray.evaluation.during import Answers
+        from finray.evaluation.during import TrainingAnswers
 
-        answering = Answers(config, spec.execution.precision)
+        answering = TrainingAnswers(config, spec.execution.precision)
     if spec.memory is not None:
         from finray.runtime.keepers import RayMemory
 

@@ -45,11 +45,11 @@ class Access:
     def __init__(self, key: bytes | None, *, host: str, names: Iterable[str] = ()) -> None:
         self._key, self._names = key, {"localhost"}
         for name in names:
-            if (found := name_of(name)) is None:
+            if (host_name := name_of(name)) is None:
                 raise ConfigError(
                     f"`{name}` is not the name of a host", where="--allow-host", repair="--allow-host models.example"
                 )
-            self._names.add(found)
+            self._names.add(host_name)
         listens = (name_of(host) or name_of(f"[{host}]") or host).lower()
         self._is_open = listens in _ALL
         # A site that is addressed by a bare address has no name that could be pointed elsewhere.
@@ -86,8 +86,8 @@ class Access:
                 code="host_not_allowed",
             )
         for origin in origins:
-            found = _ORIGIN.fullmatch(origin)
-            name = None if found is None else name_of(found[1])
+            match = _ORIGIN.fullmatch(origin)
+            name = None if match is None else name_of(match[1])
             if name is None or not (name == host or self._is_ours(name)):
                 message = f"pages of {readable(origin)} cannot use this server; `finray serve --allow-host` allows them"
                 return ApiError(403, message, code="origin_not_allowed")
@@ -101,15 +101,15 @@ class Access:
 
 def name_of(authority: str) -> str | None:
     """The host of an authority (``NAME:PORT``) in one spelling; None if it has another form."""
-    found = _AUTHORITY.fullmatch(authority)
-    if found is None:
+    match = _AUTHORITY.fullmatch(authority)
+    if match is None:
         return None
     with suppress(ValueError):
-        if found[1] is None:
-            return str(ip_address(found[2]))
-        address = IPv6Address(found[1])
+        if match[1] is None:
+            return str(ip_address(match[2]))
+        address = IPv6Address(match[1])
         return str(address.ipv4_mapped or address)
-    return None if found[1] is not None else found[2].lower().removesuffix(".") or None
+    return None if match[1] is not None else match[2].lower().removesuffix(".") or None
 
 
 def _is_address(name: str) -> bool:

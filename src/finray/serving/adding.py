@@ -16,7 +16,7 @@ from finray.config.paths import is_url
 from finray.errors import ModelError
 from finray.serving.errors import ApiError, caused_by_request
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 # Threads that hang in a disk or a socket; with so many of them, no more adapters are loaded.
 _HANGING = 4
 # Of a path, as Linux has it, and of the parts of a URL that lead elsewhere or are not part of its path.
@@ -46,7 +46,7 @@ class Attempt:
             raise ApiError(400, "the adapter was given up")
 
 
-class Loader(Generic[Found]):
+class Loader(Generic[Result]):
     """Loads one adapter at a time, apart from the threads that answer requests.
 
     A thread that waits for a disk or a socket cannot be ended, so each has its own: one that takes too long is left
@@ -60,7 +60,7 @@ class Loader(Generic[Found]):
         self._seconds, self._is_busy = seconds, False
         self._hanging = list[threading.Thread]()
 
-    async def run(self, load: Callable[[Attempt], Found]) -> Found:
+    async def run(self, load: Callable[[Attempt], Result]) -> Result:
         """The result of a call.
 
         Raises:
@@ -73,26 +73,26 @@ class Loader(Generic[Found]):
             message = f"{_HANGING} adapters that were given up still hang in their disk or network; try again later"
             raise ApiError(429, message, code="adapter_busy", retry_after=60)
         attempt, loop = Attempt(), asyncio.get_running_loop()
-        result: asyncio.Future[Found] = loop.create_future()
+        result: asyncio.Future[Result] = loop.create_future()
 
-        def tell(found: Found | None, error: BaseException | None) -> None:
+        def finish(loaded: Result | None, error: BaseException | None) -> None:
             if result.done():
                 return
             if error is not None:
                 result.set_exception(error)
             else:
-                result.set_result(found)  # type: ignore[arg-type]
+                result.set_result(loaded)  # type: ignore[arg-type]
 
         def work() -> None:
-            found, error = None, None
+            loaded, error = None, None
             try:
                 with caused_by_request("path"):
-                    found = load(attempt)
+                    loaded = load(attempt)
             except BaseException as caught:
                 error = caught
             # The loop may have been closed meanwhile.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(tell, found, error)
+                loop.call_soon_threadsafe(finish, loaded, error)
 
         thread = threading.Thread(target=work, name="finray-adapter", daemon=True)
         self._is_busy = True
@@ -134,9 +134,9 @@ def named_place(path: str, places: Sequence[str]) -> str:
         raise ApiError(400, message, param="path")
     # Unlike Path.expanduser, without an error where there is no such user.
     given = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
-    for one in places:
-        root = Path(one).expanduser().absolute()
-        if is_url(one) or not (Path(given).is_relative_to(root) or Path(given).is_relative_to(root.resolve())):
+    for place in places:
+        root = Path(place).expanduser().absolute()
+        if is_url(place) or not (Path(given).is_relative_to(root) or Path(given).is_relative_to(root.resolve())):
             continue
         # A link may lead anywhere.
         if (real := Path(given).resolve()).is_relative_to(root.resolve()):
@@ -152,20 +152,20 @@ def _elsewhere() -> ApiError:
 
 
 def require_inside(folder: Path, places: Sequence[str]) -> None:
-    """See that all files of a directory are regular ones, in the named places.
+    """Check that all files of a directory are regular ones, in the named places.
 
     Raises:
         ModelError: one is not, such as a pipe or a link that leads elsewhere.
     """
-    roots = [Path(one).expanduser().resolve() for one in places if not is_url(one)]
+    roots = [Path(place).expanduser().resolve() for place in places if not is_url(place)]
     for here, folders, files in os.walk(folder):
         for path in (Path(here, name) for name in (*folders, *files)):
-            known = path.lstat()
-            if stat.S_ISLNK(known.st_mode):
-                known = path.stat() if any(path.resolve().is_relative_to(root) for root in roots) else known
-                is_plain = stat.S_ISREG(known.st_mode)
+            status = path.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                status = path.stat() if any(path.resolve().is_relative_to(root) for root in roots) else status
+                is_plain = stat.S_ISREG(status.st_mode)
             else:
-                is_plain = stat.S_ISREG(known.st_mode) or stat.S_ISDIR(known.st_mode)
+                is_plain = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
             if not is_plain:
                 raise ModelError(
                     f"{path.relative_to(folder)} is no file of this directory",

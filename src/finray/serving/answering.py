@@ -16,17 +16,17 @@ from finray.errors import FinrayError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.prompts import Prompt
 from finray.serving import protocol
-from finray.serving.batching import Event, Failed, Finished, Job, Piece, TokenLogprob
+from finray.serving.batching import AnswerFailed, AnswerFinished, Event, ServeJob, TextPiece, TokenLogprob
 from finray.serving.errors import ApiError, of_request
 from finray.serving.models import Models
-from finray.serving.protocol import Answering, ChatRequest, CompletionRequest
+from finray.serving.protocol import ChatRequest, CompletionRequest, GenerateRequest
 
 # Default of `max_tokens` for completions; OpenAI's.
 _COMPLETION_TOKENS = 16
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """One answer of a response, as far as it is generated."""
 
     text: str = ""
@@ -98,30 +98,30 @@ class Exchange:
                 protocol.require_text(request.messages, "messages")
                 messages = tuple(one.whole() for one in messages_of(request.messages, "messages"))
                 tools = () if request.tool_choice == "none" else tools_of(request.tools)
-                own = template_arguments(request.chat_template_kwargs)
-                found = [asking.ids(Prompt(messages=messages, tools=tools, arguments=own))]
+                variables = template_arguments(request.chat_template_kwargs)
+                prompts = [asking.ids(Prompt(messages=messages, tools=tools, arguments=variables))]
                 param = "messages"
             else:
-                param, found = "prompt", []
+                param, prompts = "prompt", []
                 for one in request.prompts():
                     protocol.require_text(one, param)
                     form = asking.form if asking.raw else None
                     text = in_form(form, one) if form is not None and isinstance(one, str) else one
-                    found.append(list(asking.tokenizer(text)["input_ids"] if isinstance(text, str) else text))
+                    prompts.append(list(asking.tokenizer(text)["input_ids"] if isinstance(text, str) else text))
         except FinrayError as error:
             raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
         words = min(len(asking.tokenizer), self._models.vocabulary)
-        if not found or not all(found):
+        if not prompts or not all(prompts):
             raise ApiError(400, "the prompt is empty", param=param)
-        if any(not 0 <= token < words for one in found for token in one):
+        if any(not 0 <= token < words for prompt in prompts for token in prompt):
             raise ApiError(400, f"token ids must be from 0 to {words - 1}", param=param)
-        longest = max(map(len, found))
+        longest = max(map(len, prompts))
         if limit is not None and longest >= limit:
             message = f"the prompt has {longest:,} tokens; prompt and answer together may have {limit:,}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return found
+        return prompts
 
-    def _job(self, number: int, prompt: list[int]) -> Job:
+    def _job(self, number: int, prompt: list[int]) -> ServeJob:
         limit = self._models.max_length
         room = self._sampling.max_new_tokens if limit is None else limit - len(prompt)
         request = self.request
@@ -134,7 +134,7 @@ class Exchange:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
-        return Job(
+        return ServeJob(
             number=number,
             prompt=prompt,
             room=min(room, self._sampling.max_new_tokens),
@@ -155,9 +155,9 @@ class Exchange:
         left = len(self.jobs)
         while left:
             number, event = await self._events.get()
-            if isinstance(event, Failed):
+            if isinstance(event, AnswerFailed):
                 raise ApiError(event.status, event.message)
-            left -= isinstance(event, Finished)
+            left -= isinstance(event, AnswerFinished)
             yield number, event
 
     def submit(self) -> None:
@@ -174,22 +174,22 @@ class Exchange:
 
     async def whole(self) -> dict[str, Any]:
         """The response, once every answer is complete."""
-        choices = [Choice() for _ in self.jobs]
+        choices = [AnswerChoice() for _ in self.jobs]
         async for number, event in self._received():
             _take(choices[number], event)
-        found = []
+        documents = []
         for number, one in enumerate(choices):
             logprobs = self._logprobs(one.logprobs) if self.jobs[number].top is not None else None
-            said: dict[str, Any] = {"text": one.text}
+            content: dict[str, Any] = {"text": one.text}
             if self._is_chat:
-                said = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
-            found.append({"index": number, "finish_reason": one.reason, "logprobs": logprobs, **said})
+                content = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
+            documents.append({"index": number, "finish_reason": one.reason, "logprobs": logprobs, **content})
         kind = "chat.completion" if self._is_chat else "text_completion"
-        return {**self._head(kind), "choices": found, "usage": self._usage(choices)}
+        return {**self._head(kind), "choices": documents, "usage": self._usage(choices)}
 
     async def stream(self) -> AsyncIterator[str]:
         """The response as server-sent events; an answer that fails ends it with an error."""
-        request, choices = self.request, [Choice() for _ in self.jobs]
+        request, choices = self.request, [AnswerChoice() for _ in self.jobs]
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         options = request.stream_options
         with_usage = {"usage": None} if options is not None and options.include_usage else {}
@@ -213,13 +213,13 @@ class Exchange:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self.served.name}
 
-    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        return protocol.usage(sum(map(len, self._prompts)), sum(one.tokens for one in choices))
+    def _usage(self, choices: Sequence[AnswerChoice]) -> dict[str, int]:
+        return protocol.usage(sum(map(len, self._prompts)), sum(choice.tokens for choice in choices))
 
     def _chunk_choice(self, number: int, event: Event, at: int) -> dict[str, Any]:
-        text = event.text if isinstance(event, Piece) else ""
-        reason = event.reason if isinstance(event, Finished) else None
-        logprobs = self._logprobs(event.logprobs, at) if isinstance(event, Piece) and event.logprobs else None
+        text = event.text if isinstance(event, TextPiece) else ""
+        reason = event.reason if isinstance(event, AnswerFinished) else None
+        logprobs = self._logprobs(event.logprobs, at) if isinstance(event, TextPiece) and event.logprobs else None
         if self._is_chat:
             return {**_delta(number, {"content": text} if text else {}, reason), "logprobs": logprobs}
         return {"index": number, "text": text, "finish_reason": reason, "logprobs": logprobs}
@@ -235,15 +235,15 @@ def _delta(number: int, delta: dict[str, Any], reason: str | None = None) -> dic
     return {"index": number, "delta": delta, "finish_reason": reason}
 
 
-def _take(choice: Choice, event: Event) -> None:
-    if isinstance(event, Piece):
+def _take(choice: AnswerChoice, event: Event) -> None:
+    if isinstance(event, TextPiece):
         choice.text += event.text
         choice.logprobs += event.logprobs
-    elif isinstance(event, Finished):
+    elif isinstance(event, AnswerFinished):
         choice.reason, choice.tokens = event.reason, event.tokens
 
 
-def _sampling(request: Answering, max_new_tokens: int, draw: Callable[[], int]) -> Sampling:
+def _sampling(request: GenerateRequest, max_new_tokens: int, draw: Callable[[], int]) -> Sampling:
     """Sampling settings of all answers; each answer has its own random numbers, by index."""
     temperature = 1.0 if request.temperature is None else request.temperature
     try:

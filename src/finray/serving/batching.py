@@ -20,14 +20,14 @@ import torch
 from finray.config.redact import redact_error
 from finray.errors import ModelError
 from finray.evaluation.engines.sampling import NO_TOKEN, likeliest
-from finray.evaluation.engines.transformers import PASS_TOKENS, Row, TransformersEngine, close_gaps, take
+from finray.evaluation.engines.transformers import PASS_TOKENS, RunningRow, TransformersEngine, close_gaps, take
 from finray.evaluation.generate import TextStream
 from finray.models.many_adapters import ManyAdapters
 from finray.models.slots import Slots
 from finray.serving.errors import ApiError, is_out_of_memory, of_server, queue_full
 
 logger = logging.getLogger(__name__)
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 _LOWEST = -9999.0
 
 
@@ -49,7 +49,7 @@ def logprob_of(token: int, logprob: float, top: Iterable[tuple[int, float]]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """New text, and the tokens chosen since the previous piece."""
 
     text: str
@@ -57,7 +57,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class AnswerFinished:
     """The end of an answer: why (``stop`` or ``length``), and its number of tokens."""
 
     reason: str
@@ -65,18 +65,18 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class AnswerFailed:
     """A failed answer, with its HTTP status."""
 
     message: str
     status: int = 500
 
 
-Event = Piece | Finished | Failed
+Event = TextPiece | AnswerFinished | AnswerFailed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job(Row):
+class ServeJob(RunningRow):
     """A row and its client.
 
     Attributes:
@@ -113,7 +113,7 @@ class Queue:
     def __init__(self, *, slots: int, max_queue: int) -> None:
         self._count, self._max_queue = slots, max_queue
         self._wake = threading.Condition()
-        self._waiting, self._working = deque[Job](), list[Job]()
+        self._waiting, self._working = deque[ServeJob](), list[ServeJob]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._is_closed = False
         # Tokens generated since the start.
@@ -124,7 +124,7 @@ class Queue:
         with self._wake:
             return len(self._working), len(self._waiting)
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[ServeJob]) -> None:
         """Queue jobs, all of them or none.
 
         Raises:
@@ -151,7 +151,7 @@ class Queue:
             if rows > most - len(self._working) - len(self._waiting):
                 raise queue_full()
 
-    def drop(self, jobs: Sequence[Job]) -> None:
+    def drop(self, jobs: Sequence[ServeJob]) -> None:
         """Cancel jobs whose client is gone: their slots and memory are free before the next step."""
         with self._wake:
             for job in jobs:
@@ -160,9 +160,9 @@ class Queue:
                     self._waiting.remove(job)
             self._wake.notify_all()
 
-    def call(self, function: Callable[[], Found]) -> Future[Found]:
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Call a function that needs the model, between two steps."""
-        future: Future[Found] = Future()
+        future: Future[Result] = Future()
         with self._wake:
             if self._is_closed:
                 future.set_exception(_stopping())
@@ -197,7 +197,7 @@ class Queue:
             future.set_exception(_stopping())
         for job in jobs:
             if not job.is_done:
-                job.on_event(Failed("the server has stopped"))
+                job.on_event(AnswerFailed("the server has stopped"))
 
     def advance(self) -> None:
         """One step, after the functions that were to be called between steps."""
@@ -216,7 +216,7 @@ class Queue:
         """Generate a token for every running row."""
         raise NotImplementedError
 
-    def give(self, job: Job, token: int) -> None:
+    def give(self, job: ServeJob, token: int) -> None:
         """Append the next token to a row, and report the text that it completes."""
         answer = take(job, token, job.tokenizer, job.stream.token)
         if answer is not None:
@@ -225,13 +225,13 @@ class Queue:
                 job.chosen.pop()
             job.stream.end(answer.text)
         if job.pieces or (answer is not None and job.chosen):
-            job.on_event(Piece("".join(job.pieces), tuple(job.chosen)))
+            job.on_event(TextPiece("".join(job.pieces), tuple(job.chosen)))
             job.pieces.clear()
             job.chosen.clear()
         if answer is not None:
-            job.on_event(Finished(answer.finish, len(job.output_ids)))
+            job.on_event(AnswerFinished(answer.finish, len(job.output_ids)))
 
-    def give_safely(self, job: Job, token: int) -> None:
+    def give_safely(self, job: ServeJob, token: int) -> None:
         """As :meth:`give`; whatever goes wrong with this row is its own failure."""
         try:
             self.give(job, token)
@@ -239,16 +239,16 @@ class Queue:
             self.fail([job], error)
 
     @staticmethod
-    def fail(jobs: Sequence[Job], error: Exception) -> None:
+    def fail(jobs: Sequence[ServeJob], error: Exception) -> None:
         """Report to the clients of these jobs that they have failed."""
         if isinstance(error, ModelError):
             # Such as logits that are not finite: the next request of this kind fails as well.
-            failed = Failed(f"{error.message}; {error.repair}" if error.repair else error.message, 422)
+            failed = AnswerFailed(f"{error.message}; {error.repair}" if error.repair else error.message, 422)
         elif is_out_of_memory(error) and len(jobs) == 1:
             what = f"prompt and answer of up to {len(jobs[0].prompt) + jobs[0].room:,} tokens"
-            failed = Failed(f"out of memory: the server has no room for {what}; shorten them", 413)
+            failed = AnswerFailed(f"out of memory: the server has no room for {what}; shorten them", 413)
         else:
-            failed = Failed(of_server(error))
+            failed = AnswerFailed(of_server(error))
         if not isinstance(error, ModelError):
             logger.error("a step failed\n%s", redact_error(error))
         for job in jobs:
@@ -278,7 +278,7 @@ class Batcher(Queue):
     @torch.inference_mode()
     def work(self) -> None:
         """One forward pass."""
-        jobs = list[Job]()
+        jobs = list[ServeJob]()
         try:
             jobs = self._admitted()
             if jobs and self._engine.has_slots:
@@ -291,7 +291,7 @@ class Batcher(Queue):
             self._leave()
             self._wake.notify_all()
 
-    def _recover(self, jobs: Sequence[Job], error: Exception) -> None:
+    def _recover(self, jobs: Sequence[ServeJob], error: Exception) -> None:
         """After a step that failed: end the rows that may have caused it, and no others.
 
         No row has got its token in that step, so the next one repeats it. New rows come again one at a time.
@@ -328,7 +328,7 @@ class Batcher(Queue):
         for slot in range(len(self._working), len(lengths)):
             self._slots.clear(slot, lengths[slot])
 
-    def _admitted(self) -> list[Job]:
+    def _admitted(self) -> list[ServeJob]:
         """The rows of the next step: running ones first, then new ones."""
         with self._wake:
             for job in self._working:
@@ -349,7 +349,7 @@ class Batcher(Queue):
                     break
             return list(self._working)
 
-    def _step(self, jobs: Sequence[Job]) -> None:
+    def _step(self, jobs: Sequence[ServeJob]) -> None:
         working = [job for job in jobs if job.output_ids]
         coming = [job for job in jobs if not job.output_ids]
         pieces = [(job.adapter, 1) for job in working] + [(job.adapter, len(job.prompt)) for job in coming]
@@ -370,7 +370,7 @@ class Batcher(Queue):
             self.give_safely(job, token)
 
     @staticmethod
-    def _chosen(logits_BV: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
+    def _chosen(logits_BV: torch.Tensor, jobs: Sequence[ServeJob]) -> list[int]:
         """The next token of each row, by its own sampling settings."""
         tokens: list[int] = likeliest(logits_BV).tolist()
         alike = dict[tuple[float, float, int], list[int]]()
@@ -380,12 +380,12 @@ class Batcher(Queue):
                 alike.setdefault(kind, []).append(number)
         for numbers in alike.values():
             drawn = [jobs[one].sampling.uniform(jobs[one].number, len(jobs[one].output_ids)) for one in numbers]
-            found = jobs[numbers[0]].sampling.draw(logits_BV[numbers], drawn).tolist()
-            for number, token in zip(numbers, found, strict=True):
+            sampled = jobs[numbers[0]].sampling.draw(logits_BV[numbers], drawn).tolist()
+            for number, token in zip(numbers, sampled, strict=True):
                 tokens[number] = token
         return tokens
 
-    def _alone(self, job: Job) -> None:
+    def _alone(self, job: ServeJob) -> None:
         """Generate a row whose model cannot batch, by Transformers' own ``generate``."""
 
         def on_token(row: int, token: int) -> None:
@@ -394,7 +394,7 @@ class Batcher(Queue):
             self.written += 1
             job.stream.token(row, token)
             if job.pieces:
-                job.on_event(Piece("".join(job.pieces)))
+                job.on_event(TextPiece("".join(job.pieces)))
                 job.pieces.clear()
 
         try:
@@ -405,8 +405,8 @@ class Batcher(Queue):
             return
         job.stream.end(answer.text)
         if job.pieces:
-            job.on_event(Piece("".join(job.pieces)))
-        job.on_event(Finished(answer.finish, len(job.output_ids)))
+            job.on_event(TextPiece("".join(job.pieces)))
+        job.on_event(AnswerFinished(answer.finish, len(job.output_ids)))
 
 
 class _DroppedError(Exception):

@@ -13,7 +13,7 @@ from finray.evaluation.labels import TextClassifier
 from finray.models.loading import DTYPES
 from finray.serving import protocol
 from finray.serving.errors import ApiError, no_model, queue_full
-from finray.serving.models import Found, Settings
+from finray.serving.models import ServePlan, ServeSettings
 from finray.serving.protocol import ClassifyRequest
 
 # Maximum number of texts in a request.
@@ -25,17 +25,17 @@ class Classifier:
 
     Args:
         settings: of the server.
-        found: what to serve.
+        plan: what to serve.
         clock: seconds since 1970.
 
     Raises:
         FinrayError: the model cannot be loaded.
     """
 
-    def __init__(self, settings: Settings, found: Found, clock: Callable[[], float] = time.time) -> None:
-        self.name, self._source, self._created = found.name, settings.model, int(clock())
+    def __init__(self, settings: ServeSettings, plan: ServePlan, clock: Callable[[], float] = time.time) -> None:
+        self.name, self._source, self._created = plan.name, settings.model, int(clock())
         dtype = DTYPES[settings.dtype] if settings.dtype else None
-        self._model = TextClassifier(found.artifact, dtype=dtype, max_length=settings.max_length)
+        self._model = TextClassifier(plan.artifact, dtype=dtype, max_length=settings.max_length)
         self.max_length = self._model.max_length
         self._max_queue, self._lock, self._taken = settings.max_queue, threading.Lock(), 0
 

@@ -50,9 +50,9 @@ class ApiError(Exception):
         return {**headers, "WWW-Authenticate": "Bearer"} if self.status == 401 else headers
 
 
-def no_model(name: str, known: Iterable[str], *, param: str | None = None) -> ApiError:
+def no_model(name: str, names: Iterable[str], *, param: str | None = None) -> ApiError:
     """The error of a name that is not that of a served model."""
-    message = f"the model `{readable(name)}` does not exist; there are: {', '.join(known)}"
+    message = f"the model `{readable(name)}` does not exist; there are: {', '.join(names)}"
     return ApiError(404, message, param=param, code="model_not_found")
 
 
@@ -93,8 +93,8 @@ def readable(text: str, width: int = 80) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is one of memory, of the machine or its GPU."""
-    known = explained(error)
-    return known is not None and "memory" in known.message
+    explanation = explained(error)
+    return explanation is not None and "memory" in explanation.message
 
 
 def of_server(error: BaseException) -> str:

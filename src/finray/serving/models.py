@@ -47,7 +47,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServeSettings:
     """Settings of `finray serve`.
 
     Attributes:
@@ -96,10 +96,10 @@ def api_key(name: str) -> bytes:
     Raises:
         ConfigError: there is none, or no header can hold it.
     """
-    found = os.environ.get(name)
+    value = os.environ.get(name)
     # A mounted secret often ends in a newline.
-    key = (found or "").strip()
-    if found is None:
+    key = (value or "").strip()
+    if value is None:
         problem = f"the environment has no variable {name}"
     elif not key:
         problem = f"the variable {name} holds no key"
@@ -137,7 +137,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ServePlan:
     """What to serve, checked before any weights are read.
 
     Attributes:
@@ -153,7 +153,7 @@ class Found:
     adapters: tuple[tuple[str, Artifact], ...]
 
 
-def find(settings: Settings) -> Found:
+def find(settings: ServeSettings) -> ServePlan:
     """Check everything that is to be served.
 
     Raises:
@@ -197,10 +197,10 @@ def find(settings: Settings) -> Found:
             raise ConfigError(f"two models are named `{given}`", where="--adapter", repair="give each a different name")
         names.add(given)
         adapters.append((given, find_adapter(path, of=artifact.model, base=settings.base)))
-    return Found(name, artifact, is_classifier, tuple(adapters))
+    return ServePlan(name, artifact, is_classifier, tuple(adapters))
 
 
-def require_places(settings: Settings) -> None:
+def require_places(settings: ServeSettings) -> None:
     """Check the places from which requests may add adapters.
 
     Raises:
@@ -226,19 +226,19 @@ def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
         FinrayError: it is missing, damaged, not an adapter, or for another base model.
     """
     path = str(local_copy(path))
-    found = find_artifact(path, base=base if _is_adapter(path) else None)
-    if found.base is None:
+    artifact = find_artifact(path, base=base if _is_adapter(path) else None)
+    if artifact.base is None:
         raise ModelError("is a full model, not an adapter", where=path, repair="start a separate server for it")
-    if base is None and _place(found.base) != _place(of):
+    if base is None and _place(artifact.base) != _place(of):
         trained, here = (
-            f"{one.name} (revision {one.revision})" if one.revision else one.name for one in (found.base, of)
+            f"{one.name} (revision {one.revision})" if one.revision else one.name for one in (artifact.base, of)
         )
         raise ModelError(
             f"the adapter has a different base model: it was trained on {trained}, but {here} is served",
             where=path,
             repair="serve it with its own base model; use --base if the same model now has another name",
         )
-    return found
+    return artifact
 
 
 def _is_adapter(path: str | Path) -> bool:
@@ -286,7 +286,7 @@ class Models:
 
     Args:
         settings: of the server.
-        found: what to serve, from :func:`find`.
+        plan: what to serve, from :func:`find`.
         notify: called with messages for the user, one line each.
         clock: seconds since 1970.
 
@@ -296,17 +296,17 @@ class Models:
 
     def __init__(
         self,
-        settings: Settings,
-        found: Found,
+        settings: ServeSettings,
+        plan: ServePlan,
         notify: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings, self._clock = settings, clock
-        self._artifact, self._base = found.artifact, found.artifact.model
-        lora = self._shared_lora(found, notify)
-        self._is_open = lora is not None or not found.artifact.is_adapter
-        others = [(artifact, read_plain_lora(artifact.folder, self._base)) for _, artifact in found.adapters]
-        tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
+        self._artifact, self._base = plan.artifact, plan.artifact.model
+        lora = self._shared_lora(plan, notify)
+        self._is_open = lora is not None or not plan.artifact.is_adapter
+        others = [(artifact, read_plain_lora(artifact.folder, self._base)) for _, artifact in plan.adapters]
+        tokenizer = load_tokenizer(ModelConfig(name=str(plan.artifact.folder)))
         vllm = self._vllm(lora, [one for _, one in others], notify)
         if vllm is None:
             self._open(lora, tokenizer, notify)
@@ -314,12 +314,12 @@ class Models:
         self.max_length = min(limits, default=None)
         self._changes = threading.Lock()
         self._served: Mapping[str, Served] = {}
-        placed = None if lora is None else self._placed(found.artifact.folder, lora)
-        self._put(self._made(found.name, settings.model, found.artifact, tokenizer, placed))
+        placed = None if lora is None else self._placed(plan.artifact.folder, lora)
+        self._put(self._made(plan.name, settings.model, plan.artifact, tokenizer, placed))
         if lora is not None:
             base = artifact_of(self._base.name, revision=self._base.revision)
             self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
-        for (name, artifact), (_, one) in zip(found.adapters, others, strict=True):
+        for (name, artifact), (_, one) in zip(plan.adapters, others, strict=True):
             self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
         self._at_start = frozenset(self._served)
         if without := [f"`{one.name}` {why}" for one in self.all() if (why := one.asking.why_no_chat) is not None]:
@@ -382,14 +382,14 @@ class Models:
         self._placed = lambda folder, one: engine.adapter(folder)
         return engine
 
-    def _shared_lora(self, found: Found, notify: Callable[[str], None]) -> PlainLora | None:
+    def _shared_lora(self, plan: ServePlan, notify: Callable[[str], None]) -> PlainLora | None:
         """The model's own adapter, if it can run next to others."""
-        if not found.artifact.is_adapter:
+        if not plan.artifact.is_adapter:
             return None
         try:
-            return read_plain_lora(found.artifact.folder, self._base)
+            return read_plain_lora(plan.artifact.folder, self._base)
         except ModelError as error:
-            if found.adapters or "more than LoRA" not in error.message:
+            if plan.adapters or "more than LoRA" not in error.message:
                 raise
             notify(f"the adapter is merged into its base model and served by itself: {error.message}")
             return None
@@ -420,10 +420,10 @@ class Models:
         Raises:
             ApiError: there is no such model; the message lists the available ones.
         """
-        found = self._served.get(name)
-        if found is None:
+        served = self._served.get(name)
+        if served is None:
             raise no_model(name, self._served, param="model")
-        return found
+        return served
 
     def add(self, name: str, path: str, attempt: Attempt) -> Served:
         """Add an adapter, unless the attempt is given up meanwhile.
@@ -453,7 +453,7 @@ class Models:
         return made
 
     def require_room_for(self, name: str) -> None:
-        """See that an adapter of this name can be added.
+        """Check that an adapter of this name can be added.
 
         Raises:
             FinrayError: it is not a valid name.
@@ -476,8 +476,8 @@ class Models:
         return f"`{name}` is {what}; choose another name"
 
     def _is_removable(self, name: str) -> bool:
-        found = self._served.get(name)
-        return found is not None and found.adapter is not None and name != next(iter(self._served))
+        served = self._served.get(name)
+        return served is not None and served.adapter is not None and name != next(iter(self._served))
 
     def remove(self, name: str) -> None:
         """Remove an adapter; its running answers finish.

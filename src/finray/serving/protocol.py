@@ -55,7 +55,7 @@ class _Format(BaseModel):
     type: Literal["text"]
 
 
-class Answering(Request):
+class GenerateRequest(Request):
     """Common fields of requests for answers."""
 
     n: int | None = Field(None, ge=1, le=64, description="a whole number from 1 to 64")
@@ -81,13 +81,13 @@ class Answering(Request):
 
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
-        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(found) > 16 or not all(found) or any(len(one) > 256 for one in found):
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > 16 or not all(stops) or any(len(stop) > 256 for stop in stops):
             raise ApiError(400, f"`stop` must be {_STOPS}", param="stop")
-        return found
+        return stops
 
 
-class ChatRequest(Answering):
+class ChatRequest(GenerateRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, description="a list of objects with `role` and `content`")
@@ -108,7 +108,7 @@ class ChatRequest(Answering):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(Answering):
+class CompletionRequest(GenerateRequest):
     """The body of `/v1/completions`; a prompt is text or token ids, or a list of either."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
@@ -175,10 +175,10 @@ def parse(kind: type[Body], body: bytes) -> Body:
             message = f"`{'.'.join(names)}` is not supported"
             raise ApiError(400, message, param=names[0], code="unsupported") from None
         # By either of its names.
-        field, found = next((name, one) for name, one in kind.model_fields.items() if names[0] in (name, one.alias))
+        field, info = next((name, one) for name, one in kind.model_fields.items() if names[0] in (name, one.alias))
         if first["type"] == "missing" and len(names) == 1:
-            raise ApiError(400, f"`{field}` is missing; it must be {found.description}", param=field) from None
-        raise ApiError(400, f"`{names[0]}` must be {found.description}", param=names[0]) from None
+            raise ApiError(400, f"`{field}` is missing; it must be {info.description}", param=field) from None
+        raise ApiError(400, f"`{names[0]}` must be {info.description}", param=names[0]) from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not text in UTF-8: byte {error.start}") from None
     except RecursionError:
@@ -191,17 +191,17 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ApiError(400, f"`{readable(twice)}` occurs twice in an object of the body", param=readable(twice))
-    return found
+    return members
 
 
 def _number(text: str) -> float:
-    if not math.isfinite(found := float(text)):
+    if not math.isfinite(number := float(text)):
         raise ApiError(400, f"the body has {cut(text, 40)}, which is not a finite number")
-    return found
+    return number
 
 
 def event(document: Mapping[str, Any]) -> str:
@@ -238,13 +238,13 @@ def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, A
 
 def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
     """Log-probabilities in the format of a completion choice; ``at`` is the text offset of the first token."""
-    told = [token_text(tokenizer, one.token) for one in chosen]
-    lengths = [len(content.decode(errors="replace")) for _, content in told]
+    texts = [token_text(tokenizer, one.token) for one in chosen]
+    lengths = [len(content.decode(errors="replace")) for _, content in texts]
     if at == 0 and chosen:
         # The text begins without the space that a decoder takes from it.
         lengths[0] = len(tokenizer.decode([chosen[0].token]))
     return {
-        "tokens": [text for text, _ in told],
+        "tokens": [text for text, _ in texts],
         "token_logprobs": [one.logprob for one in chosen],
         "top_logprobs": [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in chosen],
         "text_offset": list(accumulate(lengths, initial=at))[:-1],

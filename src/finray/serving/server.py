@@ -26,7 +26,7 @@ from finray.serving.adding import Loader
 from finray.serving.answering import Exchange
 from finray.serving.classifier import Classifier
 from finray.serving.errors import ApiError, caused_by_request, no_model, of_server, queue_full, readable
-from finray.serving.models import Models, Served, Settings, api_key, find
+from finray.serving.models import Models, Served, ServeSettings, api_key, find
 from finray.serving.protocol import (
     AdapterRequest,
     ChatRequest,
@@ -43,7 +43,7 @@ _BODY_S = 60.0
 _FREE = ("/health", "/ready")
 
 
-class Server:
+class ApiServer:
     """Answers requests.
 
     Args:
@@ -54,16 +54,16 @@ class Server:
         FinrayError: a model cannot be loaded.
     """
 
-    def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
+    def __init__(self, settings: ServeSettings, notify: Callable[[str], None]) -> None:
         set_default("TOKENIZERS_PARALLELISM", "false")
         trust.accept_all(settings.trusted)
         self._settings, self._requests, self._is_stopping = settings, 0, False
         key = api_key(settings.key_env) if settings.key_env is not None else None
         self._access = Access(key, host=settings.host, names=settings.allow_hosts)
         self._loader, self._preparing = Loader[Served](settings.load_s), 0
-        found = find(settings)
-        self._classifier = Classifier(settings, found) if found.is_classifier else None
-        self._models = None if found.is_classifier else Models(settings, found, notify)
+        plan = find(settings)
+        self._classifier = Classifier(settings, plan) if plan.is_classifier else None
+        self._models = None if plan.is_classifier else Models(settings, plan, notify)
         self._thread = threading.Thread(target=self._work, name="finray-batch", daemon=True)
         self._thread.start()
 
@@ -152,9 +152,9 @@ class Server:
 
     async def _one(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for one in self._documents():
-            if one["id"] == name:
-                return JSONResponse(one)
+        for document in self._documents():
+            if document["id"] == name:
+                return JSONResponse(document)
         raise no_model(name, self.names())
 
     def _documents(self) -> list[dict[str, Any]]:
@@ -199,8 +199,8 @@ class Server:
 
     async def _list_adapters(self, request: Request) -> Response:  # noqa: ARG002
         models = self._answers()
-        found = [one.document(models.max_length) for one in models.all() if one.adapter is not None]
-        return JSONResponse({"object": "list", "data": found})
+        adapters = [one.document(models.max_length) for one in models.all() if one.adapter is not None]
+        return JSONResponse({"object": "list", "data": adapters})
 
     async def _add(self, request: Request) -> Response:
         models = self._answers()
@@ -271,18 +271,18 @@ async def _body(request: Request) -> bytes:
     Raises:
         ApiError: it is too long, or does not arrive.
     """
-    found = bytearray()
+    content = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
             async for chunk in request.stream():
-                found += chunk
-                if len(found) > protocol.MAX_BODY:
+                content += chunk
+                if len(content) > protocol.MAX_BODY:
                     raise ApiError(413, f"the request has more than {protocol.MAX_BODY:,} bytes; shorten it")
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, "the client closed the connection") from None
-    return bytes(found)
+    return bytes(content)
 
 
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
@@ -301,11 +301,11 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, A
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not waits[0].done():
             raise ApiError(499, "the client closed the connection")
-        found: dict[str, Any] = waits[0].result()
-        return found
+        document: dict[str, Any] = waits[0].result()
+        return document
     finally:
-        for one in waits:
-            one.cancel()
+        for wait in waits:
+            wait.cancel()
 
 
 def _document(error: ApiError) -> Response:

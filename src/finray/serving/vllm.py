@@ -12,7 +12,7 @@ from typing import Any
 
 from finray.evaluation.engines.sampling import NO_TOKEN
 from finray.evaluation.engines.vllm import VLLMEngine
-from finray.serving.batching import Finished, Job, Piece, Queue, TokenLogprob, logprob_of
+from finray.serving.batching import AnswerFinished, Queue, ServeJob, TextPiece, TokenLogprob, logprob_of
 
 
 class VLLMBatcher(Queue):
@@ -27,7 +27,7 @@ class VLLMBatcher(Queue):
         super().__init__(slots=slots, max_queue=max_queue)
         self._engine = engine
         # Each row by its request id in vLLM, and the number of its tokens already reported.
-        self._rows = dict[str, tuple[Job, int]]()
+        self._rows = dict[str, tuple[ServeJob, int]]()
 
     def work(self) -> None:
         """One step of vLLM, after adding new rows and removing cancelled ones."""
@@ -59,9 +59,9 @@ class VLLMBatcher(Queue):
             self._rows.pop(name, None)
         self._engine.abort(names)
 
-    def _settings(self, job: Job) -> dict[str, Any]:
-        found = self._engine.settings(replace(job.sampling, max_new_tokens=job.room), job.number, job.ends)
-        return found if job.top is None else {**found, "logprobs": job.top}
+    def _settings(self, job: ServeJob) -> dict[str, Any]:
+        settings = self._engine.settings(replace(job.sampling, max_new_tokens=job.room), job.number, job.ends)
+        return settings if job.top is None else {**settings, "logprobs": job.top}
 
     def _told(self, output: Any) -> None:
         """Report a step's new tokens of a row."""
@@ -77,7 +77,7 @@ class VLLMBatcher(Queue):
             elif job.top is not None:
                 logprobs = made.logprobs[at]
                 # vLLM chooses a token whatever its logits are; its probability shows that they were not finite.
-                if any(math.isnan(one.logprob) for one in logprobs.values()):
+                if any(math.isnan(logprob.logprob) for logprob in logprobs.values()):
                     token = NO_TOKEN
                 else:
                     job.chosen.append(_logprob(token, logprobs, job.top))
@@ -90,15 +90,15 @@ class VLLMBatcher(Queue):
             job.is_done = True
             job.stream.end(str(job.tokenizer.decode(job.output_ids, skip_special_tokens=True)))
             if job.pieces or job.chosen:
-                job.on_event(Piece("".join(job.pieces), tuple(job.chosen)))
-            job.on_event(Finished("length" if made.finish_reason == "length" else "stop", len(job.output_ids)))
+                job.on_event(TextPiece("".join(job.pieces), tuple(job.chosen)))
+            job.on_event(AnswerFinished("length" if made.finish_reason == "length" else "stop", len(job.output_ids)))
             self._end([output.request_id])
             return
         self._rows[output.request_id] = job, len(made.token_ids)
 
 
-def _logprob(token: int, found: dict[int, Any], top: int) -> TokenLogprob:
+def _logprob(token: int, by_token: dict[int, Any], top: int) -> TokenLogprob:
     """vLLM's log-probabilities at a position: of the chosen token, and of the most likely by rank."""
-    ranked = sorted((one.rank, other, float(one.logprob)) for other, one in found.items())
+    ranked = sorted((one.rank, other, float(one.logprob)) for other, one in by_token.items())
     likeliest = tuple((other, logprob) for rank, other, logprob in ranked if rank <= top)
-    return logprob_of(token, float(found[token].logprob), likeliest)
+    return logprob_of(token, float(by_token[token].logprob), likeliest)

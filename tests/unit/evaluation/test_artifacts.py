@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from finray.checkpoint.copies import push, push_folder
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
 from finray.checkpoint.rundir import RunDir
-from finray.config.resolved import Precision
 from finray.config.schema import ModelConfig
 from finray.errors import FinrayError, ModelError
 from finray.evaluation import artifacts
@@ -32,23 +30,28 @@ from tests.support import hub as hubs
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-@pytest.mark.parametrize(("hardware", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_no_emulated_bf16_is_taken_unasked(
-    hardware: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("hardware", "precision", "on_cpu", "on_gpu"),
+    [
+        # torch emulates bf16 on a T4 or V100, many times slower than fp32.
+        (True, None, torch.bfloat16, torch.bfloat16),
+        (False, None, torch.float32, torch.float32),
+        (True, "auto", torch.bfloat16, torch.bfloat16),
+        # What the run was trained in is kept on a GPU; a CPU takes fp32 for what it would emulate.
+        (True, "bf16", torch.bfloat16, torch.bfloat16),
+        (False, "bf16", torch.float32, torch.bfloat16),
+        (True, "fp32", torch.float32, torch.float32),
+        (True, "fp16", torch.float32, torch.float16),
+    ],
+)
+def test_the_dtype_of_answers(
+    hardware: bool, precision: Any, on_cpu: torch.dtype, on_gpu: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch emulates bf16 on a T4 or V100, many times slower than fp32."""
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or hardware
     )
     monkeypatch.setattr(artifacts, "cpu_has_bf16", lambda: hardware)
-    assert inference_dtype(None, CUDA) == inference_dtype(None, CPU) == expected
-    assert inference_dtype("bf16", CPU) == expected
-    assert inference_dtype("bf16", CUDA) == torch.bfloat16
-
-
-@pytest.mark.parametrize(("precision", "on_cpu"), [("fp32", torch.float32), ("fp16", torch.float32)])
-def test_a_cpu_takes_fp32_for_what_it_would_emulate(precision: Precision, on_cpu: torch.dtype) -> None:
-    assert inference_dtype(precision, CPU) == on_cpu
+    assert (inference_dtype(precision, CPU), inference_dtype(precision, CUDA)) == (on_cpu, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +63,6 @@ def test_the_gpu_is_taken_unless_the_cpu_is_asked_for(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setenv("FINRAY_CPU", asked_for_cpu)
     assert inference_device().type == expected
-
-
-def test_a_gpu_keeps_the_dtype_of_training_and_an_unknown_one_is_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert inference_dtype("fp32", CUDA) == torch.float32
-    assert inference_dtype("auto", CUDA) == torch.bfloat16
 
 
 # --- which weights --------------------------------------------------------------------------------------------------
@@ -343,6 +340,8 @@ def test_a_model_is_exported_as_it_is_asked_for(
     merged = export_model(run_dir, tmp_path / "merged", merge=True, dtype="bf16", base=base)
     assert (merged.merged, merged.dtype, merged.onto) == (True, "bf16", base or str(tiny_model_dir))
     assert not export_model(run_dir, tmp_path / "adapter", merge=False, dtype="fp32", base=base).merged
+    with pytest.raises(ModelError, match="weights cannot be stored as `int8`"):
+        export_model(run_dir, tmp_path / "other", dtype="int8")
 
 
 def test_a_model_without_an_adapter_is_not_exported_as_one(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -369,73 +368,11 @@ def test_a_full_disk_at_export_is_one_error_and_nothing_is_left(
     assert "file name too long\n  repair: take a shorter name" in err
 
 
-@pytest.mark.parametrize("place", ["gone/answers.jsonl", "."])
-def test_answers_that_cannot_be_written_are_not_generated(
-    place: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("finray.evaluation.generate.make_engine", None)
-    code, _, err = runs.finray("generate", tiny_model_dir, "hello", "--output", tmp_path / place)
-    assert code == 2
-    assert "repair" in err
-
-
 def test_a_whole_model_has_no_base(tiny_model_dir: Path) -> None:
     assert find_artifact(tiny_model_dir).base is None
     with pytest.raises(ModelError, match="a full model, which has no base") as caught:
         find_artifact(tiny_model_dir, base="other")
     assert caught.value.repair == "leave out --base"
-
-
-def test_an_export_has_the_dtype_and_the_size_of_files_that_are_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(artifacts, "find_artifact", lambda path, *, base: (path, base))
-    monkeypatch.setattr(artifacts, "export", lambda *given, **options: asked.append((given, options)))
-    export_model("run", tmp_path, merge=False, dtype="fp16", base="b", max_shard_size="5GB")
-    export_model("run", "~/out")
-    assert asked == [
-        ((("run", "b"), tmp_path), {"merge": False, "dtype": "fp16", "max_shard_size": "5GB"}),
-        ((("run", None), Path.home() / "out"), {"merge": True, "dtype": "bf16", "max_shard_size": None}),
-    ]
-    with pytest.raises(ModelError, match="weights cannot be stored as `int8`"):
-        export_model("run", tmp_path, dtype="int8")
-    assert len(asked) == 2
-
-
-def test_a_trained_model_is_loaded_where_and_as_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Model:
-        def to(self, device: torch.device) -> tuple[str, torch.device]:
-            return "model", device
-
-    loaded: list[Any] = []
-    monkeypatch.setattr(artifacts, "find_artifact", lambda path: SimpleNamespace(folder=Path(path)))
-    monkeypatch.setattr(artifacts, "load_artifact", lambda artifact, *, dtype: loaded.append(dtype) or Model())
-    monkeypatch.setattr(artifacts, "load_tokenizer", lambda model: f"tokenizer of {model.name}")
-    monkeypatch.setattr(artifacts, "inference_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(artifacts, "inference_dtype", lambda precision, device: (precision, device))
-    assert artifacts.load_trained("run") == (("model", torch.device("meta")), "tokenizer of run")
-    assert loaded == [(None, torch.device("meta"))]
-
-
-@pytest.mark.parametrize(
-    ("path", "config", "expected"),
-    [
-        ("runs/x", None, True),
-        ("x", None, False),
-        ("org/model", None, False),
-        ("org/model", "org/other/config.yaml", True),
-        ("org/model", "org/config.yaml", False),
-    ],
-)
-def test_a_path_that_is_not_there_is_one_of_a_run_where_runs_are_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, config: str | None, expected: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if config is not None:
-        Path(config).parent.mkdir(parents=True)
-        Path(config).write_text("")
-    assert artifacts._is_beside_runs(Path(path)) is expected
 
 
 def test_a_directory_with_the_name_of_a_checkpoint_is_one_of_a_run_only_beside_its_records(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from finray.config.resolved import LabelSet
 from finray.evaluation import statistics
-from finray.evaluation.classifiers import Mean, Pearson, _contrasts, _in_order, _statistics
+from finray.evaluation.classifiers import Mean, Pearson, _contrasts, _in_order, _losses, _statistics, commonest
 from finray.evaluation.classify import Classification, Classified
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, paired, spearman_interval
 from finray.tasks.classifier_scores import ScoreSums
@@ -172,6 +173,7 @@ def test_the_interval_of_a_mean_auroc_is_near_a_bootstrap() -> None:
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", [30, 200])
 def test_intervals_of_ranks_hold_the_truth_in_95_of_100_samples(rows: int) -> None:
     random, held = np.random.default_rng(11), np.zeros(2)
@@ -250,6 +252,7 @@ def test_aurocs_of_two_models_are_compared_as_delong_does() -> None:
     assert found.p == pytest.approx(2 * norm.sf(moved.mean() / error), abs=0.01)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("score", ["roc_auc", "spearman"])
 def test_equal_models_differ_in_5_of_100_samples(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_RESAMPLES", 10)
@@ -289,3 +292,57 @@ def test_rows_of_one_class_have_no_area() -> None:
     assert auroc_rows(np.ones((4, 1), dtype=bool), np.arange(4.0)[:, None]) is None
     predicted = [Classification("b", (0.4, 0.6))] * 4
     assert _contrasts(LabelSet("single_label", ("a", "b")), ["b"] * 4, predicted) == {}
+
+
+# --- what is computed from predictions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("labels", "truths"),
+    [
+        (LabelSet("single_label", NAMES), ["a", "b", "c", "a", "b", "c", "b"]),
+        (LabelSet("multi_label", ("a", "b")), [("a",), ("a", "b"), (), ("b",), ("a",), ("b",), ()]),
+    ],
+)
+def test_areas_of_several_classes_are_compared_by_the_mean_of_all(labels: LabelSet, truths: list[Any]) -> None:
+    """Each class against the rest, pair by pair; ties count half."""
+    said = np.random.default_rng(3).dirichlet(np.ones(len(labels.names)), len(truths)).round(1)
+    areas = []
+    for number, name in enumerate(labels.names):
+        right, scores = np.array([name in truth for truth in truths]), said[:, number]
+        there, others = scores[right][:, None], scores[~right]
+        areas.append(((there > others) + 0.5 * (there == others)).mean())
+    predicted = [Classification("a", tuple(row)) for row in said]
+    found = _contrasts(labels, truths, predicted)["roc_auc"]
+    assert found.shape == (7, 1)
+    assert found.mean() == pytest.approx(np.mean(areas))
+
+
+def test_the_area_of_two_classes_is_that_of_the_second() -> None:
+    """Its probabilities are told apart where those of the first are all one."""
+    said = [("yes", 1e-9), ("no", 1e-12), ("yes", 1e-3), ("no", 1e-10), ("no", 0.5), ("yes", 1e-11)]
+    predicted = [Classification("no", (float(np.float32(1 - one)), one)) for _, one in said]
+    found = _contrasts(LabelSet("single_label", ("no", "yes")), [name for name, _ in said], predicted)
+    # Of nine pairs, 1e-9 and 1e-3 are above two each, and 1e-11 is above one.
+    assert found["roc_auc"].mean() == pytest.approx(5 / 9)
+
+
+def test_a_loss_of_what_was_thought_impossible_is_finite() -> None:
+    truth = np.array([[True, False], [True, False]])
+    single = _losses(truth, np.array([[0.0, 1.0], [0.25, 0.75]]), True)
+    assert single[:, 0].tolist() == pytest.approx([300 * np.log(10), np.log(4)])
+    several = _losses(truth, np.array([[0.0, 1.0], [0.25, 0.0]]), False)
+    assert several[:, 0].tolist() == pytest.approx([16 * np.log(10), np.log(4) / 2])
+
+
+def test_the_best_guess_without_looking() -> None:
+    def of(labels: list[Any], problem: Any) -> Any:
+        train: Any = SimpleNamespace(labels=labels)
+        return commonest(train, LabelSet(problem, () if problem == "regression" else NAMES))
+
+    assert of(["c", "b", "c", "a"], "single_label") == "c"
+    assert of([1.0, 2.0, 6.0], "regression") == 3.0
+    # Classes that more than half of the rows have.
+    assert of([("a", "b"), ("b",), ("c", "b"), ("c",)], "multi_label") == ("b",)
+    assert of([("a", "c"), ("c",), ()], "multi_label") == ("c",)
+    assert of([(), ()], "multi_label") == ()

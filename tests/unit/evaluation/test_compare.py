@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from rich.console import Console
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -57,17 +55,6 @@ def evaluation_loss(run_dir: Path) -> float:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     return trained(tiny_model_dir, tmp_path_factory.mktemp("run"))
-
-
-def test_scores_and_answers_of_held_out_rows(run_dir: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    found = evaluate(run_dir, progress=lambda what, done, *, total, rate="": told.append((what, done, total)))
-    assert found.rows == len(found.predictions) > 0
-    assert ("tuned loss", found.rows, found.rows) in told
-    scores = json.loads((found.folder / "metrics.json").read_text())
-    assert scores["models"]["base"]["loss"]["value"] == found.base.loss
-    assert found.tuned.loss != found.base.loss
-    assert found.tuned.loss == pytest.approx(evaluation_loss(run_dir), rel=1e-5)
 
 
 class Smoothed(CausalLM):
@@ -142,13 +129,8 @@ def test_rows_without_prompts_have_the_losses_of_plain_transformers(
     assert found.tuned.loss == pytest.approx(by_transformers(tuned[0], rows, adapter=tuned[1]), rel=1e-5)
     assert found.tuned.loss != pytest.approx(found.base.loss, rel=1e-4)
     assert found.tuned.perplexity == pytest.approx(math.exp(found.tuned.loss))
-    scores = json.loads((found.folder / "metrics.json").read_text())
-    assert scores["models"] == {"base": found.base.json(), "tuned": found.tuned.json()}
-    assert scores["models"]["base"].keys() == {"loss", "perplexity"}
+    assert found.base.json().keys() == {"loss", "perplexity"}
     assert not (found.folder / "predictions.jsonl").exists()
-    console = Console(file=io.StringIO(), width=120)
-    found.print(console)
-    assert "these rows have no prompts" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("change", [lambda rows: [*rows, rows[0]], lambda rows: rows[1:]])

@@ -1,4 +1,7 @@
-"""Answers during training: who answers which prompt, in which order they are scored, and with which attention."""
+"""Answers during training: who answers which prompt, in which order they are scored, and with which attention.
+
+`tests/training/test_answers_in_training.py` compares the answers with plain PEFT's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 from finray.errors import DataError, TrainingError
 from finray.evaluation import during
-from finray.evaluation.during import Answers
+from finray.evaluation.during import TrainingAnswers, _attending_by_itself
 from finray.models import attention
 from tests.support.ranks import Group
 from tests.support.runs import config_of
@@ -39,9 +42,9 @@ class Words:
         return " ".join(map(str, tokens))
 
 
-def made(precision: str = "fp32", **evaluation: Any) -> Answers:
-    plain = {"model": {"name": "m"}, "data": {"source": "d"}, "evaluation": {"metrics": ["exact_match"], **evaluation}}
-    answers = Answers(config_of(plain), precision)
+def made() -> TrainingAnswers:
+    plain = {"model": {"name": "m"}, "data": {"source": "d"}, "evaluation": {"metrics": ["exact_match"]}}
+    answers = TrainingAnswers(config_of(plain), "fp32")
     answers.__dict__["_tokenizer"] = Words()
     return answers
 
@@ -49,21 +52,16 @@ def made(precision: str = "fp32", **evaluation: Any) -> Answers:
 class Engine:
     """Says the token 10 above the last of a prompt, last prompts first, but of the last two rows something else."""
 
-    def __init__(self, seen: list[Any]) -> None:
-        self.seen = seen
-
-    def of(self, model: Any, tokenizer: Any, **options: Any) -> Engine:
-        self.seen.append((model.attention, torch.is_autocast_enabled("cpu"), options))
-        return self
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any, **options: Any) -> Engine:
+        return cls()
 
     def generate(self, prompts: list[list[int]], sampling: Any) -> Iterator[Any]:
-        self.seen.append((sampling.max_new_tokens, sampling.temperature))
         for row, prompt in reversed(list(enumerate(prompts))):
             yield SimpleNamespace(row=row, text=str(prompt[-1] + 10) if prompt[0] < 13 else "else")
 
     def close(self) -> None:
-        """The model has its attention again."""
-        self.seen.append("closed")
+        """Nothing is held."""
 
 
 class Model:
@@ -85,7 +83,7 @@ class Model:
 def test_each_prompt_is_answered_once_and_scored_with_its_own_reference(
     monkeypatch: pytest.MonkeyPatch, world: int
 ) -> None:
-    monkeypatch.setattr(during, "TransformersEngine", Engine([]))
+    monkeypatch.setattr(during, "TransformersEngine", Engine)
     told: dict[int, list[float]] = {rank: [] for rank in range(world)}
 
     def answer(strategy: Any) -> dict[str, float]:
@@ -99,7 +97,7 @@ def test_each_prompt_is_answered_once_and_scored_with_its_own_reference(
 
 
 def test_a_row_without_a_prompt_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(during, "TransformersEngine", Engine([]))
+    monkeypatch.setattr(during, "TransformersEngine", Engine)
     task: Any = SimpleNamespace(model=Model("sdpa"))
     mixed, text = Split(([1, 2], [1, 1])), Split(([1, 2], [1, 1]))
     text.rows = text.rows[:1]
@@ -115,37 +113,26 @@ def test_a_prompt_without_an_answer_and_a_score_that_fails_are_errors_of_every_r
         raise DataError("the prompt is empty")
 
     task: Any = SimpleNamespace(model=Model("sdpa"))
-    monkeypatch.setattr(during, "TransformersEngine", Engine([]))
+    monkeypatch.setattr(during, "TransformersEngine", Engine)
     monkeypatch.setattr(Engine, "generate", refuse)
     found = Group(2).run(lambda strategy: made()(task, Split(), strategy))  # type: ignore[arg-type]
     assert [str(one) for one in found] == [str(DataError("the prompt is empty"))] * 2
     monkeypatch.undo()
-    monkeypatch.setattr(during, "TransformersEngine", Engine([]))
+    monkeypatch.setattr(during, "TransformersEngine", Engine)
     monkeypatch.setattr(during, "score_named", lambda name, scoring: SimpleNamespace(value=lambda rows: 1 / 0))
     found = Group(2).run(lambda strategy: made()(task, Split(), strategy))  # type: ignore[arg-type]
     assert all(isinstance(one, TrainingError) and "exact_match" in str(one) for one in found)
 
 
-@pytest.mark.parametrize(("precision", "autocast"), [("fp32", False), ("bf16", True)])
-@pytest.mark.parametrize(
-    ("model", "inside"),
-    [
-        (Model(attention.NAME, "sdpa", "eager"), "sdpa"),
-        (Model(attention.NAME, "eager"), "eager"),
-        (Model("flash_attention_2", "sdpa", "eager"), "flash_attention_2"),
-    ],
-)
-def test_prompts_are_answered_with_transformers_attention_in_the_precision_of_training(
-    monkeypatch: pytest.MonkeyPatch, precision: str, autocast: bool, model: Model, inside: str
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(during, "TransformersEngine", Engine(seen))
-    usual = model.attention
-    answers = made(precision, max_new_tokens=9, batch_size=3)
-    assert answers._answer(model, [[10, 20], [14, 24], [12, 22]], lambda share: None) == ["30", "else", "32"]
-    assert seen == [(inside, autocast, {"batch_size": 3}), (9, 0.0), "closed"]
-    assert model.attention == usual
-    monkeypatch.setattr(Engine, "generate", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        answers._answer(model, [[10, 20]], lambda share: None)
-    assert model.attention == usual
+@pytest.mark.parametrize("others", [("sdpa", "eager"), ("eager",)])
+def test_finrays_attention_is_taken_off_for_answers_and_put_back_whatever_happens(others: tuple[str, ...]) -> None:
+    model: Any = Model(attention.NAME, *others)
+    with _attending_by_itself(model):
+        assert model.attention == others[0]
+    assert model.attention == attention.NAME
+    with pytest.raises(ZeroDivisionError), _attending_by_itself(model):
+        _ = 1 / 0
+    assert model.attention == attention.NAME
+    model = Model("flash_attention_2", *others)
+    with _attending_by_itself(model):
+        assert model.attention == "flash_attention_2"

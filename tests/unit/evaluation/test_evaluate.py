@@ -26,7 +26,7 @@ from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.subjects import Case, EvaluationRequest
 from finray.hardware import cpu_has_bf16
 from tests.support import runs, tiny
-from tests.support.evaluated import conversation, evaluate, write
+from tests.support.evaluated import conversation, evaluate, loss_of, write
 
 pytestmark = pytest.mark.long
 
@@ -95,25 +95,11 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     first = found.models[0]
-    losses = []
-    for number in (2, 20, 4, 21):
-        text, spans = "", []
-        for one in conversation(number):
-            text += f"<|im_start|>{one['role']}\n"
-            start = len(tokenizer(text, add_special_tokens=False)["input_ids"])
-            text += f"{one['content']}<|im_end|>"
-            spans += [(start, len(tokenizer(text, add_special_tokens=False)["input_ids"]))] * (
-                one["role"] == "assistant"
-            )
-            text += "\n"
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            logits = plain(ids).logits[0].double().log_softmax(-1)
-        losses += [-float(logits[place - 1, ids[0, place]]) for span in spans for place in range(*span)]
+    expected = loss_of(plain, tokenizer, [conversation(number) for number in (2, 20, 4, 21)])
     # Without a run that says otherwise, a CPU that multiplies bf16 computes in it.
     in_fp32 = found.made_by["dtype"] == "float32"
     assert in_fp32 or (kind != "checkpoint" and cpu_has_bf16())
-    assert first.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4 if in_fp32 else 2e-3)
+    assert first.loss == pytest.approx(expected, rel=1e-4 if in_fp32 else 2e-3)
     if kind == "model":
         assert found.compared == ()
         assert any("training data is unknown" in note for note in found.notes)
@@ -148,31 +134,6 @@ def test_a_model_of_no_run_has_the_dtype_that_is_asked_for(
     assert case.dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("overrides", "asked", "together"),
-    [((), None, 2), (("evaluation.batch_size=3",), None, 3), (("evaluation.batch_size=3",), 1, 1)],
-)
-def test_so_many_rows_are_answered_together(
-    run_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: tuple[str, ...],
-    asked: int | None,
-    together: int,
-) -> None:
-    """As the run's config says, which is two, or an override of it, or the argument."""
-    found: list[int] = []
-    step = TransformersEngine.step
-
-    def counted(self: TransformersEngine, slots: Any, working: Any, coming: Any, *rest: Any) -> torch.Tensor:
-        found.append(len(working) + len(coming))
-        return step(self, slots, working, coming, *rest)
-
-    monkeypatch.setattr(TransformersEngine, "step", counted)
-    evaluate(run_dir, overrides, output=tmp_path, batch_size=asked, engine="transformers")
-    assert max(found) == together
-
-
 @pytest.mark.parametrize(("signum", "code", "word"), [(2, 130, "interrupted"), (15, 143, "ended by SIGTERM")])
 @pytest.mark.parametrize("where", ["before", "during"])
 def test_a_signal_says_what_is_kept_and_the_same_command_continues(
@@ -205,15 +166,6 @@ def test_a_signal_says_what_is_kept_and_the_same_command_continues(
     assert ended == 0, out + err
     # Each row was answered once by the base and once by the tuned model.
     assert len(answered) == 2 * 3
-
-
-def test_results_lie_beside_what_was_evaluated(
-    run_dir: Path, tiny_model_dir: Path, other: Path, tmp_path: Path
-) -> None:
-    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "m"))
-    assert evaluate(model, file=other, max_new_tokens=1).folder == model / "evaluation" / "other"
-    assert evaluate(run_dir / "checkpoint-000001").folder == run_dir / "evaluation" / "checkpoint-000001"
-    assert evaluate(run_dir / "final").folder == run_dir / "evaluation"
 
 
 def test_several_baselines_each_have_a_sentence(run_dir: Path, other: Path, tiny_model_dir: Path) -> None:
@@ -303,8 +255,11 @@ def test_a_choice_that_the_answer_is_not_among_is_an_error(tiny_model_dir: Path,
     with pytest.raises(DataError, match="`y` is not one of the choices x, z") as caught:
         evaluate(tiny_model_dir, wrong, file=file, metrics=["multiple_choice"], output=tmp_path)
     assert str(caught.value.where).endswith("rows.jsonl:2")
-    with pytest.raises(DataError, match="no column `choices` with a list of texts"):
-        evaluate(tiny_model_dir, file=file, metrics=["multiple_choice"], output=tmp_path)
+    for odd in ({}, {"choices": "xy"}, {"choices": ["x"]}, {"choices": [1, 2]}):
+        file = write(tmp_path / "odd.jsonl", [{"prompt": "a", "completion": "x", **odd}])
+        with pytest.raises(DataError, match=r"no column `choices` with a list of texts \(columns: prompt, ") as caught:
+            evaluate(tiny_model_dir, file=file, metrics=["multiple_choice"], output=tmp_path)
+        assert str(caught.value.where).endswith("odd.jsonl:1")
 
 
 def test_code_is_checked_with_the_columns_of_its_row(
@@ -335,9 +290,7 @@ def test_code_is_checked_with_the_columns_of_its_row(
     found = evaluate(tiny_model_dir, settings, **asked)
     (note,) = [one for one in found.notes if "checks" in one]
     assert note.startswith(f"{tiny_model_dir.name} pass at k: of 6 checks 4 failed: counted as not passed; ")
-    checks = json.loads((tmp_path / "out" / "metrics.json").read_text())["models"][found.tuned.name]["pass_at_k"][
-        "checks"
-    ]
+    checks = found.json()["models"][found.tuned.name]["pass_at_k"]["checks"]
     assert (checks["right"], checks["wrong"], checks["failed"]) == (2, 0, 4)
     assert "NameError: name 'anwser' is not defined" in checks["first_failure"]
     (tmp_path / "my_code_check.py").write_text("def check(answer, row):\n    return anwser\n")
@@ -345,6 +298,43 @@ def test_code_is_checked_with_the_columns_of_its_row(
         evaluate(tiny_model_dir, settings, **asked)
     with pytest.raises(ConfigError, match="2 attempts with greedy decoding"):
         evaluate(tiny_model_dir, settings, file=file, metrics=["pass_at_k"], output=tmp_path / "out")
+
+
+def test_models_that_share_weights_share_an_engine_which_is_closed_before_the_next(
+    run_dir: Path, other: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    begin, close = TransformersEngine.__init__, TransformersEngine.close
+
+    def beginning(self: Any, loading: Any) -> None:
+        events.append(f"open {loading.artifact.folder.name}")
+        begin(self, loading)
+
+    def closing(self: Any) -> None:
+        events.append("close")
+        close(self)
+
+    monkeypatch.setattr(TransformersEngine, "__init__", beginning)
+    monkeypatch.setattr(TransformersEngine, "close", closing)
+    options: dict[str, Any] = {"baselines": ["base", str(tiny_model_dir)], "max_new_tokens": 1}
+    found = evaluate(run_dir, file=other, output=tmp_path, **options)
+    assert [note for note in found.notes if "cut off" in note] == [
+        f"{one.name}: 4 of 4 answers were cut off, after --max-new-tokens=1 or at the model's length"
+        for one in (found.models[0], found.models[2], found.models[1])
+    ]
+    assert events == ["open final", "close", f"open {tiny_model_dir.name}", "close"]
+
+
+def test_rows_of_a_file_are_scored_where_those_of_the_training_are_gone(
+    run_dir: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> Any:
+        raise FinrayError("the file does not exist", where="own.jsonl")
+
+    monkeypatch.setattr("finray.evaluation.subjects.splits_of", gone)
+    found = evaluate(run_dir, file=other, output=tmp_path, max_new_tokens=1)
+    assert (found.rows, found.overlap) == (4, None)
+    assert "overlap with the training data was not checked: the file does not exist" in found.notes
 
 
 def test_every_task_has_a_judge() -> None:

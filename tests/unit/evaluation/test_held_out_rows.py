@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +18,14 @@ import finray
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config import trust
 from finray.data.sampling.splits import sample
-from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.errors import ConfigError, DataError, FinrayError
 from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
-from finray.evaluation.outcome import Comparison, Estimate, Evaluated
-from finray.evaluation.statistics import Interval
+from finray.evaluation.outcome import Comparison
 from tests.support import runs
-from tests.support.evaluated import Train, conversation, evaluate
+from tests.support.evaluated import Train, conversation, evaluate, loss_of, text_of
 
 pytestmark = pytest.mark.long
-
-
-def text_of(messages: list[dict[str, str]]) -> str:
-    return "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +38,6 @@ def models(run_dir: Path, base: Path) -> tuple[Any, Any]:
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     again = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return plain, PeftModel.from_pretrained(again, str(run_dir / "final")).eval()
-
-
-@torch.no_grad()
-def loss_of(model: Any, tokenizer: Any, rows: list[list[dict[str, str]]]) -> float:
-    """Of every token of an answer and the end of its turn, over all rows."""
-    losses = []
-    for messages in rows:
-        ids, learned = [], []
-        for one in messages:
-            head, body = f"<|im_start|>{one['role']}\n", f"{one['content']}<|im_end|>"
-            for text, is_learned in ((head, False), (body, one["role"] == "assistant"), ("\n", False)):
-                tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-                ids += tokens
-                learned += [is_learned] * len(tokens)
-        logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-        losses += [-float(logits[place - 1, ids[place]]) for place in range(1, len(ids)) if learned[place]]
-    return sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("override", ["data.eval_ratio=0.2", "run.seed=99"])
@@ -139,27 +115,22 @@ def test_files_hold_the_scores_and_every_row(found: Comparison, run_dir: Path) -
     assert lines[0]["where"].endswith("eval.jsonl:1")
 
 
-def test_every_part_tells_how_far_it_is_and_how_fast(run_dir: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int, str]] = []
-    evaluate(
-        run_dir,
-        output=tmp_path / "new",
-        progress=lambda what, done, *, total, rate="": told.append((what, done, total, rate)),
-    )
-    parts = [f"{model} {what}" for model in ("base", "tuned") for what in ("loss", "answers")]
-    assert [one[:3] for one in told] == [(part, done, 3) for part in parts for done in (1, 2, 3)]
-    assert all("rows/s" in rate and "tokens/s" in rate for *_, rate in told)
-
-
 def test_rates_are_of_what_this_call_computed(run_dir: Path, tmp_path: Path) -> None:
     def rates(found: Comparison) -> dict[str, dict[str, Any]]:
         written = json.loads((found.folder / "metrics.json").read_text())["rates"]
         assert written == found.plain()["rates"]
         return {f"{one['model']} {one['part']}": one for one in written}
 
-    first = evaluate(run_dir, output=tmp_path / "new")
+    told: list[tuple[str, int, int, str]] = []
+    first = evaluate(
+        run_dir,
+        output=tmp_path / "new",
+        progress=lambda what, done, *, total, rate="": told.append((what, done, total, rate)),
+    )
     parts = [f"{model} {what}" for model in ("base", "tuned") for what in ("loss", "answers")]
     assert list(rates(first)) == parts
+    assert [one[:3] for one in told] == [(part, done, 3) for part in parts for done in (1, 2, 3)]
+    assert all("rows/s" in rate and "tokens/s" in rate for *_, rate in told)
     for one in rates(first).values():
         assert one["rows"] == 3
         assert one["tokens"] > 3
@@ -212,9 +183,11 @@ def test_exact_answers_are_counted_for_the_model_that_gave_them(
     assert found.base.metrics == {"exact_match": pytest.approx(1 / 3), "first_letters": 11.0}
     assert found.tuned.metrics == {"exact_match": pytest.approx(2 / 3), "first_letters": 12.0}
     assert [one.scores["base"]["exact_match"] for one in found.predictions] == [1, 0, 0]
+    # A number outside of 0 to 1 is shown as no percentage.
+    assert not found.tuned.scores["first_letters"].is_share
     assert [one.scores["tuned"]["exact_match"] for one in found.predictions] == [0, 1, 1]
     (exact,) = [one for one in found.compared if one.score == "exact_match"]
-    assert (exact.found.gained, exact.found.lost) == (2, 1)
+    assert (exact.test.gained, exact.test.lost) == (2, 1)
     assert found.sentences[0].startswith("tuned and base cannot be told apart on exact match from 3 rows")
 
 
@@ -309,19 +282,6 @@ def test_at_most_as_many_rows_as_asked_for(
     assert evaluate(copy, max_rows=asked).rows == expected
 
 
-def test_answers_are_as_long_as_asked_for(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-
-    def generate(engine: Any, prompts: Any, sampling: Sampling, *, rows: Any, **options: Any) -> Iterator[Answer]:
-        lengths.append(sampling.max_new_tokens)
-        yield from (Answer(row, (), "", "stop") for row in rows)
-
-    monkeypatch.setattr(TransformersEngine, "generate", generate)
-    evaluate(run_dir, output=tmp_path, max_rows=1, max_new_tokens=3)
-    evaluate(run_dir, output=tmp_path, max_rows=1)
-    assert lengths == [3, 3, *[saved_config(RunDir(run_dir)).evaluation.max_new_tokens] * 2]
-
-
 def test_max_rows_is_a_seeded_sample_and_not_the_first_rows(run_dir: Path, tmp_path: Path) -> None:
     found = evaluate(run_dir, output=tmp_path, max_rows=2)
     assert [one.row for one in found.predictions] == sample(3, 2, seed=saved_config(RunDir(run_dir)).run.seed).tolist()
@@ -361,11 +321,6 @@ def test_a_run_that_holds_nothing_out_is_refused(train: Train) -> None:
         evaluate(train(**{"data.eval_source": None}))
 
 
-def test_a_model_that_is_not_there_is_refused(run_dir: Path) -> None:
-    with pytest.raises(ModelError):
-        evaluate(run_dir / "nothing")
-
-
 def test_scores_that_cannot_be_written_are_an_error_before_a_model_is_loaded(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,26 +355,9 @@ def test_precision_is_what_the_run_resolved_or_what_an_old_config_names(
         "finray.evaluation.subjects.inference_dtype", lambda precision, device: asked.append(precision) or torch.float32
     )
     evaluate(copy, max_rows=1)
-    # An override is neither.
+    # An override is neither; weights in bf16 are no other dtype in their arithmetic.
     evaluate(copy, ("train.precision=fp16",), max_rows=1)
+    evaluate(copy, ("train.precision=bf16-true", "adapter.method=none"), max_rows=1)
     (copy / "resolved.json").unlink()
     evaluate(copy, max_rows=1)
-    assert asked == ["fp32", "fp16", "bf16"]
-
-
-def test_what_is_shown_has_both_models_in_every_line(found: Comparison) -> None:
-    def model(name: str, exact: float, loss: float) -> Evaluated:
-        span = Interval(exact - 0.1, exact + 0.1, "Wilson")
-        return Evaluated(
-            name, {"exact_match": Estimate(exact, span, True), "loss": Estimate(loss, Interval(None, None, "none"))}
-        )
-
-    scored = replace(found, models=(model("base", 0.125, 2.5), model("tuned", 0.375, 1.25)))
-    console = Console(file=StringIO(), width=100)
-    scored.print(console)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
-    for expected in ("exact match 12.5% [2.5, 22.5] 37.5% [27.5, 47.5]", "loss 2.5 1.25", "perplexity 12.182 3.490"):
-        assert any(expected in line for line in lines), (expected, lines)
-    assert "<|im_start|>user\n" in text
-    assert found.sentences[0] in text
+    assert asked == ["fp32", "fp16", "bf16", "bf16"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from finray.errors import FinrayError, ModelError
-from finray.evaluation.outcome import Compared, Comparison, Estimate, Evaluated, Prediction, Rate, write
+from finray.evaluation.outcome import Compared, Comparison, ModelScores, Prediction, Rate, ScoreEstimate, write
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired
 from finray.results import PlainConsole
@@ -21,17 +21,17 @@ from tests.support import damaged
 NONE = Interval(None, None, "none: why")
 
 
-def loss(value: float) -> Estimate:
-    return Estimate(value, NONE)
+def loss(value: float) -> ScoreEstimate:
+    return ScoreEstimate(value, NONE)
 
 
-def share(value: float, low: float, high: float) -> Estimate:
-    return Estimate(value, Interval(low, high, "Wilson"), is_share=True)
+def share(value: float, low: float, high: float) -> ScoreEstimate:
+    return ScoreEstimate(value, Interval(low, high, "Wilson"), is_share=True)
 
 
-BASE = Evaluated("base", {"loss": loss(2.0), "exact_match": share(0.25, 0.1, 0.5)})
-OTHER = Evaluated("other", {"loss": loss(3.0)})
-TUNED = Evaluated("tuned", {"exact_match": share(0.75, 0.5, 0.9), "loss": loss(1.0), "bleu": loss(1234.56)})
+BASE = ModelScores("base", {"loss": loss(2.0), "exact_match": share(0.25, 0.1, 0.5)})
+OTHER = ModelScores("other", {"loss": loss(3.0)})
+TUNED = ModelScores("tuned", {"exact_match": share(0.75, 0.5, 0.9), "loss": loss(1.0), "bleu": loss(1234.56)})
 MATCH = Compared("exact_match", "base", 8, Paired(0.5, Interval(0.2, 0.7, "Agresti-Min"), 0.03125, "McNemar", 5, 1))
 LOSS = Compared("loss", "base", 8, Paired(-1.0, Interval(-1.5, -0.5, "bootstrap"), 0.00001, "permutation"))
 ASKED = Prediction(4, "a.jsonl:5", "why?", "so", {"base": ["no"], "tuned": ["so", "thus"]}, {"tuned": {"m": 1.0}})
@@ -52,16 +52,16 @@ def shown(result: Comparison, **options: Any) -> list[str]:
     ("score", "text", "difference"),
     [
         (share(0.75, 0.5, 0.9), "75.0% [50.0, 90.0]", "12.5 points"),
-        (Estimate(0.75, NONE, is_share=True), "75.0%", "12.5 points"),
-        (Estimate(0.123456, Interval(0.1, 12.3456, "t")), "0.1235 [0.1, 12.35]", "0.125"),
-        (Estimate(0.5, Interval(0.1, None, "t")), "0.5", "0.125"),
-        (Estimate(0.5, Interval(None, 0.1, "t")), "0.5", "0.125"),
-        (Estimate(999.94, NONE), "999.9", "0.125"),
-        (Estimate(1000.0, NONE), "1000.0", "0.125"),
-        (Estimate(-123456.78, NONE), "-123456.8", "0.125"),
+        (ScoreEstimate(0.75, NONE, is_share=True), "75.0%", "12.5 points"),
+        (ScoreEstimate(0.123456, Interval(0.1, 12.3456, "t")), "0.1235 [0.1, 12.35]", "0.125"),
+        (ScoreEstimate(0.5, Interval(0.1, None, "t")), "0.5", "0.125"),
+        (ScoreEstimate(0.5, Interval(None, 0.1, "t")), "0.5", "0.125"),
+        (ScoreEstimate(999.94, NONE), "999.9", "0.125"),
+        (ScoreEstimate(1000.0, NONE), "1000.0", "0.125"),
+        (ScoreEstimate(-123456.78, NONE), "-123456.8", "0.125"),
     ],
 )
-def test_a_score_is_a_percentage_or_a_number_of_four_digits(score: Estimate, text: str, difference: str) -> None:
+def test_a_score_is_a_percentage_or_a_number_of_four_digits(score: ScoreEstimate, text: str, difference: str) -> None:
     assert score.text() == text
     assert score.difference(0.125) == difference
 
@@ -74,9 +74,9 @@ def test_scores_as_json() -> None:
         "exact_match": share(0.25, 0.1, 0.5).json(),
         "perplexity": math.exp(2.0),
     }
-    assert Evaluated("m", {"accuracy": loss(1.0)}).json() == {"accuracy": loss(1.0).json()}
+    assert ModelScores("m", {"accuracy": loss(1.0)}).json() == {"accuracy": loss(1.0).json()}
     assert (BASE.metrics, BASE.loss, BASE.perplexity) == ({"exact_match": 0.25}, 2.0, math.exp(2.0))
-    assert Evaluated("m", {"loss": loss(10_000.0)}).perplexity == math.exp(700.0)
+    assert ModelScores("m", {"loss": loss(10_000.0)}).perplexity == math.exp(700.0)
     assert MATCH.json() == {
         **{"score": "exact_match", "baseline": "base", "rows": 8, "difference": 0.5, "low": 0.2, "high": 0.7},
         **{"p": 0.03125, "test": "McNemar", "gained": 5, "lost": 1},
@@ -103,34 +103,19 @@ def test_answers_and_rates_as_json() -> None:
 
 
 def test_a_comparison_as_json_holds_what_there_is(found: Comparison, tmp_path: Path) -> None:
-    models = {"base": BASE.json(), "tuned": TUNED.json()}
-    usual = {
-        **{"format_version": 1, "rows": 8, "models": models, "says": ["tuned is better."], "in_training_data": None},
-        "comparisons": [{"model": "tuned", **MATCH.json()}, {"model": "tuned", **LOSS.json()}],
-        **{"without_training_rows": None, "notes": [], "rates": [], "made_by": {}, "higher_is_better": {}},
-    }
-    assert found.json() == usual
-    assert found.plain() == {**usual, "folder": str(tmp_path), "predictions": [ASKED.json()]}
-    rate = Rate("tuned", "loss", 10, 5000, 4.0)
-    more = replace(
-        found,
-        overlap=Overlap((1,), (2, 3), (("a:1", "b:2", 0.5),)),
-        held_out=(OTHER,),
-        made_by={"seed": 1},
-        notes=("a note",),
-        classes=("no", "yes"),
-        confusion={"tuned": ((1, 2), (3, 4))},
-        rates=(rate,),
-    )
-    assert more.json() == {
-        **usual,
-        "in_training_data": {
-            **{"equal": 1, "shares_13_words": 2, "rows": [{"row": "a:1", "training_row": "b:2", "shared": 0.5}]}
-        },
-        "without_training_rows": {"other": OTHER.json()},
-        **{"notes": ["a note"], "rates": [rate.json()], "made_by": {"seed": 1}},
-        **{"classes": ["no", "yes"], "confusion": {"tuned": ((1, 2), (3, 4))}},
-    }
+    plain = found.json()
+    assert (plain["rows"], plain["says"], plain["in_training_data"]) == (8, ["tuned is better."], None)
+    assert plain["models"] == {"base": BASE.json(), "tuned": TUNED.json()}
+    assert plain["comparisons"] == [{"model": "tuned", **MATCH.json()}, {"model": "tuned", **LOSS.json()}]
+    assert {"classes", "confusion"}.isdisjoint(plain)
+    assert found.plain() == {**plain, "folder": str(tmp_path), "predictions": [ASKED.json()]}
+    overlap = Overlap((1,), (2, 3), (("a:1", "b:2", 0.5),))
+    confusion: Any = {"tuned": ((1, 2), (3, 4))}
+    more = replace(found, overlap=overlap, held_out=(OTHER,), classes=("no", "yes"), confusion=confusion).json()
+    named = [{"row": "a:1", "training_row": "b:2", "shared": 0.5}]
+    assert more["in_training_data"] == {"equal": 1, "shares_13_words": 2, "rows": named}
+    assert more["without_training_rows"] == {"other": OTHER.json()}
+    assert (more["classes"], more["confusion"]) == (["no", "yes"], confusion)
 
 
 def test_the_evaluated_model_is_the_last_and_the_baseline_the_first(found: Comparison) -> None:
@@ -147,10 +132,10 @@ def test_a_table_has_a_column_for_each_model_and_each_p(found: Comparison) -> No
     assert lines[at + 1 : at + 4] == ["loss 2 1 < 0.001", "perplexity 7.389 2.718", "bleu 1234.6"]
     both = [" ".join(line.replace("┃", " ").split()) for line in shown(replace(found, models=(BASE, OTHER, TUNED)))]
     assert "base other tuned p against base p against other" in both
-    against = replace(LOSS, baseline="other", found=replace(LOSS.found, p=0.25))
+    against = replace(LOSS, baseline="other", test=replace(LOSS.test, p=0.25))
     three = replace(found, models=(BASE, OTHER, TUNED), compared=(MATCH, LOSS, against))
     assert "loss 2 3 1 < 0.001 0.25" in [" ".join(line.replace("│", " ").split()) for line in shown(three)]
-    assert not any("intervals" in line for line in shown(replace(found, models=(Evaluated("m", {}),))))
+    assert not any("intervals" in line for line in shown(replace(found, models=(ModelScores("m", {}),))))
 
 
 def test_what_is_said_below_the_table(found: Comparison, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from finray.evaluation import overlap as module
 from finray.evaluation.overlap import Words, overlap
@@ -121,16 +122,6 @@ def test_rows_that_begin_alike_behind_a_template_do_not_share_a_run(
     assert found(test, train).shared == (0, 7)
 
 
-def test_what_is_in_many_training_rows_does_not_count() -> None:
-    phrase = row(999, 20)
-    test = rows(range(6))
-    test[0] = [*TEMPLATE, *row(50, 8), *phrase, *row(51, 8)]
-    few = [[*TEMPLATE, *row(seed, 6), *phrase, *row(seed + 1, 6)] for seed in range(200, 208)]
-    assert found(test, few).shared == (0,)
-    many = [[*TEMPLATE, *row(seed, 6), *phrase, *row(seed + 1, 6)] for seed in range(200, 240)]
-    assert found(test, many).shared == ()
-
-
 @pytest.mark.parametrize(("holders", "counts"), [(1, True), (10, True), (11, False)])
 def test_a_run_counts_in_up_to_ten_training_rows(holders: int, counts: bool) -> None:
     phrase = row(999, RUN)
@@ -193,22 +184,6 @@ def test_only_the_rows_that_are_evaluated_are_looked_at() -> None:
     assert found(test, train, (6,)).named[0][:2] == ("rows.jsonl:7", "rows.jsonl:2")
 
 
-@pytest.mark.parametrize("short", [[], [5], list(range(RUN - 1))])
-def test_rows_shorter_than_a_run_are_no_trouble(short: list[int]) -> None:
-    seen = found([short, row(1)], [short, row(2)] if short else [row(2)])
-    assert seen.equal == ((0,) if short else ())
-    assert seen.shared == ()
-
-
-@pytest.fixture(scope="module")
-def tokenizers(smollm2_dir: Path, minilm_dir: Path, tokenizer: Any) -> dict[str, Any]:
-    """Byte-level BPE whose digits are tokens, WordPiece, and a small byte-level BPE that cuts nearly every word."""
-    from transformers import AutoTokenizer
-
-    own = {"smollm2": AutoTokenizer.from_pretrained(smollm2_dir), "minilm": AutoTokenizer.from_pretrained(minilm_dir)}
-    return {**own, "tiny": tokenizer}
-
-
 def by_hand(text: str) -> list[str]:
     return [
         word for word in (re.sub(f"[{re.escape(string.punctuation)}]", "", one) for one in text.lower().split()) if word
@@ -224,11 +199,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "tiny"])
-def test_words_are_those_between_white_space_in_lower_case_without_punctuation(
-    tokenizers: dict[str, Any], name: str
-) -> None:
-    tokenizer = tokenizers[name]
+def test_words_are_those_between_white_space_in_lower_case_without_punctuation(tokenizer: Any) -> None:
     hashes, owner = Words(tokenizer)([np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS])
     expected = [(word, row) for row, text in enumerate(TEXTS) for word in by_hand(text)]
     assert owner.tolist() == [row for _, row in expected]
@@ -238,21 +209,21 @@ def test_words_are_those_between_white_space_in_lower_case_without_punctuation(
     assert len(set(of_word.values())) == len(of_word)
 
 
-def test_words_of_wordpiece_are_joined_from_their_pieces(tokenizers: dict[str, Any]) -> None:
+def test_words_of_wordpiece_are_joined_from_their_pieces() -> None:
     """Its punctuation ends a word, as it does for the tokenizer."""
-    tokenizer, words = tokenizers["minilm"], Words(tokenizers["minilm"])
-    one, other = "the untrainable quokkas ate", "The UNTRAINABLE, quokkas. ate"
-    assert len(tokenizer.tokenize(one)) > 4
-    found = [words([np.array(tokenizer(text)["input_ids"], dtype=np.int32)])[0].tolist() for text in (one, other)]
+    pieces = ["[UNK]", "the", "un", "##train", "##able", "qu", "##ok", "##kas", "ate", ",", "."]
+    core = Tokenizer(models.WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    core.normalizer, core.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    words = Words(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]"))
+    said = ["the untrainable quokkas ate", "The UNTRAINABLE, quokkas. ate"]
+    found = [words([np.array(core.encode(text).ids, dtype=np.int32)])[0].tolist() for text in said]
     assert found[0] == found[1]
     assert len(set(found[0])) == 4
 
 
 @given(text=st.text(st.sampled_from("ab 1,.\n"), max_size=60))
-def test_a_words_hash_does_not_depend_on_how_it_was_cut_into_tokens(tokenizers: dict[str, Any], text: str) -> None:
-    tokenizer = tokenizers["smollm2"]
-    words = Words(tokenizer) if "words" not in tokenizers else tokenizers["words"]
-    tokenizers["words"] = words
+def test_a_words_hash_does_not_depend_on_how_it_was_cut_into_tokens(tokenizer: Any, text: str) -> None:
+    words = Words(tokenizer)
     whole = tokenizer(text)["input_ids"]
     letters = [token for letter in text for token in tokenizer(letter)["input_ids"]]
     found = [words([np.array(ids, dtype=np.int32)])[0].tolist() for ids in (whole, letters)]
@@ -300,17 +271,9 @@ def test_pieces_of_sentencepiece_and_bytes_make_the_words_of_their_text() -> Non
         "Ċ",
     ]
     vocabulary = Vocabulary(pieces, special=["<s>"], added=["<tool>"])
-    rows = [
-        "▁The,▁c,at",
-        "the,<0x20>,cat",
-        "the,<s>,<0x63>,at,!",
-        "the,<tool>,cat",
-        "Ġthe,Ċ,cat",
-        "the,<0x0A>,▁,cat",
-        # A row begins a word, whatever the row before it ends with.
-        "cat",
-        "the,cat",
-    ]
+    rows = ["▁The,▁c,at", "the,<0x20>,cat", "the,<s>,<0x63>,at,!", "the,<tool>,cat", "Ġthe,Ċ,cat", "the,<0x0A>,▁,cat"]
+    # A row begins a word, whatever the row before it ends with.
+    rows += ["cat", "the,cat"]
     found, owner = vocabulary.words("", "!", *rows, "")
     the, cat = found[2]
     assert [] == found[0] == found[1] == found[-1]
@@ -323,19 +286,11 @@ def test_pieces_of_sentencepiece_and_bytes_make_the_words_of_their_text() -> Non
     assert Words(vocabulary)([])[0].tolist() == []
 
 
-@pytest.mark.parametrize(
-    ("pieces", "marked", "is_wordpiece"), [(199, 1, False), (199, 2, True), (200, 2, False), (200, 3, True)]
-)
-def test_a_vocabulary_is_wordpieces_where_more_than_one_of_a_hundred_pieces_continue_a_word(
-    pieces: int, marked: int, is_wordpiece: bool
-) -> None:
-    continued = [f"##{number}" for number in range(marked)]
-    vocabulary = Vocabulary([*continued, "un", "able", *(f"w{number}" for number in range(pieces - marked - 2))])
-    assert len(vocabulary.words("un,able")[0][0]) == 1 + is_wordpiece
-    assert len(vocabulary.words("un,##0")[0][0]) == 1
-
-
 def test_rows_without_a_run_are_compared_as_a_whole_and_shares_have_four_digits() -> None:
+    for short in ([5], list(range(RUN - 1))):
+        seen = found([short, row(1)], [short, row(2)])
+        assert (seen.equal, seen.shared) == ((0,), ())
+    assert (found([[], row(1)], [row(2)]).equal, found([[], row(1)], [row(2)]).shared) == ((), ())
     assert (found([[5], [6, 7]], [row(2), [6, 7]]).equal, found([[5]], [row(2)]).shared) == ((1,), ())
     assert found([[5]], []).equal == ()
     copied = [*row(80, 20), *row(81, 4)]
@@ -343,9 +298,8 @@ def test_rows_without_a_run_are_compared_as_a_whole_and_shares_have_four_digits(
     assert found([copied, row(82)], [row(83), copied[: RUN + 6]]).named == (("rows.jsonl:1", "rows.jsonl:2", 0.5833),)
 
 
-def test_sums_that_share_their_digits_do_not_make_rows_alike(tokenizers: dict[str, Any]) -> None:
+def test_sums_that_share_their_digits_do_not_make_rows_alike(tokenizer: Any) -> None:
     """For a tokenizer whose digits are tokens, a calculation is a run of more than 13; words tell rows apart."""
-    tokenizer = tokenizers["smollm2"]
     texts = [
         "Ann has 12 pears. <<12*1200=14400>>14400 in all",
         "Every bus holds 51 people: <<12*1200=14400>>14400 seats",

@@ -11,7 +11,7 @@ import pytest
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.source_rows import SourceRows
 from finray.errors import DataError
-from finray.evaluation.rows import Rows
+from finray.evaluation.rows import EvaluationRows
 from tests.support.preparing import Preparing, Write, ids, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -27,8 +27,8 @@ def mix(put: Write) -> list[dict[str, Any]]:
     return [{"source": str(few), "count": 6}, {"source": str(many), "count": 5}]
 
 
-def rows_of(dataset: PreparedDataset, split: PreparedSplit) -> Rows:
-    return Rows("train", split, tuple(range(len(split))), dataset, False, None, "train")
+def rows_of(dataset: PreparedDataset, split: PreparedSplit) -> EvaluationRows:
+    return EvaluationRows("train", split, tuple(range(len(split))), dataset, False, None, "train")
 
 
 def test_rows_of_a_mix_are_the_same_rows_with_another_tokenizer(preparing: Preparing, mix: Any) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
-import sys
-from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +14,10 @@ import torch
 from finray.evaluation import compare
 from finray.evaluation.compare import evaluate
 from finray.evaluation.estimates import Judged, Loss
-from finray.evaluation.harness import Found
+from finray.evaluation.harness import TaskMetric
 from finray.evaluation.outcome import Comparison, Prediction, Rate
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.scores.base import SummedScore
-from finray.evaluation.statistics import interval, paired
 from finray.evaluation.subjects import EvaluationRequest
 
 RIGHT = {"small": [0.0] * 20, "large": [1.0] * 2 + [0.0] * 18, "tuned": [0.0] + [1.0] * 12 + [0.0] * 7}
@@ -49,9 +45,7 @@ def subject(name: str) -> Any:
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     subjects = tuple(map(subject, NAMES))
     config = SimpleNamespace(
-        data=SimpleNamespace(source="rows.jsonl"),
-        evaluation=SimpleNamespace(max_rows=20),
-        run=SimpleNamespace(seed=8),
+        data=SimpleNamespace(source="rows.jsonl"), evaluation=SimpleNamespace(max_rows=20), run=SimpleNamespace(seed=8)
     )
     case = SimpleNamespace(
         rows=Rows(train="what was trained on"),
@@ -63,31 +57,20 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     answers = {name: {"exact": np.array(right)[:, None]} for name, right in RIGHT.items()}
     case.judged = Judged({"exact": SummedScore(), "loss": Loss()}, answers, {name: {} for name in NAMES})
     case.judged.harness = {
-        name: {"t acc": Found(float(np.mean(RIGHT[name])), None, np.array(RIGHT[name])[:, None])} for name in NAMES
+        name: {"t acc": TaskMetric(float(np.mean(RIGHT[name])), None, np.array(RIGHT[name])[:, None])} for name in NAMES
     }
     case.judged.made_by = {"engine": "an engine", "metrics": ["exact"]}
     case.judged.prediction = lambda index: Prediction(index, f"rows.jsonl:{index + 21}", "why", "so", {}, {})
-    case.asked = {}
-
-    def of(model: Any, overrides: Any, request: Any, **rest: Any) -> Any:
-        case.asked |= {"model": model, "overrides": overrides, "request": request, **rest}
-        case.request = request
-        return case
-
-    def overlap(*given: Any) -> Overlap:
-        case.asked["overlap"] = given
-        return Overlap((3,), (14,), ())
-
-    monkeypatch.setattr(compare, "Case", SimpleNamespace(of=of))
+    monkeypatch.setattr(compare, "Case", SimpleNamespace(of=lambda *given, **options: case))
     monkeypatch.setitem(compare.JUDGES, "causal_lm", lambda of: of.judged)
-    monkeypatch.setattr(compare, "overlap", overlap)
-    monkeypatch.setattr(compare, "load_tokenizer", lambda model: f"tokenizer of {model.name}")
-    monkeypatch.setattr(compare, "Words", lambda tokenizer: f"words of {tokenizer}")
+    monkeypatch.setattr(compare, "overlap", lambda *given: Overlap((3,), (14,), ()))
+    monkeypatch.setattr(compare, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(compare, "Words", lambda tokenizer: None)
     return case
 
 
-def put(case: Any, **request: Any) -> Comparison:
-    return evaluate("a-model", ["a=b"], EvaluationRequest(**{"seed": 3, "output": case.folder, **request}))
+def put(case: Any) -> Comparison:
+    return evaluate("a-model", [], EvaluationRequest(seed=3, output=case.folder))
 
 
 def test_all_comparisons_count_for_each_other_also_those_of_lm_eval(case: Any) -> None:
@@ -98,7 +81,7 @@ def test_all_comparisons_count_for_each_other_also_those_of_lm_eval(case: Any) -
     twice = [2 / 2**12, 2 * (1 + 12) / 2**12]
     for part in (exact, harness):
         assert [one.baseline for one in part] == ["small", "large"]
-        assert [one.found.p for one in part] == pytest.approx([2 * twice[0], twice[1]])
+        assert [one.test.p for one in part] == pytest.approx([2 * twice[0], twice[1]])
     assert [line.partition(" (")[0] for line in found.sentences] == [
         "tuned is better than small on exact: by 60.0 points",
         "tuned is better than large on exact: by 50.0 points",
@@ -113,12 +96,6 @@ def test_scores_of_all_rows_and_of_those_that_were_not_trained_on(case: Any) -> 
     # Of the rows 3 and 14, which are in the training data, the first is right.
     assert found.held_out[-1].metrics == {"exact": pytest.approx(11 / 18)}
     assert found.overlap == Overlap((3,), (14,), ())
-    assert case.asked["overlap"] == (
-        Rows.split,
-        Rows.numbers,
-        "what was trained on",
-        "words of tokenizer of tuned",
-    )
     assert (found.rows, [one.where for one in found.predictions][::19]) == (20, ["rows.jsonl:21", "rows.jsonl:40"])
     assert json.loads((case.folder / "metrics.json").read_text())["rows"] == 20
     assert (case.folder / "predictions.jsonl").read_text().count("\n") == 20
@@ -135,48 +112,6 @@ def test_where_no_row_or_every_row_was_trained_on_there_are_no_scores_without_th
     for some in ((4,), tuple(range(19))):
         monkeypatch.setattr(compare, "overlap", lambda *_, some=some: Overlap((), some, ()))
         assert len(put(case).held_out) == 3
-
-
-def test_the_seed_draws_what_intervals_and_tests_need(case: Any) -> None:
-    graded = {name: np.random.default_rng(at).random((20, 1)) for at, name in enumerate(NAMES)}
-    for name, rows in graded.items():
-        case.judged.statistics[name]["exact"] = rows
-        case.judged.harness[name]["t acc"] = Found(float(rows.mean()), None, rows)
-    mean = SummedScore().total
-    found = {seed: put(case, seed=seed) for seed in (0, 3)}
-    kept = np.array([index not in (3, 14) for index in range(20)])
-    for seed, one in found.items():
-        span = interval(graded["tuned"], mean, seed=seed)
-        assert one.tuned.scores["exact"].interval == one.tuned.scores["t acc"].interval == span
-        assert one.held_out[-1].scores["exact"].interval == interval(graded["tuned"][kept], mean, seed=seed)
-        of_difference = paired(graded["large"], graded["tuned"], mean, seed=seed).interval
-        assert [two.found.interval for two in one.compared if two.baseline == "large"] == [of_difference] * 2
-
-
-def test_what_the_results_depend_on_is_recorded(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("rouge_score", "sacrebleu", "lm_eval"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "sacrebleu", ModuleType("sacrebleu"))
-    assert put(case).made_by == {
-        "model": {"weights": "of tuned"},
-        "baselines": {"small": {"weights": "of small"}, "large": {"weights": "of large"}},
-        "data": {
-            **{"source": "rows.jsonl", "split": "eval", "fingerprint": "0a1b", "content": "c0de"},
-            **{"rows": 20, "of": 100, "max_rows": 20, "sample_seed": 8},
-        },
-        "dtype": "bfloat16",
-        **{"engine": "an engine", "metrics": ["exact"]},
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("finray", "torch", "transformers", "peft", "sacrebleu")},
-        },
-    }
-    monkeypatch.setitem(sys.modules, "rouge_score", ModuleType("rouge_score"))
-    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
-    case.rows = None
-    made_by = put(case).made_by
-    assert made_by["data"] is None
-    assert made_by["versions"] | {name: version(name) for name in ("rouge-score", "lm-eval")} == made_by["versions"]
 
 
 def test_what_is_known_of_the_rows_is_said_once(case: Any) -> None:
@@ -203,22 +138,3 @@ def test_without_rows_there_are_the_scores_of_lm_eval_alone(case: Any) -> None:
     assert found.tuned.metrics == {"t acc": 0.6}
     assert found.tuned.scores["t acc"].interval.method == "Wilson"
     assert len(found.sentences) == 2
-    # A classifier's rows have predictions, those that are learned as a whole have none.
-    case.rows = Rows(train=None)
-    assert len(put(case).predictions) == 0
-
-
-@pytest.mark.parametrize(("output", "brought"), [(True, False), (False, True)])
-def test_what_is_asked_for_is_handed_on_and_brought_back_where_no_other_place_is_named(
-    case: Any, monkeypatch: pytest.MonkeyPatch, output: bool, brought: bool
-) -> None:
-    back: list[Any] = []
-    monkeypatch.setattr(compare, "local_copy", lambda model: f"copy of {model}")
-    monkeypatch.setattr(compare, "bring_back", lambda *given: back.append(given))
-    request = EvaluationRequest(output=case.folder if output else None)
-    told: Any = lambda what, done, *, total, rate="": None  # noqa: E731
-    spread: Any = lambda: None  # noqa: E731
-    evaluate("s3://b/run", ["a=b"], request, progress=told, spread=spread)
-    assert back == [("s3://b/run", "copy of s3://b/run", case.folder)] * brought
-    wanted = {"model": "copy of s3://b/run", "overrides": ["a=b"], "request": request, "tasks": compare.JUDGES}
-    assert case.asked | wanted | {"progress": told, "spread": spread} == case.asked

@@ -13,9 +13,8 @@ import pytest
 
 from finray.errors import DataError
 from finray.evaluation import work as module
-from finray.evaluation.engines import Answer, Continuation, Likelihood, Sampling
-from finray.evaluation.rows import Rows
-from finray.evaluation.scores.base import Answered
+from finray.evaluation.engines import Continuation, Likelihood, Sampling
+from finray.evaluation.rows import EvaluationRows
 from finray.evaluation.subjects import EvaluationRequest, Subject
 from finray.evaluation.work import Work
 from finray.models.artifacts import Artifact
@@ -30,7 +29,6 @@ SPLIT = [
     ("s: yes!", [0, 0, 1, 1, 1, 1, 0]),
 ]
 NUMBERS = (5, 0, 3, 1, 2)
-WARM = Sampling(9, temperature=0.5, seed=4, stop=(".",))
 
 
 class Split:
@@ -56,7 +54,7 @@ class Words:
 
 
 class Engine:
-    """The likelihood of a token is given by the one before it; an answer says what it answers. The last come first."""
+    """The likelihood of a token is given by the one before it. The last come first."""
 
     name, version = "counting", "1.5"
 
@@ -73,12 +71,6 @@ class Engine:
                 True,
             )
 
-    def generate(self, prompts: Any, sampling: Sampling, *, rows: Any, adapter: bool) -> Iterator[Answer]:
-        self.asked.append((["".join(map(chr, one)) for one in prompts], list(rows), sampling, adapter))
-        for prompt, row in reversed(list(zip(prompts, rows, strict=True))):
-            finish = "length" if len(prompt) > 3 else "stop"
-            yield Answer(row, (5,) * len(prompt), f"{''.join(map(chr, prompt))} {row}", finish)
-
 
 def logprob(text: str, at: int) -> float:
     return -ord(text[at]) / 1000 - ord(text[at - 1])
@@ -87,11 +79,11 @@ def logprob(text: str, at: int) -> float:
 class Made:
     """A model's work in a folder, and what it has told."""
 
-    def __init__(self, folder: Path, *, sampling: Sampling = WARM, replicas: int = 1, **subject: Any) -> None:
+    def __init__(self, folder: Path, **subject: Any) -> None:
         self.told: list[tuple[Any, ...]] = []
         case: Any = SimpleNamespace(
             folder=folder,
-            request=EvaluationRequest(engine="counting", replicas=replicas),
+            request=EvaluationRequest(engine="counting", replicas=2),
             dtype="torch.float32",
             rates=[],
             notes=[],
@@ -100,16 +92,17 @@ class Made:
         dataset: Any = SimpleNamespace(content="c0de")
         split: Any = Split()
         self.case, self.engine = case, Engine()
-        rows = Rows("eval", split, NUMBERS, dataset, True, None, "train")
+        rows = EvaluationRows("eval", split, NUMBERS, dataset, True, None, "train")
         own: Any = SimpleNamespace(
             **{"name": "tuned", "identity": {"weights": "w"}, "adapter": False, "turns": True, **subject}
         )
-        self.work = Work(own, rows, case, sampling, lambda: self.engine)
+        self.work = Work(own, rows, case, Sampling(), lambda: self.engine)
 
 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ROWS", 2)
+    """Each replica has its part."""
+    monkeypatch.setattr(module, "_ROWS", 1)
 
 
 def belongs_to(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -158,78 +151,15 @@ def test_a_models_configuration_says_whether_positions_depend_on_the_row(tmp_pat
         assert Subject("tuned", Artifact(tmp_path, None, {})).turns is turns
 
 
-def test_what_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
-    first = Made(tmp_path)
-    whole = first.work.losses()
-    again = Made(tmp_path)
-    assert again.work.losses().tolist() == whole.tolist()
-    assert (again.engine.asked, again.case.rates) == ([], [])
-    assert again.told == [("tuned loss", 5, 5, "kept from before")]
-    assert again.work.made_by == [COUNTING]
-    # All but the two rows that were kept last; they are told as done from the start.
-    (file,) = tmp_path.iterdir()
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[:-2]))
-    rest = Made(tmp_path, replicas=2)
-    assert rest.work.losses().tolist() == whole.tolist()
-    assert len(rest.engine.asked) == 1
-    assert [one[1:3] for one in rest.told] == [(4, 5), (5, 5)]
-    assert rest.case.rates[0].rows == 2
-    # Each replica has its part.
-    many = Made(tmp_path / "other", replicas=2)
-    (tmp_path / "other").mkdir()
-    many.work.losses()
-    assert [len(rows) for rows, _ in many.engine.asked] == [4, 1]
-    other = Made(tmp_path, identity={"weights": "other"}, adapter=True)
-    other.work.losses()
-    assert [adapter for _, adapter in other.engine.asked] == [True] * 3
-
-
-@pytest.mark.parametrize("attempts", [1, 3])
-def test_each_row_is_answered_as_often_as_asked_for_and_by_numbers_that_are_its_own(
-    tmp_path: Path, attempts: int
-) -> None:
-    made = Made(tmp_path)
-    found = made.work.answers(attempts)
-    prompts = {5: "s:", 0: "ab|", 3: "ab|cd", 1: "", 2: "q:"}
-    assert found == [
-        tuple(f"{prompts[row]} {row * attempts + attempt}" for attempt in range(attempts)) for row in NUMBERS
-    ]
-    cut = f"tuned: {attempts} of {5 * attempts} answers were cut off"
-    assert made.case.notes == [f"{cut}, after --max-new-tokens=9 or at the model's length"]
-    parts = [one[1] for one in made.engine.asked]
-    wanted = [row * attempts + attempt for row in NUMBERS for attempt in range(attempts)]
-    assert parts == [wanted[at : at + 2] for at in range(0, len(wanted), 2)]
-    assert {one[2:] for one in made.engine.asked} == {(WARM, False)}
-    sampling = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 1.0, "seed": 4, "top_k": 0, "stop": ["."]}
-    assert belongs_to(tmp_path, "answers") == [
-        {**BELONGS, "sampling": sampling, **({"attempts": 3} if attempts == 3 else {})}
-    ]
-    (rate,) = made.case.rates
-    # The token that ends an answer is one too.
-    assert (rate.part, rate.rows, rate.tokens) == (
-        "answers",
-        5 * attempts,
-        attempts * sum(map(len, prompts.values())) + 5 * attempts,
-    )
-    line = json.loads(next(tmp_path.iterdir()).read_text().splitlines()[2])
-    assert (line["row"], line["value"]) == (
-        wanted[1],
-        {"text": f"{prompts[wanted[1] // attempts]} {wanted[1]}", "finish": "stop"},
-    )
-    assert made.told[0][0] == "tuned answers"
-    penalized = Made(tmp_path, sampling=Sampling(9, repetition_penalty=1.5))
-    penalized.work.answers(1)
-    assert any(one["sampling"].get("repetition_penalty") == 1.5 for one in belongs_to(tmp_path, "answers"))
-
-
 CHOICES = {0: ["no", "yes"], 1: ["cd", "é"], 2: ["x", "e", "ff"], 3: ["a", "b", "no"]}
 
 
 def test_the_likelihoods_of_choices_begin_where_answers_do_in_training(tmp_path: Path) -> None:
     made = Made(tmp_path)
     # A prompt of no token cannot be scored: of row 1 all is learned.
-    made.work.rows = Rows("eval", made.work.rows.split, (5, 0, 3, 2), made.work.rows.dataset, True, None, "train")
+    made.work.rows = EvaluationRows(
+        "eval", made.work.rows.split, (5, 0, 3, 2), made.work.rows.dataset, True, None, "train"
+    )
     found = made.work.likelihoods(CHOICES, Words())
 
     def total(prompt: str, choice: str) -> float:
@@ -242,7 +172,6 @@ def test_the_likelihoods_of_choices_begin_where_answers_do_in_training(tmp_path:
         (tuple(pytest.approx(total("ab|cd", one)) for one in ("x", "e", "ff")), (1, 1, 2), 1),
         (tuple(pytest.approx(total("q:", one)) for one in ("a", "b", "no")), (1, 1, 2), 2),
     ]
-    assert made.engine.asked[0] == ([("s:", " no"), ("s:", " yes"), ("ab|", "cd"), ("ab|", "é")], False)
     assert len(made.engine.asked) == 2
     (rate,) = made.case.rates
     assert (rate.part, rate.rows, rate.tokens) == ("choices", 4, 3 + 4 + 2 + 1 + 1 + 1 + 2 + 1 + 1 + 2)
@@ -252,27 +181,6 @@ def test_the_likelihoods_of_choices_begin_where_answers_do_in_training(tmp_path:
     assert made.engine.asked == []
     made.work.likelihoods({**CHOICES, 3: ["no", "b"]}, Words())
     assert len(made.engine.asked) == 2
-    assert [one.keys() - BELONGS.keys() for one in belongs_to(tmp_path, "choices")] == [{"choices"}] * 2
     with pytest.raises(DataError, match="the answer `no` is not one of the choices a, b") as caught:
         made.work.likelihoods({**CHOICES, 3: ["a", "b"]}, Words())
     assert caught.value.where == "rows.jsonl:3"
-
-
-def test_scores_get_what_they_need_and_nothing_else_is_computed(tmp_path: Path) -> None:
-    made = Made(tmp_path)
-    references = ["yes", "cd", "e", "xyz", "no"]
-    columns = {1: {"id": 7}}
-    assert made.work.answered({"columns"}, 1, {}, columns, Words()) == [
-        Answered((), " yes" if row == 0 else reference, columns.get(row, {}))
-        for row, reference in enumerate(references)
-    ]
-    assert made.engine.asked == []
-    answers = made.work.answered({"answers"}, 2, {}, {}, Words())
-    assert [one.answers for one in answers] == made.work.answers(2)
-    made.work.rows = Rows("eval", made.work.rows.split, (5, 0), made.work.rows.dataset, True, None, "train")
-    choices = {0: CHOICES[0], 1: CHOICES[1]}
-    for one, known in zip(
-        made.work.answered({"choices"}, 1, choices, {}, Words()), made.work.likelihoods(choices, Words()), strict=True
-    ):
-        assert (one.log_likelihoods, one.choice_lengths, one.right) == known
-        assert one.answers == ()

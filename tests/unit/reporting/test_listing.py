@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from finray.checkpoint.copies import named_run
+from finray.evaluation.subjects import files_of
 from finray.records import RunHeader, TrainRecord
 from finray.reporting import listing
-from finray.reporting.listing import Follower, age, compare_runs, latest, list_runs, shown_name, size, watch
+from finray.reporting.listing import RecordFollower, age, compare_runs, latest, list_runs, shown_name, size, watch
 from finray.reporting.recorded import EARLIER_WEIGHTS, read_run
 from finray.reporting.report import tables
 from finray.results import PlainConsole
@@ -90,11 +91,9 @@ def test_scores_of_earlier_weights_are_named_with_their_run_in_a_comparison_and_
     for run in runs:
         folder = write_evaluation(run, [prediction(0, base=0, tuned=1)])
         (run / "final").mkdir()
-        file = run / "final" / "model.safetensors"
-        file.write_text("x")
-        os.utime(file, ns=(5, 5))
+        (file := run / "final" / "model.safetensors").write_text("x")
         plain = json.loads((folder / "metrics.json").read_text())
-        plain["made_by"]["model"] = {"weights": {"name": "final", "files": [[file.name, 1, 5]]}}
+        plain["made_by"]["model"] = {"weights": files_of(str(run / "final"))}
         (folder / "metrics.json").write_text(json.dumps(plain))
     assert json.loads(finray("runs", "compare", *runs, "--json")[1])["notes"] == []
     os.utime(file, ns=(6, 6))
@@ -117,19 +116,15 @@ def test_listing_runs_loads_no_torch(tmp_path: Path) -> None:
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize(("command", "where"), [("report", "none"), ("watch", "none"), ("runs", "none")])
-def test_a_run_that_is_not_there_is_one_message(tmp_path: Path, command: str, where: str) -> None:
-    code, out, err = finray(command, tmp_path / where)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert "Traceback" not in err
-
-
-def test_a_report_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_and_a_report_that_cannot_be_written_are_one_message(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
-    for target, said in ((tmp_path, "is a directory"), (tmp_path / "no" / "page.html", "no such file")):
-        code, out, err = finray("report", path, "--output", target)
-        assert (code, out) == (2, "")
+    for words, said in (
+        *(((command, tmp_path / "none"), "does not exist") for command in ("report", "watch", "runs")),
+        (("report", path, "--output", tmp_path), "is a directory"),
+        (("report", path, "--output", tmp_path / "no" / "page.html"), "no such file"),
+    ):
+        code, out, err = finray(*words)
+        assert (code, out, err.startswith("error: "), "Traceback" in err) == (2, "", True, False)
         assert said in err
 
 
@@ -155,13 +150,13 @@ def line(step: int, **changes: object) -> str:
     return json.dumps({**train(step).json(), **changes}) + "\n"
 
 
-def steps_of(follower: Follower) -> list[int]:
+def steps_of(follower: RecordFollower) -> list[int]:
     return [one.step for one in follower.new() if isinstance(one, TrainRecord)]
 
 
 def test_new_records_are_told_once(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=3, finished=False)
-    follower = Follower(path)
+    follower = RecordFollower(path)
     assert [type(one) for one in follower.new()] == [RunHeader, *[TrainRecord] * 3]
     assert list(follower.new()) == []
     whole = line(4)
@@ -176,7 +171,7 @@ def test_new_records_are_told_once(tmp_path: Path) -> None:
 
 def test_a_restart_tells_the_steps_again_that_are_done_again(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=6, finished=False)
-    records, follower = path / "metrics.jsonl", Follower(path)
+    records, follower = path / "metrics.jsonl", RecordFollower(path)
     assert steps_of(follower) == [1, 2, 3, 4, 5, 6]
     kept = "".join(records.read_text().splitlines(keepends=True)[:4])
     (path / "scratch").write_text(kept)

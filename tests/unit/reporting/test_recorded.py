@@ -14,9 +14,7 @@ from finray.evaluation.subjects import files_of
 from finray.records import Note
 from finray.reporting import recorded
 from finray.reporting.recorded import EARLIER_WEIGHTS, is_held, read_run, runs_in, size_of, state_of
-from finray.tracking.protocol import RunInfo
-from finray.tracking.starts import StartsTracker, read_starts
-from tests.support.recorded import at_work, header, prediction, write_evaluation, write_run
+from tests.support.recorded import at_work, prediction, write_evaluation, write_run
 
 
 def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
@@ -138,33 +136,33 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_there(tmp_path: Path) -> N
 def test_scores_of_weights_that_were_trained_further_are_said_to_be_of_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str, earlier: bool
 ) -> None:
-    path = write_run(tmp_path / "run")
+    path, own = write_run(tmp_path / "run"), ("a note of the evaluation",)
     (path / "final").mkdir()
-    for file in ("adapter_model.safetensors", "adapter_config.json"):
-        (path / "final" / file).write_text(file)
+    file = path / "final" / "adapter_model.safetensors"
+    file.write_text("weights")
     folder = write_evaluation(path, [prediction(0, base=0, tuned=1)], name=name)
     plain = json.loads((folder / "metrics.json").read_text())
+
+    def notes(model: object) -> tuple[str, ...]:
+        plain["made_by"]["model"] = model
+        (folder / "metrics.json").write_text(json.dumps(plain))
+        return read_run(path).evaluations[0].notes
+
     # Also of a run that lay elsewhere then.
-    known = {**files_of(str(path / "final")), "name": f"/elsewhere/{weights}"}
-    plain["made_by"]["model"] = {"weights": known, "base": None}
-    (folder / "metrics.json").write_text(json.dumps(plain))
-    assert read_run(path).evaluations[0].notes == ("a note of the evaluation",)
-    file = path / "final" / "adapter_model.safetensors"
+    made_by = {"weights": {**files_of(str(path / "final")), "name": f"/elsewhere/{weights}"}, "base": None}
+    assert notes(made_by) == own
     file.unlink()
-    # A copy behind a URL is read without its weights.
-    assert read_run(path).evaluations[0].notes == ("a note of the evaluation",)
-    file.write_text("adapter_model.safetensors")
+    assert notes(made_by) == own, "a copy behind a URL is read without its weights"
+    file.write_text("weights")
     os.utime(file, ns=(7, 7))
-    assert (read_run(path).evaluations[0].notes[1:] == (EARLIER_WEIGHTS,)) == earlier
+    assert notes(made_by) == (*own, *([EARLIER_WEIGHTS] if earlier else []))
     # A file that was downloaded has the time of that.
     with monkeypatch.context() as patch:
         patch.setattr(recorded, "local_copy", lambda place, *, weights: path)
-        assert read_run("s3://bucket/run").evaluations[0].notes == ("a note of the evaluation",)
+        assert read_run("s3://bucket/run").evaluations[0].notes == own
     # What is damaged says nothing of weights.
     for damaged in (None, 5, {"weights": [1]}, {"weights": {"files": 3}}):
-        plain["made_by"]["model"] = damaged
-        (folder / "metrics.json").write_text(json.dumps(plain))
-        assert read_run(path).evaluations[0].notes == ("a note of the evaluation",)
+        assert notes(damaged) == own
 
 
 @pytest.mark.parametrize("marks", ["config.yaml", "metrics.jsonl", "starts.jsonl", "summary.json"])
@@ -173,14 +171,6 @@ def test_one_file_alone_makes_a_run(tmp_path: Path, marks: str) -> None:
     path.mkdir()
     shutil.copy(whole / marks, path / marks)
     assert read_run(path).state in ("stopped", "finished", "not started")
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    for name, said in (("empty", "holds no run"), ("file", "is no directory"), ("none", "does not exist")):
-        with pytest.raises(DataError, match=said):
-            read_run(tmp_path / name)
 
 
 def test_the_runs_of_a_directory(tmp_path: Path) -> None:
@@ -192,6 +182,10 @@ def test_the_runs_of_a_directory(tmp_path: Path) -> None:
     assert runs_in(tmp_path / "a") == [tmp_path / "a"]
     with pytest.raises(DataError, match="the directory does not exist"):
         runs_in(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    for name, said in (("other", "holds no run"), ("file", "is no directory"), ("none", "does not exist")):
+        with pytest.raises(DataError, match=said):
+            read_run(tmp_path / name)
 
 
 def test_a_file_with_two_names_counts_once(tmp_path: Path) -> None:
@@ -201,15 +195,3 @@ def test_a_file_with_two_names_counts_once(tmp_path: Path) -> None:
     assert size_of(tmp_path) == 1010
     os.link(tmp_path / "weights", tmp_path / "final" / "weights")
     assert size_of(tmp_path) == 1010
-
-
-def test_each_start_of_the_workers_is_kept(tmp_path: Path) -> None:
-    tracker = StartsTracker(clock=iter([100.0, 200.0]).__next__)
-    for step, workers in ((0, 2), (20, 3)):
-        tracker.start(RunInfo("id", tmp_path, step, {}, header(step, world_size=workers)))
-        tracker.finish()
-    with (tmp_path / "starts.jsonl").open("a") as stream:
-        stream.write('{"time": 3')
-    found = read_starts(tmp_path)
-    assert [(one.time, one.header) for one in found] == [(100.0, header(0)), (200.0, header(20, world_size=3))]
-    assert {"python", "finray", "torch"} <= found[0].versions.keys()

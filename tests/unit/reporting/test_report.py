@@ -41,7 +41,9 @@ EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
     st.integers(4, 60),
 )
 def test_a_thinned_curve_keeps_its_ends_and_extremes(values: list[float | None], most: int) -> None:
-    found = thinned(Series("a", list(range(len(values))), values), most)
+    series = Series("a", list(range(len(values))), values)
+    found = thinned(series, most)
+    assert (found is series) == (len(values) <= most)
     assert len(found.x) <= max(most, len(values) if len(values) <= most else 0)
     assert (found.x[0], found.x[-1]) == (0, len(values) - 1)
     assert list(found.x) == sorted(set(found.x))
@@ -50,11 +52,6 @@ def test_a_thinned_curve_keeps_its_ends_and_extremes(values: list[float | None],
     kept = [one for one in found.y if one is not None and math.isfinite(one)]
     if finite:
         assert (min(kept), max(kept)) == (min(finite), max(finite))
-
-
-def test_a_short_curve_is_kept_whole() -> None:
-    series = Series("a", [1, 2, 3], [3.0, None, 1.0])
-    assert thinned(series, 4) is series
 
 
 def run_of(path: Path, **options: Any) -> RecordedRun:
@@ -107,12 +104,10 @@ def test_what_the_machine_did_is_drawn(tmp_path: Path) -> None:
         "Disk, read and written": [([1, 2, 5], [2.0, 4.0, 10.0]), ([1], [2.0])],
     }
     assert machine_plots([run_of(tmp_path / "c")]) == []
-
-
-def test_a_run_has_one_colour_in_all_plots(tmp_path: Path) -> None:
-    runs = [run_of(tmp_path / "empty", steps=0, finished=False), run_of(tmp_path / "b"), run_of(tmp_path / "c")]
-    for plot in plots(runs):
-        assert [(one.label, one.colour) for one in plot.series] == [("b", 1), ("c", 2)]
+    # A run has one colour in all plots.
+    empty = run_of(tmp_path / "empty", steps=0, finished=False)
+    for plot in plots([empty, two, run_of(tmp_path / "d")]):
+        assert [(one.label, one.colour) for one in plot.series] == [("b", 1), ("d", 2)]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -131,13 +126,9 @@ def test_differences_of_configs(tmp_path: Path) -> None:
     ]
     assert config_differences([one, one]) == []
     assert config_differences([one]) == []
-
-
-def test_fields_that_were_set(tmp_path: Path) -> None:
-    found = {path: value for path, value, _ in changed_fields(run_of(tmp_path / "a"))}
-    assert found["train.learning_rate"] == "0.01"
-    assert found["model.name"] == "models/tiny"
-    assert "adapter.method" not in found
+    changed = {path: value for path, value, _ in changed_fields(one)}
+    assert (changed["train.learning_rate"], changed["model.name"]) == ("0.01", "models/tiny")
+    assert "adapter.method" not in changed
 
 
 def test_parts_of_the_time_are_the_whole_of_it() -> None:
@@ -207,26 +198,18 @@ def test_answers_stay_within_their_budget(tmp_path: Path, letter: str) -> None:
     assert len(held) < 1.1 * budget
 
 
-def test_lower_is_better_is_known_by_the_score(tmp_path: Path) -> None:
-    scores = {
-        "base": {"mean_squared_error": 2.0, "exact_match": 1.0},
-        "tuned": {"mean_squared_error": 1.0, "exact_match": 1.0},
-    }
-    found = explorer([("a", with_rows(tmp_path / "a", [prediction(0, base=0, tuned=0, scores=scores)]).evaluations)])
-    assert found is not None
-    (only,) = found.data["sets"]
-    assert dict(zip(only["scores"], only["less"], strict=True)) == {"mean_squared_error": True, "exact_match": False}
-
-
-def test_where_it_is_not_known_what_is_better_no_row_is_called_so(tmp_path: Path) -> None:
-    values = {"base": {"wer": 4.8, "error": 1.0}, "tuned": {"wer": 0.0, "error": 0.5}}
-    scores = {name: {**own, "exact_match": 1.0} for name, own in values.items()}
+def test_whether_less_is_better_is_known_by_the_score_or_said_by_the_evaluation(tmp_path: Path) -> None:
+    """Where it is not known, no row is called better."""
+    names = ("mean_squared_error", "exact_match", "wer", "error")
+    scores = {model: dict.fromkeys(names, 1.0) for model in ("base", "tuned")}
     run = with_rows(tmp_path / "a", [prediction(0, base=0, tuned=0, scores=scores)])
-    evaluations = [replace(one, higher_is_better={"wer": None, "error": True}) for one in run.evaluations]
-    found = explorer([("a", evaluations)])
-    assert found is not None
-    (only,) = found.data["sets"]
-    assert dict(zip(only["scores"], only["less"], strict=True)) == {"wer": None, "error": False, "exact_match": False}
+    said = [replace(one, higher_is_better={"wer": None, "error": True}) for one in run.evaluations]
+    by_name: dict[str, Any] = {"mean_squared_error": True, "exact_match": False, "wer": False, "error": True}
+    for evaluations, expected in ((run.evaluations, by_name), (said, {**by_name, "wer": None, "error": False})):
+        found = explorer([("a", evaluations)])
+        assert found is not None
+        (only,) = found.data["sets"]
+        assert dict(zip(only["scores"], only["less"], strict=True)) == expected
 
 
 # --- the page -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from finray.evaluation import engines
 from finray.models.artifacts import Artifact
 from finray.runtime import serve as module
 from finray.runtime.signals import Interrupted
-from finray.serving.models import Found, Settings
+from finray.serving.models import ServePlan, ServeSettings
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ def test_vllm_gets_all_gpus_of_the_machine_and_another_engine_one(
     monkeypatch.setattr(ray.serve, "deployment", deployment)
     resources = {"CPU": 12.0, "memory": 1e9} | ({"GPU": float(gpus)} if gpus else {})
     stand_in = SimpleNamespace(cluster_resources=lambda: resources, exceptions=ray.exceptions)
-    found = Found("mine", Artifact(None, None, {}), is_classifier, ())  # type: ignore[arg-type]
+    found = ServePlan("mine", Artifact(None, None, {}), is_classifier, ())  # type: ignore[arg-type]
     quiet: dict[str, Any] = {"notify": lambda line: None, "ready": lambda names: None}
     with pytest.raises(Asked):
-        module._serve(stand_in, Settings("m", engine=engine), found, host="127.0.0.1", port=1, grace=1, **quiet)
+        module._serve(stand_in, ServeSettings("m", engine=engine), found, host="127.0.0.1", port=1, grace=1, **quiet)
     assert asked == {"num_cpus": 12, "num_gpus": expected}
 
 
@@ -88,9 +88,9 @@ def test_a_signal_during_the_start_lets_answers_end_where_there_may_be_any(
     stand_in = SimpleNamespace(cluster_resources=lambda: {"CPU": 1.0}, exceptions=ray.exceptions)
     lines: list[str] = []
     options: dict[str, Any] = {"notify": lines.append, "ready": pytest.fail}
-    model = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    model = ServePlan("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
     with pytest.raises(Interrupted):
-        module._serve(stand_in, Settings("m"), model, host="127.0.0.1", port=1, grace=7.0, **options)
+        module._serve(stand_in, ServeSettings("m"), model, host="127.0.0.1", port=1, grace=7.0, **options)
     assert found == drained
     assert ["stopping: running answers have 7 s" in line for line in lines] == [True] * len(drained)
 
@@ -124,10 +124,10 @@ def test_an_error_of_ray_serve_is_one_of_finrays_with_its_reason(monkeypatch: py
         raise ReplicaUnavailableError("x")
 
     monkeypatch.setattr(ray.serve, "start", fail)
-    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    found = ServePlan("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
     options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
     with pytest.raises(ClusterError, match="Ray Serve failed: Replica x is no longer available"):
-        module._serve(ray, Settings("m"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+        module._serve(ray, ServeSettings("m"), found, host="127.0.0.1", port=1, grace=7.0, **options)
 
 
 def stand_in_serve(monkeypatch: pytest.MonkeyPatch, *, state: dict[str, Any], signals: int) -> Any:
@@ -165,9 +165,9 @@ def test_a_server_that_was_stopped_on_purpose_has_done_what_it_should(
     state = {"names": ["mine"], "notes": [], "error": None}
     stand_in = stand_in_serve(monkeypatch, state=state, signals=signals)
     lines: list[str] = []
-    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    found = ServePlan("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
     options: dict[str, Any] = {"notify": lines.append, "ready": lambda names: lines.append(f"serving {names[0]}")}
-    module._serve(stand_in, Settings("m"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+    module._serve(stand_in, ServeSettings("m"), found, host="127.0.0.1", port=1, grace=7.0, **options)
     assert (lines[0], lines[-1], len(lines)) == ("serving mine", "stopped", 3)
 
 
@@ -178,14 +178,14 @@ def test_the_reason_why_a_model_cannot_be_loaded_is_said_whatever_it_is(
     def fail(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr("finray.serving.server.Server.__init__", fail)
-    state = asyncio.run(module.Replica(Settings("runs/mine")).state())
+    monkeypatch.setattr("finray.serving.server.ApiServer.__init__", fail)
+    state = asyncio.run(module.Replica(ServeSettings("runs/mine")).state())
     assert "Traceback" in capsys.readouterr().err, "FINRAY_VERBOSE shows it"
     stand_in = stand_in_serve(monkeypatch, state=state, signals=0)
-    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    found = ServePlan("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
     options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
     with pytest.raises(ModelError) as caught:
-        module._serve(stand_in, Settings("runs/mine"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+        module._serve(stand_in, ServeSettings("runs/mine"), found, host="127.0.0.1", port=1, grace=7.0, **options)
     reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     assert caught.value.message == f"the model cannot be loaded, for a reason that finray does not know: {reason}"
     assert caught.value.where == "runs/mine"
@@ -205,9 +205,9 @@ def test_a_model_whose_process_is_killed_while_it_loads_is_told_from_other_failu
     lost = SimpleNamespace(deployments={"models": SimpleNamespace(message=message)})
     monkeypatch.setattr(ray.serve, "run", fail)
     monkeypatch.setattr(ray.serve, "status", lambda: SimpleNamespace(applications={"finray": lost}))
-    found = Found("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
+    found = ServePlan("mine", Artifact(None, None, {}), False, ())  # type: ignore[arg-type]
     options: dict[str, Any] = {"notify": lambda line: None, "ready": pytest.fail}
     with pytest.raises(ClusterError) as caught:
-        module._serve(stand_in, Settings("runs/mine"), found, host="127.0.0.1", port=1, grace=7.0, **options)
+        module._serve(stand_in, ServeSettings("runs/mine"), found, host="127.0.0.1", port=1, grace=7.0, **options)
     died = "the process that loads the model has ended each time before it answered; nothing says why"
     assert caught.value.message.startswith(died if "Died" in message else "Ray Serve failed: Deploying application")

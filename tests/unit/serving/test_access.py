@@ -13,21 +13,21 @@ from starlette.websockets import WebSocketDisconnect
 
 from finray.errors import ConfigError
 from finray.serving.access import Access
-from finray.serving.models import Settings
-from finray.serving.server import App, Server
+from finray.serving.models import ServeSettings
+from finray.serving.server import ApiServer, App
 
 KEY = "a key of this test's"
 REFUSALS = ("invalid_api_key", "host_not_allowed", "origin_not_allowed")
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[dict[str, Server]]:
+def servers(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Iterator[dict[str, ApiServer]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FINRAY_TEST_KEY", KEY)
         named: dict[str, Any] = {"dtype": "fp32", "name": "mine"}
         yield {
-            "open": Server(Settings(str(tiny_model_dir), **named), lambda line: None),
-            "key": Server(Settings(str(tiny_model_dir), key_env="FINRAY_TEST_KEY", **named), lambda line: None),
+            "open": ApiServer(ServeSettings(str(tiny_model_dir), **named), lambda line: None),
+            "key": ApiServer(ServeSettings(str(tiny_model_dir), key_env="FINRAY_TEST_KEY", **named), lambda line: None),
         }
 
 
@@ -35,13 +35,8 @@ def answered(app: App, headers: dict[str, str]) -> set[str]:
     """The paths of the application that answer a request with these headers, however they do."""
     found, client = set(), TestClient(app, base_url="http://127.0.0.1:8000")
     asked = [(route.path, method) for route in app.routes for method in route.methods or ()]
-    for path, method in [
-        *asked,
-        ("/", "GET"),
-        ("/docs", "GET"),
-        ("/v1", "OPTIONS"),
-        ("/v1/chat/completions", "OPTIONS"),
-    ]:
+    asked += [("/", "GET"), ("/docs", "GET"), ("/v1", "OPTIONS"), ("/v1/chat/completions", "OPTIONS")]
+    for path, method in asked:
         answer = client.request(method, path.replace("{name:path}", "mine"), headers=headers)
         assert not answer.is_redirect
         # An answer to HEAD has no body.
@@ -51,7 +46,7 @@ def answered(app: App, headers: dict[str, str]) -> set[str]:
     return found
 
 
-def test_every_path_of_the_application_goes_through_the_check(servers: dict[str, Server]) -> None:
+def test_every_path_of_the_application_goes_through_the_check(servers: dict[str, ApiServer]) -> None:
     opened, keyed = servers["open"].app(), servers["key"].app()
     assert len(opened.routes) > 10
     assert answered(opened, {"host": "evil.example"}) == set()
@@ -75,27 +70,16 @@ def is_answered(host: str | None, *, listens: str = "127.0.0.1", names: tuple[st
     return Access(None, host=listens, names=names).refusal(Headers(raw=sent), needs_key=True) is None
 
 
-@pytest.mark.parametrize(
-    ("host", "is_ours"),
-    [
-        *(
-            (one, True)
-            for one in ("localhost", "localhost:8000", "LOCALHOST:1", "localhost.", "127.0.0.1", "127.0.0.1:9")
-        ),
-        *((one, True) for one in ("[::1]", "[::1]:8000", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]:80", "127.0.0.2")),
-        *((one, False) for one in (None, "", ":8000", "evil.example", "evil.example:8000", "localhost.evil.example")),
-        *((one, False) for one in ("evil.example.localhost", "notlocalhost", "localhost@evil.example", "localhost/x")),
-        *(
-            (one, False)
-            for one in ("192.168.1.4", "8.8.8.8:80", "[2001:db8::1]", "0.0.0.0", "[::]", "127.0.0.1.nip.io")
-        ),
-        *(
-            (one, False)
-            for one in ("127.1", "0x7f000001", "2130706433", "localhost:80:80", "localhost:x", "[::1", "::1")
-        ),
-        *((one, False) for one in ("localhost, evil.example", "localhost evil", "[127.0.0.1]", "l\xf6calhost", "..")),
-    ],
-)
+OURS: list[str | None] = ["localhost", "localhost:8000", "LOCALHOST:1", "localhost.", "127.0.0.1", "127.0.0.1:9"]
+OURS += ["[::1]", "[::1]:8000", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]:80", "127.0.0.2"]
+FOREIGN: list[str | None] = [None, "", ":8000", "evil.example", "evil.example:8000", "localhost.evil.example", ".."]
+FOREIGN += ["evil.example.localhost", "notlocalhost", "localhost@evil.example", "localhost/x", "127.0.0.1.nip.io"]
+FOREIGN += ["192.168.1.4", "8.8.8.8:80", "[2001:db8::1]", "0.0.0.0", "[::]", "127.1", "0x7f000001", "2130706433"]
+FOREIGN += ["localhost:80:80", "localhost:x", "[::1", "::1", "[127.0.0.1]", "localhost, evil.example"]
+FOREIGN += ["localhost evil", "l\xf6calhost"]
+
+
+@pytest.mark.parametrize(("host", "is_ours"), [*((one, True) for one in OURS), *((one, False) for one in FOREIGN)])
 def test_without_a_key_the_host_must_be_a_name_of_this_machine(host: str | None, is_ours: bool) -> None:
     assert is_answered(host) is is_ours
 
@@ -170,7 +154,7 @@ def test_what_is_no_name_of_a_host_cannot_be_allowed(name: str) -> None:
         Access(None, host="127.0.0.1", names=(name,))
 
 
-def test_a_host_that_is_no_host_does_not_make_the_server_fail(servers: dict[str, Server]) -> None:
+def test_a_host_that_is_no_host_does_not_make_the_server_fail(servers: dict[str, ApiServer]) -> None:
     client = TestClient(servers["key"].app(), base_url="http://127.0.0.1")
     for path in ("/v1/nowhere", "/v1/models/", "/health/"):
         answer = client.get(path, headers={"authorization": f"Bearer {KEY}", "host": "["}, follow_redirects=False)

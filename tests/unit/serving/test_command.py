@@ -15,9 +15,8 @@ import pytest
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.runtime import cluster
-from finray.runtime import serve as runtime
 from finray.serving import models
-from finray.serving.models import Settings, find, find_adapter
+from finray.serving.models import ServeSettings, find, find_adapter
 from tests.support import ports, served, tiny
 from tests.support.labelled import bert_tokenizer, save_classifier
 from tests.support.runs import finray
@@ -50,13 +49,16 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (("begun",), "the run has no checkpoint yet"),
         (("one", "--adapter", "two=missing"), "missing"),
         (("one", "--adapter", "two"), "`two` is not of the form NAME=PATH"),
-        (("one", "--adapter", "a b=one"), "cannot be the name of a model"),
+        (("one", "--adapter", "a b=one"), "--adapter: `a b` cannot be the name of a model"),
+        (("one", "--name", "a b"), "--name: `a b` cannot be the name of a model"),
+        (("base", "--base", "elsewhere"), "it is a full model, which has no base model"),
         (("base", "--adapter", "x=one", "--adapter", "x=one"), "two models are named `x`"),
         (("base", "--adapter", "base=one"), "two models are named `base`"),
         (("base", "--adapter", "x=strange"), "a different base model"),
         (("base", "--adapter", "x=other"), "full model, not an adapter"),
         (("one", "--api-key-env", "FINRAY_NO_SUCH_KEY"), "no variable FINRAY_NO_SUCH_KEY"),
         (("one", "--adapters-from", "none"), "none` is not a directory"),
+        (("one", "--adapters-from", "french=runs/french"), "is not a directory"),
         (("one", "--adapters-from", ".", "--host", "0.0.0.0"), "everybody who reaches this address could add adapters"),
         (("one", "--allow-host", "http://x"), "`http://x` is not the name of a host"),
         (("~nobody2/x",), "a path begins with `~` and a name that is no user's here"),
@@ -101,16 +103,11 @@ def test_the_base_of_adapters_may_have_moved_whatever_is_served_beside_them(
     # The Hub is not asked.
     monkeypatch.setattr("finray.evaluation.artifacts._notes_on_hub", lambda *_: {})
     monkeypatch.setattr(models, "load_tokenizer", lambda model: SimpleNamespace(chat_template="x"))
-    found = find(Settings(model, adapters=(("x", "one"), ("y", "nameless")), base=base))
+    found = find(ServeSettings(model, adapters=(("x", "one"), ("y", "nameless")), base=base))
     assert found.artifact.model.name == (str(moved / "base") if model == "base" else base)
     assert [name for name, _ in found.adapters] == ["x", "y"]
     with pytest.raises(ModelError, match=r"full model, not an adapter"):
-        find(Settings(model, adapters=(("x", "base"),), base=base))
-
-
-def test_a_base_that_nothing_has_is_refused(moved: Path) -> None:
-    with pytest.raises(ModelError, match="it is a full model, which has no base model"):
-        find(Settings(str(moved / "base"), base="elsewhere"))
+        find(ServeSettings(model, adapters=(("x", "base"),), base=base))
 
 
 @pytest.mark.parametrize(
@@ -128,19 +125,6 @@ def test_an_adapter_of_another_revision_is_refused_by_its_revision(
     with nullcontext() if fits else pytest.raises(ModelError, match=said):
         assert find_adapter(str(moved / "one"), of=of, base=None).base is not None
     assert find_adapter(str(moved / "one"), of=of, base="org/model").base == ModelConfig(name="org/model")
-
-
-@pytest.mark.parametrize(
-    ("words", "where"), [(("one", "--name", "a b"), "--name"), (("one", "--adapter", "a b=one"), "--adapter")]
-)
-def test_a_name_that_cannot_be_one_is_refused_where_it_was_given(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], where: str
-) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(runtime, "require_port", lambda host, port: None)
-    code, _, err = finray("serve", *words)
-    assert code == 2
-    assert f"{where}: `a b` cannot be the name of a model" in err
 
 
 @pytest.mark.parametrize(

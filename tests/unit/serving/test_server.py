@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from finray.config.schema import ModelConfig
 from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import find_artifact
-from finray.evaluation.classify import classify
 from finray.evaluation.engines import Sampling
 from finray.evaluation.generate import generate_text
+from finray.evaluation.labels import label_texts
 from finray.evaluation.prompts import Prompt
-from finray.models.artifacts import load_artifact
+from finray.pretrained.tokenizers import load_tokenizer
 from finray.runtime.serve import serve
 from finray.serving.answering import Exchange
 from finray.serving.errors import ApiError
-from finray.serving.models import Settings
+from finray.serving.models import ServeSettings
 from finray.serving.protocol import CompletionRequest
-from finray.serving.server import Server
+from finray.serving.server import ApiServer
 from tests.support import runs, served, tiny
 
 KEY = "a key of this test's"
@@ -40,14 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     return served.save_adapters(tmp_path_factory.mktemp("served"), tokenizer, ("one",))
 
 
-def serving(settings: Settings) -> Iterator[TestClient]:
-    with TestClient(Server(settings, lambda line: None).app(), base_url=HERE) as client:
+def serving(settings: ServeSettings) -> Iterator[TestClient]:
+    with TestClient(ApiServer(settings, lambda line: None).app(), base_url=HERE) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[TestClient]:
-    yield from serving(Settings(str(folder / "one"), dtype="fp32", slots=2, adapters_from=(str(folder), "s3://mine")))
+    yield from serving(
+        ServeSettings(str(folder / "one"), dtype="fp32", slots=2, adapters_from=(str(folder), "s3://mine"))
+    )
 
 
 def told(answer: Any) -> str:
@@ -63,19 +66,9 @@ def told(answer: Any) -> str:
     [
         ("chat/completions", {**ASK, "model": "none"}, 404, "`none` does not exist; there are: one, base"),
         ("completions", {"model": "none", "prompt": "a"}, 404, "there are: one, base"),
-        ("completions", {"model": "one", "prompt": 7}, 400, "prompt"),
-        ("completions", {"model": "one", "prompt": ""}, 400, "prompt is empty"),
         ("completions", {"model": "one", "prompt": []}, 400, "prompt is empty"),
         ("completions", {"model": "one", "prompt": [1, 9999]}, 400, "token ids must be from 0"),
         ("completions", {"model": "one", "prompt": "cat " * 3000}, 400, "together may have 512"),
-        ("completions", {"model": "one", "prompt": "a\ud800"}, 400, "not valid JSON"),
-        ("completions", {"model": "one", "prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
-        ("completions", {"model": "one", "prompt": "a", "temperature": "hot"}, 400, "temperature"),
-        ("completions", {"model": "one", "prompt": "a", "temperature": 0.0001}, 400, "temperature"),
-        ("completions", {"model": "one", "prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
-        ("completions", {"model": "one", "prompt": "a", "guided_json": {}}, 400, "`guided_json` is not supported"),
-        ("completions", {"model": "one", "prompt": "a", "stop": [""]}, 400, "stop"),
-        ("completions", {"prompt": "a"}, 400, "model"),
         ("chat/completions", {**ASK, "model": "one", "messages": []}, 400, "messages"),
         ("chat/completions", {**ASK, "model": "one", "messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
         ("chat/completions", {**ASK, "model": "one", "messages": [{"role": "user"}]}, 400, "no text"),
@@ -109,7 +102,7 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_and_others_are_answere
     more.add_tokens(["<image>"], special_tokens=True)
     tiny.save_model("llama", tmp_path / "m", more)
     ask = {**ASK, "model": "m", "messages": [{"role": "user", "content": "<image>"}]}
-    for client in serving(Settings(str(tmp_path / "m"), dtype="fp32")):
+    for client in serving(ServeSettings(str(tmp_path / "m"), dtype="fp32")):
         for path, body in (("chat/completions", ask), ("completions", {"model": "m", "prompt": [5, rows]})):
             refused = client.post(f"/v1/{path}", json=body)
             assert refused.status_code == 400
@@ -130,7 +123,9 @@ def test_answers_without_room_are_refused_before_anything_is_made_of_their_promp
     def made(*_: Any) -> Any:
         raise AssertionError("it is tokenized")
 
-    models = Server(Settings(str(folder / "base"), dtype="fp32", slots=2, max_queue=1), lambda line: None)._answers()
+    models = ApiServer(
+        ServeSettings(str(folder / "base"), dtype="fp32", slots=2, max_queue=1), lambda line: None
+    )._answers()
     with monkeypatch.context() as patch:
         # Nothing leaves the queue.
         patch.setattr(models.batcher, "work", lambda: None)
@@ -144,25 +139,20 @@ def test_answers_without_room_are_refused_before_anything_is_made_of_their_promp
     models.batcher.close()
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [(b'{"model": ', 400), (b"[1, 2]", 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400), (b"x" * (2**20 + 1), 413)],
-)
-def test_a_body_that_is_no_request_is_refused(client: TestClient, body: bytes, status: int) -> None:
-    for path in ("chat/completions", "completions", "classify", "adapters"):
-        answer = client.post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
-        if path == "classify":
-            assert answer.status_code == 404
-        else:
-            assert answer.status_code == status
+def test_a_body_that_is_too_large_and_another_method_are_refused(client: TestClient) -> None:
+    for path in ("chat/completions", "completions", "adapters"):
+        headers = {"content-type": "application/json"}
+        answer = client.post(f"/v1/{path}", content=b"x" * (2**20 + 1), headers=headers)
+        assert answer.status_code == 413
         told(answer)
-    assert client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
     assert client.get("/v1/completions").status_code == 405
 
 
-def test_only_who_has_the_key_is_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FINRAY_TEST_KEY", KEY)
-    for client in serving(Settings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY", name="mine")):
+@pytest.mark.parametrize("around", ["{}", "{}\n", " {}\r\n"])
+def test_only_who_has_the_key_is_answered(folder: Path, monkeypatch: pytest.MonkeyPatch, around: str) -> None:
+    """A mounted secret often ends in a newline, which no header can hold."""
+    monkeypatch.setenv("FINRAY_TEST_KEY", around.format(KEY))
+    for client in serving(ServeSettings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY", name="mine")):
         for headers in ({}, {"authorization": f"Bearer {KEY}x"}, {"authorization": KEY}, {"authorization": "Bearer"}):
             answer = client.get("/v1/models", headers=headers)
             assert answer.status_code == 401
@@ -171,17 +161,6 @@ def test_only_who_has_the_key_is_answered(folder: Path, monkeypatch: pytest.Monk
         assert client.get("/ready").status_code == client.get("/health").status_code == 200
         answer = client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
         assert [one["id"] for one in answer.json()["data"]] == ["mine"]
-
-
-@pytest.mark.parametrize("around", ["{}\n", " {}\r\n", "{} "])
-def test_a_key_with_white_space_around_it_opens_the_server(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, around: str
-) -> None:
-    """A mounted secret often ends in a newline, which no header can hold."""
-    monkeypatch.setenv("FINRAY_TEST_KEY", around.format(KEY))
-    for client in serving(Settings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY")):
-        assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
-        assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}x"}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -200,11 +179,11 @@ def test_a_key_that_no_client_can_send_is_refused_at_the_start(
     monkeypatch.delenv("FINRAY_TEST_KEY", raising=False)
     if key is not None:
         monkeypatch.setenv("FINRAY_TEST_KEY", key)
-    settings = Settings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY")
+    settings = ServeSettings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY")
     nobody: Any = {"notify": lambda line: None, "ready": lambda names: None}
     # By the server, and by the command before it starts a Ray.
     for start in (
-        lambda: Server(settings, lambda line: None),
+        lambda: ApiServer(settings, lambda line: None),
         lambda: serve(settings, host="127.0.0.1", port=0, grace=1, **nobody),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
@@ -214,7 +193,7 @@ def test_a_key_that_no_client_can_send_is_refused_at_the_start(
 
 
 def test_a_server_that_stops_is_not_ready_and_refuses_what_is_new(folder: Path) -> None:
-    server = Server(Settings(str(folder / "base"), dtype="fp32"), lambda line: None)
+    server = ApiServer(ServeSettings(str(folder / "base"), dtype="fp32"), lambda line: None)
     ask = {"model": "base", "prompt": "the cat", "max_tokens": 2}
     with TestClient(server.app(), base_url=HERE) as client:
         assert client.get("/ready").status_code == client.post("/v1/completions", json=ask).status_code == 200
@@ -228,11 +207,7 @@ def test_a_server_that_stops_is_not_ready_and_refuses_what_is_new(folder: Path) 
 
 @pytest.mark.parametrize(
     ("template", "rows", "why"),
-    [
-        (False, None, "has none"),
-        (True, "completion", "was trained without it"),
-        (True, "chat", None),
-    ],
+    [(False, None, "has none"), (True, "completion", "was trained without it"), (True, "chat", None)],
 )
 def test_a_model_that_takes_no_conversations_is_named_at_the_start_in_one_line(
     folder: Path, tmp_path: Path, template: bool, rows: str | None, why: str | None
@@ -243,11 +218,11 @@ def test_a_model_that_takes_no_conversations_is_named_at_the_start_in_one_line(
     if rows is not None:
         (tmp_path / "mine" / "finray.json").write_text(json.dumps({"rows": rows}))
     lines: list[str] = []
-    server = Server(Settings(str(tmp_path / "mine"), dtype="fp32"), lines.append)
+    server = ApiServer(ServeSettings(str(tmp_path / "mine"), dtype="fp32"), lines.append)
     with TestClient(server.app(), base_url=HERE) as client:
         chat = client.post("/v1/chat/completions", json={**ASK, "model": "mine"})
         plain = client.post("/v1/completions", json={"model": "mine", "prompt": "the cat"})
-    assert plain.status_code == 200
+    assert (plain.status_code, plain.json()["choices"][0]["index"]) == (200, 0)
     if why is None:
         assert chat.status_code == 200
         assert lines == []
@@ -283,19 +258,6 @@ def test_a_stream_says_what_the_whole_answer_says(client: TestClient, n: int) ->
     assert whole["usage"]["completion_tokens"] == sum(tokens)
 
 
-def test_a_model_without_a_chat_template_completes_and_refuses_conversations(tmp_path: Path, tokenizer: Any) -> None:
-    tiny.save_model("llama", tmp_path / "plain", tokenizer)
-    (tmp_path / "plain" / "chat_template.jinja").unlink()
-    for client in serving(Settings(str(tmp_path / "plain"), dtype="fp32")):
-        refused = client.post("/v1/chat/completions", json={**ASK, "model": "plain"})
-        assert refused.status_code == 400
-        assert "/v1/completions" in told(refused)
-        asked = {"model": "plain", "prompt": ["the cat", "a dog"], "max_tokens": 3, "temperature": 0}
-        answer = client.post("/v1/completions", json=asked).json()
-        assert [one["index"] for one in answer["choices"]] == [0, 1]
-        assert answer["usage"]["completion_tokens"] <= 6
-
-
 @pytest.mark.parametrize(("name", "param"), [("a b", "name"), ("ab", "path")])
 def test_an_adapter_that_cannot_be_added_is_refused_with_the_field_in_question(
     client: TestClient, folder: Path, name: str, param: str
@@ -305,7 +267,7 @@ def test_an_adapter_that_cannot_be_added_is_refused_with_the_field_in_question(
 
 
 def test_base_is_no_name_of_an_adapter_where_the_model_has_another(folder: Path) -> None:
-    settings = Settings(str(folder / "base"), dtype="fp32", name="mine", adapters_from=(str(folder),))
+    settings = ServeSettings(str(folder / "base"), dtype="fp32", name="mine", adapters_from=(str(folder),))
     for client in serving(settings):
         refused = client.post("/v1/adapters", json={"name": "base", "path": str(folder / "one")})
         assert refused.status_code == 409
@@ -334,29 +296,20 @@ def test_adapters_come_and_go_by_either_name_of_the_paths(client: TestClient, fo
 
 
 def test_a_classifier_gives_labels_with_their_probabilities(
-    classifier_run: Callable[..., dict[str, Any]], tmp_path: Path
+    classifier_run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs.run_alone(classifier_run({"train.max_steps": 2}), tmp_path / "run")
     folder = tmp_path / "run" / "checkpoint-000002"
     texts = ["the cat sleeps", "a tree by the river", "bread"]
-    artifact = find_artifact(folder)
-    from finray.config.schema import ModelConfig
-    from finray.pretrained.tokenizers import load_tokenizer
-
+    monkeypatch.setattr("finray.evaluation.artifacts.cpu_has_bf16", lambda: False)
+    right = label_texts(find_artifact(folder), [Prompt(text) for text in texts], Sampling()).rows()
     tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
-    import numpy as np
-    import torch
-
-    model = load_artifact(artifact, dtype=torch.float32)
-    rows = [(np.array(tokenizer(text)["input_ids"]), np.zeros(len(tokenizer(text)["input_ids"]))) for text in texts]
-    right = classify(model, rows, packs=False, labels=artifact.labels)
-    for client in serving(Settings(str(folder), dtype="fp32", name="kinds")):
+    for client in serving(ServeSettings(str(folder), dtype="fp32", name="kinds")):
         found = client.post("/v1/classify", json={"model": "kinds", "input": texts}).json()
-        assert [one["label"] for one in found["data"]] == [one.label for one in right.predictions]
-        for one, other in zip(found["data"], right.predictions, strict=True):
-            assert list(one["probabilities"]) == list(right.labels.names)
-            assert list(one["probabilities"].values()) == pytest.approx(list(other.probabilities), abs=1e-5)
-        assert found["usage"]["prompt_tokens"] == sum(len(ids) for ids, _ in rows)
+        for one, other in zip(found["data"], right, strict=True):
+            assert one["label"] == other["label"]
+            assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
+        assert found["usage"]["prompt_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in texts)
         pair = client.post("/v1/classify", json={"model": "kinds", "input": [["one", "two"]]})
         assert len(pair.json()["data"]) == 1
         for wrong, status in (
@@ -378,8 +331,8 @@ def test_a_classifier_with_a_full_queue_says_so_and_goes_on(
 ) -> None:
     """However few threads there are for what waits."""
     runs.run_alone(classifier_run({"train.max_steps": 1}), tmp_path / "run")
-    settings = Settings(str(tmp_path / "run" / "checkpoint-000001"), dtype="fp32", name="kinds", max_queue=2)
-    server, asked = Server(settings, lambda line: None), {"model": "kinds", "input": "a tree"}
+    settings = ServeSettings(str(tmp_path / "run" / "checkpoint-000001"), dtype="fp32", name="kinds", max_queue=2)
+    server, asked = ApiServer(settings, lambda line: None), {"model": "kinds", "input": "a tree"}
     assert server._classifier is not None
     with TestClient(server.app(), base_url=HERE) as client, ThreadPoolExecutor(3) as clients:
         assert client.portal is not None

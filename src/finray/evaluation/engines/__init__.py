@@ -67,5 +67,5 @@ def joins_gpus(name: str) -> bool:
 
 
 def _named(name: str) -> Callable[[Loading], Engine]:
-    found: Callable[[Loading], Engine] = load_named("finray.engines", name, where="--engine")
-    return found
+    engine: Callable[[Loading], Engine] = load_named("finray.engines", name, where="--engine")
+    return engine

@@ -205,7 +205,7 @@ def _check_tokens(tokens: Sequence[int], where: str, vocabulary: int | None) -> 
 
     A tokenizer may have more tokens than its model, such as one for images that Gemma 3's text models do not read.
     """
-    odd = next((one for one in tokens if not 0 <= one < vocabulary), None) if vocabulary is not None else None
+    odd = next((token for token in tokens if not 0 <= token < vocabulary), None) if vocabulary is not None else None
     if odd is not None:
         raise DataError(
             f"the model has no embedding for the token {odd}; it has {vocabulary:,}",

@@ -61,7 +61,7 @@ _ASKS = {
 
 
 @dataclass(slots=True)
-class Row:
+class RunningRow:
     """A running row.
 
     Attributes:
@@ -88,10 +88,10 @@ class Row:
         return len(self.prompt) + len(self.output_ids)
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=RunningRow)
 
 
-def take(row: Row, token: int, tokenizer: Any, on_token: OnToken) -> Answer | None:
+def take(row: RunningRow, token: int, tokenizer: Any, on_token: OnToken) -> Answer | None:
     """Append the next token to a row; returns the answer if that ends it.
 
     Raises:
@@ -190,7 +190,7 @@ class TransformersEngine:
         limit = sampling.max_new_tokens
         rooms = [limit if self.max_length is None else min(limit, self.max_length - len(one)) for one in prompts]
         waiting = [
-            Row(number, list(prompt), room, sampling, self._ends)
+            RunningRow(number, list(prompt), room, sampling, self._ends)
             for number, prompt, room in zip(numbers, prompts, rooms, strict=True)
         ]
         waiting.sort(key=lambda row: -len(row.prompt))
@@ -203,19 +203,21 @@ class TransformersEngine:
         return self._packed is not None
 
     @torch.inference_mode()
-    def _in_slots(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
+    def _in_slots(
+        self, rows: list[RunningRow], sampling: Sampling, adapter: bool, on_token: OnToken
+    ) -> Iterator[Answer]:
         """Answers of rows that share slots; running rows are always in the first slots."""
-        waiting, working, device = deque(rows), list[Row](), self.model.device
-        slots, known = self._slots_for(rows, adapter)
+        waiting, working, device = deque(rows), list[RunningRow](), self.model.device
+        slots, cached = self._slots_for(rows, adapter)
         while waiting or working:
-            coming, tokens = list[Row](), 0
+            coming, tokens = list[RunningRow](), 0
             while waiting and len(working) + len(coming) < slots.count:
-                tokens += len(waiting[0].prompt) - known
+                tokens += len(waiting[0].prompt) - cached
                 if coming and tokens > PASS_TOKENS[device.type]:
                     break
                 coming.append(waiting.popleft())
             with self._with(adapter):
-                logits_BV = self.step(slots, working, coming, known)
+                logits_BV = self.step(slots, working, coming, cached)
             working += coming
             if len(rows) == 1:
                 self._kept = slots, [*rows[0].prompt, *rows[0].output_ids], adapter
@@ -227,7 +229,9 @@ class TransformersEngine:
                     yield answer
             close_gaps(slots, working)
 
-    def step(self, slots: Slots, working: Sequence[Row], coming: Sequence[Row], known: int = 0) -> torch.Tensor:
+    def step(
+        self, slots: Slots, working: Sequence[RunningRow], coming: Sequence[RunningRow], known: int = 0
+    ) -> torch.Tensor:
         """Logits (B, V) of the next token of each row: running rows, in the first slots, then new ones.
 
         Args:
@@ -255,12 +259,12 @@ class TransformersEngine:
             return self._packed.head().logits(self._packed.hidden_TH(laid).index_select(0, last_B))
         return self._packed.logits_KV(laid, last_B)
 
-    def anew(self, working: Sequence[Row]) -> list[int]:
+    def anew(self, working: Sequence[RunningRow]) -> list[int]:
         """The running rows that a step reads as a whole: those that have become so long that Transformers' `generate`
         computes their cached keys anew."""
         return [slot for slot, row in enumerate(working) if row.length - 1 == self._turn]
 
-    def _slots_for(self, rows: list[Row], adapter: bool) -> tuple[Slots, int]:
+    def _slots_for(self, rows: list[RunningRow], adapter: bool) -> tuple[Slots, int]:
         """Slots, and the number of prompt tokens in them already: the prefix that all prompts have in common, or that a
         single one has in common with the last one."""
         kept, self._kept = self._kept, None
@@ -273,29 +277,31 @@ class TransformersEngine:
             return slots, _common(tokens, prompts[0])
         slots = Slots(min(self._batch_size, len(rows)))
         # All others begin with what the first and the last in order begin with.
-        known = _common(min(prompts, default=[]), max(prompts, default=[]))
-        if known < _SHARED_FROM or not self._shares:
+        cached = _common(min(prompts, default=[]), max(prompts, default=[]))
+        if cached < _SHARED_FROM or not self._shares:
             return slots, 0
         with self._with(adapter):
-            self.step(slots, [], [replace(rows[0], prompt=rows[0].prompt[:known])])
+            self.step(slots, [], [replace(rows[0], prompt=rows[0].prompt[:cached])])
         # A slot whose row is finished still begins with it.
-        slots.share(known)
-        return slots, known
+        slots.share(cached)
+        return slots, cached
 
-    def penalise(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
+    def penalise(self, logits_BV: torch.Tensor, rows: Sequence[RunningRow]) -> None:
         """Apply each row's repetition penalty to its logits, as Transformers' RepetitionPenaltyLogitsProcessor."""
         for logits_V, row in zip(logits_BV, rows, strict=True):
             if (penalty := self._penalty_of(row.sampling)) != 1.0:
                 seen = torch.tensor(sorted({*row.prompt, *row.output_ids}), device=logits_V.device)
-                found = logits_V[seen]
-                logits_V[seen] = torch.where(found < 0, found * penalty, found / penalty)
+                logits = logits_V[seen]
+                logits_V[seen] = torch.where(logits < 0, logits * penalty, logits / penalty)
 
     def _penalty_of(self, sampling: Sampling) -> float:
         """The repetition penalty that is asked for, else that of the model's generation config."""
         return self._penalty if sampling.repetition_penalty is None else float(sampling.repetition_penalty)
 
     @torch.inference_mode()
-    def in_batches(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
+    def in_batches(
+        self, rows: list[RunningRow], sampling: Sampling, adapter: bool, on_token: OnToken
+    ) -> Iterator[Answer]:
         """Answers of left-padded batches, by Transformers' own ``generate``."""
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
@@ -365,20 +371,20 @@ class TransformersEngine:
             while waiting and (tokens := tokens + size(waiting[0])) <= limit:
                 batch.append(waiting.popleft())
             with self._with(adapter):
-                found = self._score(rows, batch)
-            yield from found
+                likelihoods = self._score(rows, batch)
+            yield from likelihoods
 
     def _score(self, rows: Sequence[Continuation], batch: list[tuple[tuple[int, ...], list[int]]]) -> list[Likelihood]:
         """Likelihoods for contexts with the indices of their continuations, in one forward pass."""
         numbers = [number for _, group in batch for number in group]
         device = self.model.device
         if self._packed is None:
-            found = []
+            scored = []
             for number in numbers:
                 context, tokens = rows[number].context, torch.tensor(list(rows[number].tokens), device=device)
                 ids = torch.tensor([[*context, *rows[number].tokens[: self._read]]], device=device)
                 logits_LV = self.model(ids, use_cache=False).logits[0, len(context) - 1 :][: len(tokens)]
-                found.append(_compare(logits_LV.float(), tokens))
+                scored.append(_compare(logits_LV.float(), tokens))
         else:
             pieces, lengths = list[tuple[Sequence[int], int]](), list[tuple[int, list[int]]]()
             places, at = list[int](), 0
@@ -421,10 +427,10 @@ class TransformersEngine:
                 parts = [_compare(self._packed.logits_KV(laid, places_K).float(), tokens_K)]
             sizes = [*(len(rows[number].tokens) for number in numbers), unused]
             logprobs, greedy = (torch.split(torch.cat(column), sizes) for column in zip(*parts, strict=True))
-            found = list(zip(logprobs, greedy, strict=True))[: len(numbers)]
+            scored = list(zip(logprobs, greedy, strict=True))[: len(numbers)]
         return [
             Likelihood(number, tuple(logprobs.tolist()), bool(greedy.all()))
-            for number, (logprobs, greedy) in zip(numbers, found, strict=True)
+            for number, (logprobs, greedy) in zip(numbers, scored, strict=True)
         ]
 
     def close(self) -> None:
@@ -492,7 +498,9 @@ def _compare(logits_KV: torch.Tensor, tokens_K: torch.Tensor) -> tuple[torch.Ten
 class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
     """Chooses tokens inside Transformers' ``generate``, by leaving its greedy search a single candidate."""
 
-    def __init__(self, engine: TransformersEngine, rows: list[Row], sampling: Sampling, on_token: OnToken) -> None:
+    def __init__(
+        self, engine: TransformersEngine, rows: list[RunningRow], sampling: Sampling, on_token: OnToken
+    ) -> None:
         self.answers: list[Answer] = []
         self._engine, self._rows, self._sampling, self._on_token = engine, rows, sampling, on_token
 
@@ -509,7 +517,7 @@ class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
 class _Done(transformers.StoppingCriteria):  # type: ignore[misc]
     """Tells Transformers' ``generate`` which rows are finished."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[RunningRow]) -> None:
         self._rows = rows
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:  # noqa: ARG002

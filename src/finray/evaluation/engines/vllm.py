@@ -210,8 +210,8 @@ class VLLMEngine:
         for place, output in self._run(prompts, params, adapter=adapter):
             if output.finished:
                 logprobs = output.prompt_logprobs[len(rows[place].context) :]
-                found = [one[token] for one, token in zip(logprobs, rows[place].tokens, strict=True)]
-                yield Likelihood(place, tuple(one.logprob for one in found), all(one.rank == 1 for one in found))
+                chosen = [one[token] for one, token in zip(logprobs, rows[place].tokens, strict=True)]
+                yield Likelihood(place, tuple(one.logprob for one in chosen), all(one.rank == 1 for one in chosen))
 
     def _token_by_token(self, rows: Sequence[Continuation], *, adapter: bool) -> Iterator[Likelihood]:
         """Likelihoods by one request per token: with adapters, vLLM 0.32 cannot return prompt log-probabilities."""
@@ -221,16 +221,16 @@ class VLLMEngine:
             {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": [rows[number].tokens[at]]}
             for number, at in places
         ]
-        found: dict[int, dict[int, tuple[float, bool]]] = {}
+        partial: dict[int, dict[int, tuple[float, bool]]] = {}
         for place, output in self._run(prompts, params, adapter=adapter):
             if output.finished:
                 number, at = places[place]
                 token, chosen = rows[number].tokens[at], output.outputs[0]
                 is_greedy = chosen.token_ids[0] == token
-                found.setdefault(number, {})[at] = float(chosen.logprobs[0][token].logprob), is_greedy
-                if len(found[number]) == len(rows[number].tokens):
-                    known = found.pop(number)
-                    ordered = [known[nth] for nth in range(len(known))]
+                partial.setdefault(number, {})[at] = float(chosen.logprobs[0][token].logprob), is_greedy
+                if len(partial[number]) == len(rows[number].tokens):
+                    by_place = partial.pop(number)
+                    ordered = [by_place[nth] for nth in range(len(by_place))]
                     yield Likelihood(number, tuple(one for one, _ in ordered), all(greedy for _, greedy in ordered))
 
     def settings(self, sampling: Sampling, row: int, ends: Iterable[int]) -> dict[str, Any]:
@@ -277,8 +277,8 @@ class VLLMEngine:
 
     def step(self) -> list[Any]:
         """Outputs so far of the rows that got a token."""
-        found: list[Any] = self._llm.llm_engine.step()
-        return found
+        outputs: list[Any] = self._llm.llm_engine.step()
+        return outputs
 
     def abort(self, names: Sequence[str]) -> None:
         """Remove prompts from the batch, if they are in it."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
-from finray.config.tasks import less_is_better, metric_name
+from finray.config.tasks import metric_name, mode_of
 from finray.errors import ConfigError, FinrayError
 from finray.files import first_line
 from finray.limits import cut
@@ -84,8 +84,8 @@ class Score(Protocol):
 
 def bounds_of(score: Score) -> Bounds:
     """The least and the largest value of a score; a share lies between 0 and 1."""
-    own: Bounds | None = getattr(score, "bounds", None)
-    return own if own is not None else (0.0, 1.0) if score.is_share else (None, None)
+    bounds: Bounds | None = getattr(score, "bounds", None)
+    return bounds if bounds is not None else (0.0, 1.0) if score.is_share else (None, None)
 
 
 class SummedScore:
@@ -117,9 +117,9 @@ class SummedScore:
         """The score of rows; 0 for no rows."""
         if not rows:
             return 0.0
-        found = self.statistics(rows)
-        assert found is not None
-        return self.total(found.sum(0), len(rows))
+        statistics_NK = self.statistics(rows)
+        assert statistics_NK is not None
+        return self.total(statistics_NK.sum(0), len(rows))
 
 
 class OwnScore(SummedScore):
@@ -137,7 +137,7 @@ class OwnScore(SummedScore):
         super().__init__()
         self._function, self._name = function, name
         self.higher_is_better = getattr(
-            function, "higher_is_better", False if less_is_better(metric_name(name)) else None
+            function, "higher_is_better", False if mode_of(metric_name(name)) == "min" else None
         )
         if not (self.higher_is_better is None or isinstance(self.higher_is_better, bool)):
             raise ConfigError(
@@ -146,34 +146,34 @@ class OwnScore(SummedScore):
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
         """The values of rows, or None if the function returns a single number."""
-        found = self._called(rows)
-        return None if found.ndim == 0 else found[:, None]
+        values = self._called(rows)
+        return None if values.ndim == 0 else values[:, None]
 
     def value(self, rows: Sequence[Answered]) -> float:
         """The function's number, or the mean of its values."""
-        found = self._called(rows)
-        return float(found.mean()) if found.size else 0.0
+        values = self._called(rows)
+        return float(values.mean()) if values.size else 0.0
 
     def _called(self, rows: Sequence[Answered]) -> FloatArray:
         given = self._function([row.answer for row in rows], [row.reference for row in rows])
         try:
-            found = np.asarray(given, dtype=np.float64)
+            values = np.asarray(given, dtype=np.float64)
         except (TypeError, ValueError):
-            found = np.empty((0, 0))
-        if found.shape not in ((), (len(rows),)):
+            values = np.empty((0, 0))
+        if values.shape not in ((), (len(rows),)):
             raise ConfigError(
                 f"`{self._name}` must return one number, or one for each of the {len(rows)} rows",
                 where="evaluation.metrics",
                 repair="return a float, or a list with one float per answer",
             )
-        if not np.isfinite(found).all():
-            row = f" for row {int(np.flatnonzero(~np.isfinite(found))[0]) + 1}" if found.ndim else ""
+        if not np.isfinite(values).all():
+            row = f" for row {int(np.flatnonzero(~np.isfinite(values))[0]) + 1}" if values.ndim else ""
             raise ConfigError(
                 f"`{self._name}` returned no finite number{row}",
                 where="evaluation.metrics",
                 repair="return a number for every answer, such as 0.0 where it cannot be judged",
             )
-        return found
+        return values
 
 
 @contextmanager
@@ -207,11 +207,11 @@ def score_named(name: str, settings: ScoringConfig) -> Score:
     Raises:
         ConfigError: there is no such score, its package is not installed, or a setting is missing.
     """
-    found: Any = load_named("finray.metrics", name, where="evaluation.metrics")
-    if isinstance(found, type):
-        made: Score = found(settings)
+    score: Any = load_named("finray.metrics", name, where="evaluation.metrics")
+    if isinstance(score, type):
+        made: Score = score(settings)
         return made
-    return OwnScore(found, name)
+    return OwnScore(score, name)
 
 
 def require(package: str, score: str, *, module: str | None = None) -> None:

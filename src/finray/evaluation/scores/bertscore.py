@@ -76,7 +76,7 @@ class BERTScore(SummedScore):
         special = {tokenizer.cls_token_id, tokenizer.sep_token_id}
         pad, device = int(tokenizer.pad_token_id or 0), encoder.device
         ids = {text: self._ids(tokenizer, text) for pair in pairs for text in pair}
-        found = np.zeros((len(pairs), 3))
+        scores = np.zeros((len(pairs), 3))
         # Pairs of similar length are encoded together, to waste little on padding.
         waiting = sorted(range(len(pairs)), key=lambda pair: -max(len(ids[text]) for text in pairs[pair]))
         while waiting:
@@ -102,8 +102,8 @@ class BERTScore(SummedScore):
             recall = (alike.amax(1) * counted[len(batch) :]).sum(1) / counted[len(batch) :].sum(1)
             f1 = 2 * precision * recall / (precision + recall)
             empty = (counted[: len(batch)].sum(1) == 0) | (counted[len(batch) :].sum(1) == 0)
-            found[batch] = torch.stack((precision, recall, f1), 1).masked_fill(empty[:, None], 0.0).nan_to_num(0.0)
-        return found
+            scores[batch] = torch.stack((precision, recall, f1), 1).masked_fill(empty[:, None], 0.0).nan_to_num(0.0)
+        return scores
 
     @staticmethod
     def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -76,14 +76,14 @@ def _be_first() -> None:
 
 def _descendants() -> list[int]:
     """All processes below this one; orphans among them are its children."""
-    found, left = list[int](), [os.getpid()]
+    pids, left = list[int](), [os.getpid()]
     while left:
         # A process may end meanwhile.
         with suppress(OSError):
             for task in Path(f"/proc/{left.pop()}/task").iterdir():
-                left += (own := [int(one) for one in (task / "children").read_text(encoding="ascii").split()])
-                found += own
-    return found
+                left += (children := [int(one) for one in (task / "children").read_text(encoding="ascii").split()])
+                pids += children
+    return pids
 
 
 def _kill(pids: list[int]) -> None:
@@ -149,12 +149,12 @@ def _judged(error: BaseException, module: Any, scratch: str) -> tuple[str, str]:
 
     if module is not None and isinstance(error, SyntaxError) and is_checked(error.filename or "<unknown>"):
         return "wrong", ""
-    own = getattr(module, "__file__", None)
+    module_file = getattr(module, "__file__", None)
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         if is_checked(file):
             return "wrong", ""
-        if file == own:
+        if file == module_file:
             break
     # Without the frames of this file.
     inner = error.__traceback__
@@ -202,7 +202,7 @@ class _Verdicts(dict[Any, bytes]):
 
 
 def _main() -> None:
-    told, seconds, memory = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    descriptor, seconds, memory = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     sys.argv[1:] = []
     parent, given = os.getppid(), b""
     while piece := os.read(0, 2**16):
@@ -213,7 +213,7 @@ def _main() -> None:
     scratch, is_first = Path.cwd(), _unshare()
     worker = os.fork()
     if worker:
-        os.close(told)
+        os.close(descriptor)
         code = _supervise(worker, seconds, parent, is_first=is_first)
         if os.getppid() != parent:
             os.execvp("rm", ["rm", "-rf", "--", str(scratch)])
@@ -227,9 +227,12 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))
     # Nothing but this list holds the word, and it is empty when the answer's code runs.
-    hidden = [_Verdicts({one: f"{word} {one}".encode() for one in (True, False)}), functools.partial(os.write, told)]
-    report = functools.partial(os.write, told)
-    del given, word, told
+    hidden = [
+        _Verdicts({one: f"{word} {one}".encode() for one in (True, False)}),
+        functools.partial(os.write, descriptor),
+    ]
+    report = functools.partial(os.write, descriptor)
+    del given, word, descriptor
     _work(hidden, report, *rest, memory=memory)
 
 

@@ -112,22 +112,22 @@ def check_answer(checker: str, answer: str, row: Mapping[str, Any], *, seconds: 
             if (child.returncode < 0 or child.returncode == checking.LEFT) and not _all_ended(mark):
                 left.append("processes")
         os.set_blocking(reading, False)
-        told = b""
+        report = b""
         with suppress(BlockingIOError):
-            told = os.read(reading, 2**16)
+            report = os.read(reading, 2**16)
     finally:
         os.close(writing)
         os.close(reading)
         if not _removed(folder):
             left.append(str(folder))
-    return Checked(*_understood(told, word, child.returncode, seconds), tuple(left))
+    return Checked(*_understood(report, word, child.returncode, seconds), tuple(left))
 
 
-def _understood(told: bytes, word: str, code: int, seconds: float) -> tuple[str, str]:
+def _understood(report: bytes, word: str, code: int, seconds: float) -> tuple[str, str]:
     """Kind and text of what a check has told, and of how its process ended."""
-    ready, said = told.startswith(checking.READY), told.removeprefix(checking.READY)
+    ready, verdict_text = report.startswith(checking.READY), report.removeprefix(checking.READY)
     for verdict, kind in ((True, "right"), (False, "wrong")):
-        if said.startswith(f"{word} {verdict}".encode()):
+        if verdict_text.startswith(f"{word} {verdict}".encode()):
             return kind, ""
     kind, text = "ended", "the process ended"
     if code == checking.LATE:
@@ -141,7 +141,7 @@ def _understood(told: bytes, word: str, code: int, seconds: float) -> tuple[str,
     else:
         # Whatever the code may have written there.
         with suppress(ValueError, TypeError, RecursionError):
-            given, detail = json.loads(said)
+            given, detail = json.loads(verdict_text)
             if given in (*_UNDECIDED, "wrong"):
                 kind, text = given, _shown(str(detail))
     return (kind, text) if ready or kind == "failed" else ("failed", f"before the checker was imported: {text}")
@@ -155,14 +155,14 @@ def _shown(text: str) -> str:
 def _all_ended(mark: str) -> bool:
     """End the processes with this mark in their environment; False if some remain."""
     for _ in range(100):
-        found = list[int]()
+        pids = list[int]()
         for folder in Path("/proc").glob("[0-9]*"):
             # Of another user, or ended meanwhile.
             with suppress(OSError):
                 if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-                    os.kill(found[-1], signal.SIGKILL)
-        if not found:
+                    pids.append(int(folder.name))
+                    os.kill(pids[-1], signal.SIGKILL)
+        if not pids:
             return True
         time.sleep(0.05)
     return False
@@ -188,31 +188,31 @@ class PassAtK(SummedScore):
 
     def __init__(self, settings: ScoringConfig | None = None) -> None:
         super().__init__(settings)
-        own = self.settings
-        if own.checker is None:
+        scoring = self.settings
+        if scoring.checker is None:
             raise ConfigError(
                 "`pass_at_k` needs a function of yours that checks an answer",
                 where="evaluation.scoring.checker",
                 repair="evaluation.scoring.checker=my_module:passes",
             )
-        if not own.run_code:
+        if not scoring.run_code:
             raise ConfigError(
                 "`pass_at_k` runs code that a model wrote, which must be allowed explicitly",
                 where="evaluation.scoring.run_code",
                 repair="evaluation.scoring.run_code=true, on a machine where it can do no harm",
             )
-        if own.attempts < own.k:
+        if scoring.attempts < scoring.k:
             raise ConfigError(
-                f"attempts ({own.attempts}) must be at least k ({own.k})",
+                f"attempts ({scoring.attempts}) must be at least k ({scoring.k})",
                 where="evaluation.scoring.attempts",
-                repair=f"evaluation.scoring.attempts={own.k} or more",
+                repair=f"evaluation.scoring.attempts={scoring.k} or more",
             )
         # Only to check it, before answers are generated.
-        found = load_named("finray.metrics", own.checker, where="evaluation.scoring.checker")
-        if not callable(found) or inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-            what = "an async function" if inspect.iscoroutinefunction(found) else "no function"
+        checker = load_named("finray.metrics", scoring.checker, where="evaluation.scoring.checker")
+        if not callable(checker) or inspect.iscoroutinefunction(checker) or inspect.isgeneratorfunction(checker):
+            what = "an async function" if inspect.iscoroutinefunction(checker) else "no function"
             raise ConfigError(
-                f"`{own.checker}` is {what if not inspect.isgeneratorfunction(found) else 'a generator'}",
+                f"`{scoring.checker}` is {what if not inspect.isgeneratorfunction(checker) else 'a generator'}",
                 where="evaluation.scoring.checker",
                 repair="name a plain function of an answer and a row that returns True or False",
             )
@@ -223,11 +223,13 @@ class PassAtK(SummedScore):
         Raises:
             ConfigError: the checker failed at every answer.
         """
-        own = self.settings
-        assert own.checker is not None
+        scoring = self.settings
+        assert scoring.checker is not None
 
         def check(row: Answered, answer: str) -> Checked:
-            return check_answer(str(own.checker), answer, row.columns, seconds=own.seconds, memory_mb=own.memory_mb)
+            return check_answer(
+                str(scoring.checker), answer, row.columns, seconds=scoring.seconds, memory_mb=scoring.memory_mb
+            )
 
         pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
         try:
@@ -238,7 +240,9 @@ class PassAtK(SummedScore):
             pool.shutdown(cancel_futures=True)
         self._account([one for tries in checked for one in tries])
         right = [sum(one.kind == "right" for one in tries) for tries in checked]
-        return np.array([[pass_at_k(count, len(row.answers), own.k)] for count, row in zip(right, rows, strict=True)])
+        return np.array(
+            [[pass_at_k(count, len(row.answers), scoring.k)] for count, row in zip(right, rows, strict=True)]
+        )
 
     def _account(self, checked: Sequence[Checked]) -> None:
         counts = Counter(one.kind for one in checked)
@@ -254,9 +258,9 @@ class PassAtK(SummedScore):
             )
         self.counts |= {"first_failure": failure} if failure else {}
         self.notes = []
-        if said := [f"{counts[kind]} {what}" for kind, what in _UNDECIDED.items() if counts[kind]]:
+        if undecided := [f"{counts[kind]} {what}" for kind, what in _UNDECIDED.items() if counts[kind]]:
             places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
             first = f"; the first failure: {cut(lines[-1])} ({', '.join(places[-1:])})" if lines else ""
-            self.notes.append(f"of {len(checked)} checks {', '.join(said)}: counted as not passed{first}")
+            self.notes.append(f"of {len(checked)} checks {', '.join(undecided)}: counted as not passed{first}")
         if left := list(dict.fromkeys(path for one in checked for path in one.left)):
             self.notes.append(f"the checked code left what cannot be removed or ended: {', '.join(left[:5])}")

@@ -58,12 +58,12 @@ class JSONFields(SummedScore):
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray:
         """Right fields, fields of the answer, and fields of the reference."""
-        found = np.zeros((len(rows), 3))
+        counts = np.zeros((len(rows), 3))
         for number, row in enumerate(rows):
             wanted, given = (self._fields(text) for text in (row.reference, row.answer))
             if wanted:
-                found[number] = len(wanted & given), len(given), len(wanted)
-        return found
+                counts[number] = len(wanted & given), len(given), len(wanted)
+        return counts
 
     def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
         """``2 * right / (given + wanted)``."""

@@ -36,8 +36,8 @@ def number_in(text: str) -> Decimal | None:
         if (fraction := _FRACTION.search(boxed)) is not None and int(fraction[3]):
             return Decimal(f"{fraction[1]}1") * Decimal(fraction[2]) / Decimal(fraction[3])
         text = boxed
-    found = _NUMBER.findall(text)
-    return _decimal(found[-1]) if found else None
+    numbers = _NUMBER.findall(text)
+    return _decimal(numbers[-1]) if numbers else None
 
 
 def _decimal(text: str) -> Decimal | None:
@@ -49,7 +49,7 @@ def _decimal(text: str) -> Decimal | None:
 
 def _last_boxed(text: str) -> str | None:
     """The content of the last ``\\boxed{}``, with balanced braces."""
-    starts = [found.end() for found in _BOXED.finditer(text)]
+    starts = [match.end() for match in _BOXED.finditer(text)]
     for start in reversed(starts):
         depth = 1
         for place in range(start, len(text)):

@@ -194,7 +194,10 @@ def test_text_is_cut_at_the_first_of_the_words_to_stop_at() -> None:
         ("top_k", [0, 1, 2**31 - 1], [-1, 2**31], "0 for all tokens, or from 1 to 2**31 - 1"),
         ("stop", [(), ("a", "b")], [("a", "")], "of one character or more"),
         ("repetition_penalty", [None, 0.01, 1, 100], [0.0099, 100.5, 0.0], "from 0.01 to 100; 1 is no penalty"),
-        ("temperature", [0, 0.001, 1000], [0.00099, 1001], "0, or from 0.001 to 1000"),
+        ("temperature", [0, 0.001, 1000], [0.00099, 1001, -0.1, 1e-320, float("nan")], "0, or from 0.001 to 1000"),
+        ("max_new_tokens", [1, 2**31 - 1], [0, 2**31], "from 1 to 2**31 - 1"),
+        ("top_p", [1e-9, 1.0], [0.0, 1.01, 2], "above 0, and at most 1"),
+        ("seed", [0, 2**63 - 1], [-1, 2**63], "from 0 to 2**63 - 1"),
     ],
 )
 def test_an_option_out_of_its_range_is_told_the_range(field: str, good: list[Any], bad: list[Any], wanted: str) -> None:

@@ -10,19 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from finray.config.resolved import Packing
-from finray.errors import ConfigError, DataError, ModelError
+from finray.errors import DataError, ModelError
 from finray.evaluation.engines import Answer, Continuation, Sampling
 from finray.evaluation.engines import transformers as engine_module
 from finray.evaluation.engines.base import Loading, mute
-from finray.evaluation.engines.transformers import Row, TransformersEngine, take
+from finray.evaluation.engines.transformers import RunningRow, TransformersEngine, take
 from finray.models import ropes, slots
 from finray.models.artifacts import Artifact, read_artifact
 from tests.support import tiny
@@ -147,23 +142,6 @@ def test_a_prefix_that_all_prompts_have_in_common_is_read_once(family: str, shar
         rest = sum(map(len, prompts)) - (shared * (len(prompts) - 1) if read_once else 0)
         # The first pass is of finray's comparison of its head with the model's.
         assert sum(tokens[1:]) == rest + len(prompts) * (NEW - 1)
-
-
-def test_memory_does_not_grow_with_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_slots: list[slots.Slots] = []
-
-    class Watched(slots.Slots):
-        def __init__(self, count: int) -> None:
-            super().__init__(count)
-            made_slots.append(self)
-
-    monkeypatch.setattr(engine_module, "Slots", Watched)
-    engine = made("llama", batch_size=4)
-    for times in (1, 5):
-        list(engine.generate(PROMPTS * times, Sampling(NEW)))
-    small, large = made_slots
-    assert small.count == large.count == 4
-    assert [keys.shape for keys, _ in small.layers] == [keys.shape for keys, _ in large.layers]
 
 
 def test_a_prompt_that_begins_like_the_one_before_is_read_from_where_they_differ(
@@ -295,33 +273,24 @@ class Bytes(Words):
 
 @pytest.mark.parametrize("stop", [("ééééééé", "!"), ("!", "ééééééé"), ("ab ééééééé",)])
 def test_a_string_to_stop_at_may_have_a_token_for_each_of_its_bytes(stop: tuple[str, ...]) -> None:
-    row = Row(3, [1], 99, Sampling(99, stop=stop), frozenset())
+    row = RunningRow(3, [1], 99, Sampling(99, stop=stop), frozenset())
     said = list("x ab ééééééé".encode())
     *before, last = [take(row, token, Bytes(), mute) for token in said]
     assert before == [None] * (len(said) - 1)
     assert last == Answer(3, tuple(said), "x ab " if len(stop) == 2 else "x ", "stop")
 
 
-def test_a_repetition_penalty_of_the_generation_config_is_transformers_own() -> None:
-    model = tiny.build_model("llama").eval()
-    usual = plain(model, PROMPTS[6])
-    model.generation_config.repetition_penalty = 1.4
-    expected = [plain(model, prompt) for prompt in PROMPTS]
-    assert expected[6] != usual
-    found = by_row(TransformersEngine.of(model, Words(), batch_size=4).generate(PROMPTS, Sampling(NEW)))
-    assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
-
-
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-@pytest.mark.parametrize(("of_config", "penalty"), [(1.0, 8.0), (8.0, 1.0), (8.0, 1.2)])
+@pytest.mark.parametrize(("of_config", "penalty"), [(1.0, 8.0), (8.0, 1.0), (8.0, 1.2), (1.4, None)])
 def test_a_repetition_penalty_that_is_asked_for_is_transformers_processor(
-    family: str, of_config: float, penalty: float
+    family: str, of_config: float, penalty: float | None
 ) -> None:
-    """Step by step, whatever the generation config says; bloom is answered by Transformers' own `generate`."""
+    """Step by step, whatever the generation config says, else as it says; bloom is answered by Transformers' own
+    `generate`."""
     own, model = tiny.build_model(family).eval(), reference(family)
     own.generation_config.repetition_penalty = of_config
     engine = TransformersEngine.of(own, Words(), batch_size=4)
-    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    processor = RepetitionPenaltyLogitsProcessor(penalty or of_config)
     found = by_row(engine.generate(PROMPTS[3:8], Sampling(8, repetition_penalty=penalty)))
     for row, prompt in enumerate(PROMPTS[3:8]):
         ids = list(prompt)
@@ -330,7 +299,7 @@ def test_a_repetition_penalty_that_is_asked_for_is_transformers_processor(
                 logits = model(torch.tensor([ids])).logits[:, -1]
             ids.append(int(processor(torch.tensor([ids]), logits).argmax()))
         assert list(found[row].tokens) == ids[len(prompt) :]
-    assert by_row(engine.generate(PROMPTS[3:8], Sampling(8))) != found
+    assert (by_row(engine.generate(PROMPTS[3:8], Sampling(8))) == found) == (penalty is None)
 
 
 def test_padding_does_not_count_as_repeated() -> None:
@@ -350,29 +319,21 @@ def test_padding_does_not_count_as_repeated() -> None:
     assert [list(found[row].tokens) for row in range(2)] == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "idle", "asking"),
-    [
-        ("min_new_tokens", [None, 0], 1),
-        ("no_repeat_ngram_size", [None, 0], 1),
-        ("bad_words_ids", [None], [[5]]),
-        ("forced_bos_token_id", [None], 5),
-        ("forced_eos_token_id", [None], 5),
-        ("begin_suppress_tokens", [None], [5]),
-        ("exponential_decay_length_penalty", [None], (3, 1.5)),
-        ("penalty_alpha", [None, False], 0.6),
-        ("min_length", [None, 0], 1),
-        ("guidance_scale", [None, 1, 1.0], 1.5),
-        ("encoder_repetition_penalty", [None, 1.0], 2.0),
-        ("suppress_tokens", [None], [5]),
-        ("sequence_bias", [None], [[[5], -1.0]]),
-        ("remove_invalid_values", [None, False], True),
-    ],
-)
-def test_a_setting_of_a_generation_config_that_changes_answers_is_named(
-    name: str, idle: list[Any], asking: Any
-) -> None:
-    model = tiny.build_model("llama").eval()
+# By name: values that change nothing, and one that does.
+SETTINGS: dict[str, tuple[list[Any], Any]] = {
+    **dict.fromkeys(("min_new_tokens", "no_repeat_ngram_size", "min_length"), ([None, 0], 1)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ([None], 5)),
+    **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens"), ([None], [5])),
+    **{"bad_words_ids": ([None], [[5]]), "sequence_bias": ([None], [[[5], -1.0]])},
+    **{"exponential_decay_length_penalty": ([None], (3, 1.5)), "penalty_alpha": ([None, False], 0.6)},
+    **{"guidance_scale": ([None, 1, 1.0], 1.5), "encoder_repetition_penalty": ([None, 1.0], 2.0)},
+    "remove_invalid_values": ([None, False], True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_a_generation_config_that_changes_answers_is_named(name: str) -> None:
+    model, (idle, asking) = tiny.build_model("llama").eval(), SETTINGS[name]
     for value in [*idle, asking]:
         setattr(model.generation_config, name, value)
         lines: list[str] = []
@@ -486,24 +447,14 @@ def test_beams_of_the_generation_config_are_not_searched() -> None:
         assert [list(found[row].tokens) for row in range(4)] == expected
 
 
-def test_a_row_near_the_end_of_the_table_of_positions_is_not_batched_with_one_that_goes_on() -> None:
-    model = tiny.build_model("gpt2").eval()
-    model.generation_config.no_repeat_ngram_size = 600
-    limit = model.config.n_positions
-    prompts = [(PROMPTS[6] * 99)[: limit - 3], PROMPTS[3]]
-    found = by_row(TransformersEngine.of(model, Words(), batch_size=2).generate(prompts, Sampling(NEW)))
-    for row, new in ((0, 3), (1, NEW)):
-        assert list(found[row].tokens) == plain(model, prompts[row], new)
-
-
-def test_a_row_of_a_batch_that_leaves_little_room_does_not_shorten_the_others() -> None:
-    model = tiny.build_model("llama").eval()
+@pytest.mark.parametrize(("family", "left"), [("gpt2", 3), ("llama", 2)])
+def test_a_row_of_a_batch_that_leaves_little_room_does_not_shorten_the_others(family: str, left: int) -> None:
+    model = tiny.build_model(family).eval()
     # More than this room asks for nothing, and has Transformers answer in padded batches.
     model.generation_config.no_repeat_ngram_size = 600
-    prompts = [PROMPTS[6] * 17, PROMPTS[3]]
-    assert [len(prompt) for prompt in prompts] == [510, 5]
+    prompts = [(PROMPTS[6] * 99)[: model.config.max_position_embeddings - left], PROMPTS[3]]
     found = by_row(TransformersEngine.of(model, Words(), batch_size=2).generate(prompts, Sampling(NEW)))
-    for row, new in ((0, 2), (1, NEW)):
+    for row, new in ((0, left), (1, NEW)):
         assert (list(found[row].tokens), found[row].finish) == (plain(model, prompts[row], new), "length")
 
 
@@ -550,21 +501,6 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_one_that_leaves_little_is_c
         engine.generate([[]], Sampling())
     answer = next(engine.generate([[5] * 510], Sampling(NEW)))
     assert (len(answer.tokens), answer.finish) == (2, "length")
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("top-k", {"top_k": -1}),
-        ("stop", {"stop": ("",)}),
-        ("temperature", {"temperature": 1e-5}),
-        ("top-p", {"top_p": 2}),
-        ("repetition-penalty", {"repetition_penalty": 0}),
-    ],
-)
-def test_what_nothing_can_be_sampled_with_is_named(name: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"--{name}"):
-        Sampling(**options)
 
 
 # --- likelihoods ------------------------------------------------------------------------------------------------------

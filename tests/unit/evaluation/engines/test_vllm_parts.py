@@ -313,12 +313,10 @@ def test_generation_config_of_the_model_ends_answers_and_penalises(
     tiny.save_model("llama", tmp_path, tokenizer)
     GenerationConfig(eos_token_id=[7, 11], repetition_penalty=1.25).save_pretrained(tmp_path)
     engine = made(tmp_path)
-    list(engine.generate(PROMPTS[:1], Sampling(2)))
-    asked = StandIn.last.seen[0].params
-    assert asked.stop_token_ids == sorted({7, 11, tokenizer.eos_token_id})
-    assert asked.repetition_penalty == 1.25
-    list(engine.generate(PROMPTS[:1], Sampling(2, repetition_penalty=1.5)))
-    assert StandIn.last.seen[1].params.repetition_penalty == 1.5
+    for penalty, wanted in ((None, 1.25), (1.5, 1.5)):
+        list(engine.generate(PROMPTS[:1], Sampling(2, repetition_penalty=penalty)))
+        asked = StandIn.last.seen[-1].params
+        assert (asked.stop_token_ids, asked.repetition_penalty) == (sorted({7, 11, tokenizer.eos_token_id}), wanted)
 
 
 @pytest.mark.parametrize(
@@ -368,23 +366,6 @@ def test_a_model_whose_config_names_no_heads_is_left_to_vllm(
         list(engine.generate([[384]], Sampling(2)))
 
 
-def test_what_fails_before_vllm_has_the_model_is_an_error_too_and_what_was_merged_is_gone(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import tempfile
-
-    def odd() -> int:
-        raise RuntimeError("the driver is odd")
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # Before: it may ask for the devices, too.
-    loading = replace(Loading.of(artifact_of(adapter), merge=True), device=torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "device_count", odd)
-    with pytest.raises(ModelError, match="vLLM cannot load the model: the driver is odd"):
-        VLLMEngine(loading)
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_was_merged_for_an_engine_that_was_killed_is_removed(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,20 +403,6 @@ def test_adapters_that_vllm_takes_only_merged(
     settings = json.loads((adapter / "adapter_config.json").read_text()) | changes
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     assert _not_beside(tmp_path) == why
-
-
-def test_an_adapter_that_vllm_cannot_take_is_merged_and_that_is_said(
-    adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_not_beside", lambda folder: "it is odd")
-    lines: list[str] = []
-    engine = made(adapter, notify=lines.append)
-    assert lines == ["the adapter is merged into its base for vLLM, because it is odd"]
-    assert "enable_lora" not in StandIn.last.options
-    engine.close()
-    lines.clear()
-    made(adapter, notify=lines.append, merge=True).close()
-    assert lines == [], "who asks for it knows"
 
 
 def test_no_vllm_and_no_gguf(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

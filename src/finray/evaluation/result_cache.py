@@ -21,7 +21,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
     return text[:-1] + b', "crc32": %d}\n' % zlib.crc32(text)
 
 
-class Kept:
+class ResultCache:
     """Lines of an append-only file, one per row; named by a digest of what they depend on.
 
     A line that is damaged, or has no checksum because an earlier version wrote it, is computed again.
@@ -29,14 +29,14 @@ class Kept:
     Args:
         folder: of the evaluation.
         kind: ``answers``, ``losses``, ``choices``, ``labels`` or ``harness``.
-        belongs: everything that a line depends on, as JSON types: model, data, sampling, engine.
+        key: everything that a line depends on, as JSON types: model, data, sampling, engine.
     """
 
-    def __init__(self, folder: Path, kind: str, belongs: Mapping[str, Any]) -> None:
-        self._path = folder / f"{kind}-{seal_of(belongs)[:16]}.jsonl"
-        self._belongs = belongs
+    def __init__(self, folder: Path, kind: str, key: Mapping[str, Any]) -> None:
+        self._path = folder / f"{kind}-{seal_of(key)[:16]}.jsonl"
+        self._key = key
         # By row.
-        self.found: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
         # The engines that computed them.
         self.made_by: list[dict[str, str]] = []
         self._whole = 0
@@ -58,17 +58,17 @@ class Kept:
                 if _line(content) != line:
                     # A change that nobody meant: the row is computed again.
                     content = {}
-                if not number and content.get("belongs_to") != json.loads(json.dumps(self._belongs)):
+                if not number and content.get("belongs_to") != json.loads(json.dumps(self._key)):
                     # Not what the name says.
                     self._whole = 0
                     break
                 if "made_by" in content:
                     self.made_by.append(content["made_by"])
                 elif "row" in content:
-                    self.found[content["row"]] = content["value"]
+                    self.values[content["row"]] = content["value"]
 
     @contextmanager
-    def adding(self, *, made_by: Mapping[str, str]) -> Iterator[Callable[[int, Any], None]]:
+    def writer(self, *, made_by: Mapping[str, str]) -> Iterator[Callable[[int, Any], None]]:
         """Yields a function that saves the result of a row; once it returns, the result survives the process.
 
         Args:
@@ -88,11 +88,11 @@ class Kept:
 
         def add(row: int, value: Any) -> None:
             write({"row": row, "value": value})
-            self.found[row] = value
+            self.values[row] = value
 
         try:
             if not self._whole:
-                write({"belongs_to": self._belongs})
+                write({"belongs_to": self._key})
             if dict(made_by) not in self.made_by[-1:]:
                 write({"made_by": made_by})
                 self.made_by.append(dict(made_by))
