@@ -77,7 +77,7 @@ def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
         keeper = ray.get_actor(name_of("a run", node))
         os.kill(ray.get(keeper.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         memory, part = RayMemory("a run", [node], 0), MemoryPart("attempt", 3, 0, 1, {"file": "digest"}, 5)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + runs.PATIENCE_S
         while not memory.parts():
             assert time.monotonic() < deadline
             with suppress(ClusterError):

@@ -22,7 +22,7 @@ def test_a_rank_that_was_stopped_is_named_and_the_workers_start_again(
     tiny_run: Callable[..., Plain], dropout_model: Path, tmp_path: Path, ray_cluster: str
 ) -> None:
     """Two workers continue to the bits of a run that nobody disturbed."""
-    changes = {"train.max_steps": 16, "adapter.dropout": 0.2, "cluster": {"num_workers": 2, "hang_seconds": 6}}
+    changes = {"train.max_steps": 16, "adapter.dropout": 0.2, "cluster": {"num_workers": 2, "hang_seconds": 20}}
     changes |= {"checkpoint": {"every_steps": EVERY, "keep_last": 3, "asynchronous": False}}
     plain = tiny_run(changes, rows=50, model=dropout_model)
     run_dir = tmp_path / "run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -41,6 +42,14 @@ def ended(process: subprocess.Popen[str] | forks.Command) -> tuple[int | None, l
     """Wait for the end; the exit code, and the lines of standard error."""
     _, err = process.communicate(timeout=runs.PATIENCE_S)
     return process.returncode, err.strip().splitlines()
+
+
+def is_there(process: psutil.Process) -> bool:
+    """Whether it has not ended; nobody may ask for the exit code of one that has."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
@@ -104,8 +113,10 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
     code, err = ended(process)
     assert (code, len(err)) == (143, 1), err
     assert "is saved" in err[0]
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    deadline = time.monotonic() + runs.PATIENCE_S
+    while alive := list(filter(is_there, family)):
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)
 
 
 def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
@@ -122,7 +133,7 @@ def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Pa
     code, err = ended(process)
     assert (code, len(err)) == (130, 1), err
     assert err[0].startswith("interrupted; no checkpoint has been saved yet; the same command continues: ")
-    worker.wait(30)
+    worker.wait(runs.PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,14 @@ class RayHosts:
         self.again(*(host for host in self.workers if self._nodes[host.name].poll() is not None))
 
 
+def let_end(host: Host) -> None:
+    """Wait for the end of the workers on a host that others have given up, after which they can do no harm; or until
+    they have had much time for it."""
+    until = time.monotonic() + PARTITION_S
+    while host.processes("ray::RayTrainWorker") and time.monotonic() < until:
+        time.sleep(0.2)
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     """One thing that was done to a run.
@@ -280,40 +288,50 @@ class Victim:
         self.until(lambda: self.steps() >= at, f"step {at}")
         self.until(lambda: self.who.stat().st_mtime > self.starts()[-1].time - 1, "the workers say who they are")
         time.sleep(chance.random() * 0.3)
-        before, host = len(self.starts()), chance.choice(self.hosts())
-        began = time.time()
+        host, began = chance.choice(self.hosts()), time.time()
         _KILLS[kind](self, host)
+        # A drain takes so long that a kill before it may cause another start meanwhile: that one may be on the host.
+        gone = host if kind == "drain" else None
         done, stored = self.steps(), max(CheckpointStore(self.run_dir).steps(), default=0)
         if not self.is_at_work:
             if kind == "head":
                 self.cluster.again(self.cluster.head, *self.cluster.workers)
             self.train()
-        has_begun = self._heal(host, before, began + PARTITION_S) if kind == "partition" else True
-        if has_begun:
-            self.until(lambda: len(self.starts()) > before, f"workers after {kind}")
-            start = self.starts()[before]
+        if kind == "partition":
+            self._heal(host, began)
+        else:
+            self.until(lambda: self.started(began, gone), f"workers after {kind}")
+        if (start := self.started(began, gone)) is not None:
             found = Kill(kind, done, stored, start.header.step, round(start.time - began, 1))
         else:
             # Nobody gave up within twenty seconds: they wait for each other, and lose nothing.
             found = Kill(kind, done, stored, done, round(time.time() - began, 1))
-        if kind == "partition" and has_begun:
-            # What is left there has come back, and had a moment to do harm.
+        if kind == "partition" and start is not None:
             self.cluster.again(host)
         self.kills.append(found)
         assert found.again >= stored, f"{found}: a checkpoint was not used"
         assert found.lost <= LOST_AT_MOST[kind], f"{found}: more was lost than {LOST_AT_MOST[kind]} steps"
         return found
 
-    def _heal(self, host: Host, before: int, at: float) -> bool:
-        """Plug the cable in again; whether others have taken the place of who was cut off."""
-        while time.time() < at:
+    def started(self, since: float, gone: Host | None = None) -> Start | None:
+        """The first start of the workers since a moment, on other hosts than this one. By their time, because a kill
+        before may have caused more than one."""
+        for start in self.starts():
+            where = {one.rpartition(" on ")[2] for one in start.header.workers}
+            if start.time > since and (gone is None or gone.name not in where):
+                return start
+        return None
+
+    def _heal(self, host: Host, since: float) -> None:
+        """Plug the cable in again, and wait for a step, or until who was cut off has been able to do harm."""
+        while time.time() < since + PARTITION_S:
             assert self.is_at_work, self.said()
             time.sleep(0.1)
         host.heal()
         gated.allow(self.output, aim := gated.limit(self.output) + 1)
-        self.until(lambda: len(self.starts()) > before or self.steps() >= aim, "workers after a partition", mends=False)
-        time.sleep(2)
-        return len(self.starts()) > before
+        self.until(lambda: self.started(since) or self.steps() >= aim, "workers after a partition", mends=False)
+        if self.started(since) is not None:
+            let_end(host)
 
     @property
     def is_at_work(self) -> bool:
@@ -506,15 +524,13 @@ def cut_off_and_writing(run: Victim, at: int, chance: random.Random) -> Kill:
     # A step is recorded before its checkpoint is there.
     has_stored = at // EVERY * EVERY
     run.until(lambda: max(CheckpointStore(run.run_dir).steps(), default=0) >= has_stored, "the last checkpoint")
-    before, (host,), stored = len(run.starts()), run.hosts(), max(CheckpointStore(run.run_dir).steps(), default=0)
+    (host,), stored = run.hosts(), max(CheckpointStore(run.run_dir).steps(), default=0)
     files = (one for one in run.output.glob(f"did-{host.name}-*") if not one.with_suffix(".seen").exists())
     # A worker may have taken another's place on the same host.
     file = max(files, key=lambda one: one.stat().st_mtime)
     began = time.time()
     host.cut()
-    run.until(lambda: len(run.starts()) > before, "another worker", mends=False)
-    start = run.starts()[before]
-    assert not start.header.workers[0].endswith(f" on {host.name}")
+    start = run.until(lambda: run.started(began, host), "another worker", mends=False)
     # The next step at which the old one saves a checkpoint: it does the step, and must not come any further.
     due = (at // EVERY + 1) * EVERY
 
@@ -526,7 +542,7 @@ def cut_off_and_writing(run: Victim, at: int, chance: random.Random) -> Kill:
     while time.time() < began + PARTITION_S:
         time.sleep(0.1)
     host.heal()
-    time.sleep(2)
+    let_end(host)
     assert not came_to(due + 1), "who was cut off went on beyond a checkpoint that it could not have saved"
     for one in run.output.glob("did-*"):
         if not one.suffix and one.name.startswith(f"did-{host.name}-"):

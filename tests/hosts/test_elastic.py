@@ -14,10 +14,10 @@ from finray.tracking.starts import read_starts
 from tests.hosts import kills
 from tests.support import forks, gated, hosts, runs, tiny
 
+pytestmark = pytest.mark.nightly
+
 STEPS, EVERY = 60, 4
-# Seconds from a node that Ray lists to workers on it that are at work; and from a lost one to workers on the others.
-# Where this machine is slow, so many times as long as the first workers took.
-USED_WITHIN_S, TIMES_AS_LONG = 60, 4
+# Seconds are printed and not compared: they say more of the machine than of the code. SOAK.md has those of an idle one.
 until = partial(hosts.wait_until, timeout=kills.PATIENCE_S)
 
 
@@ -62,17 +62,14 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, cluster: kills.RayHosts,
             until(lambda before=before: steps() > before or last_size() == count, "a step or other workers")  # type: ignore[misc]
         seconds = read_starts(run_dir)[-1].time - cluster.noted(host, "listed")
         print(f"{count} workers are at work {seconds:.0f} s after Ray lists {host.name}")
-        assert seconds < within_s
 
     gated.allow(output, 3)
     cluster.watch()
-    began = time.time()
     started = cluster.head.start_finray("train", config, f"cluster.address={cluster.address}", cwd=hosts.ROOT)
     said: list[str] = []
     threading.Thread(target=lambda: said.extend(iter(started.stdout.readline, "")), daemon=True).start()  # type: ignore[union-attr]
     until(lambda: steps() == 3, "three steps")
     assert workers() == 1
-    within_s = max(USED_WITHIN_S, TIMES_AS_LONG * (read_starts(run_dir)[0].time - began))
     second = cluster.add()
     grown_by(second, 2)
     third = cluster.add()
@@ -86,7 +83,6 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, cluster: kills.RayHosts,
     until(lambda: last_size() == 2, "two workers")
     seconds = read_starts(run_dir)[-1].time - lost_at
     print(f"2 workers are at work {seconds:.0f} s after {third.name} was lost")
-    assert seconds < within_s
     with second.partitioned():
         gated.allow(output, STEPS)
         time.sleep(20)

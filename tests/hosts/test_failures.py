@@ -17,6 +17,8 @@ from tests.hosts import kills
 from tests.support import forks, hosts, lacking, runs, tiny
 from tests.support.group import run_group
 
+pytestmark = pytest.mark.nightly
+
 STEPS, EVERY = 8, 2
 # A rank's time-out, longer than a busy machine lets a rank wait for a CPU; and how much later the driver may say so,
 # which looks every few seconds, counts anew where it had no CPU itself, and then asks the rank for its stack.
@@ -129,9 +131,9 @@ def test_a_rank_that_is_slower_than_the_others_is_named_with_its_host(
     assert done.code == 0, said
     (start,) = read_starts(output / "run")
     (where,) = (one.rpartition(" on ")[2] for one in start.header.workers[1:])
-    (slow,) = re.findall(r"rank (\d) \(pid \d+ on (\w+)\) is slow: its part of a step takes ([\d.]+) s", said)
-    assert slow[:2] == ("1", where)
-    assert float(slow[2]) > 0.5
+    # The machine may have kept the other one waiting as well, at another time.
+    slow = re.findall(r"rank (\d) \(pid \d+ on (\w+)\) is slow: its part of a step takes ([\d.]+) s", said)
+    assert [(host, float(seconds) > 0.5) for rank, host, seconds in slow if rank == "1"] == [(where, True)]
 
 
 def test_nan_on_one_rank_stops_all_before_the_update(

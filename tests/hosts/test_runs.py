@@ -16,6 +16,8 @@ from finray.tracking.starts import read_starts
 from tests.hosts import kills
 from tests.support import forks, hosts, runs, s3, tiny
 
+pytestmark = pytest.mark.nightly
+
 OWN_MODEL = "/tmp/model"
 SECRETS = {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "MLFLOW_TRACKING_PASSWORD": "hunter2-planted"}
 
@@ -65,36 +67,27 @@ def unshared(cluster: kills.RayHosts, plain: runs.Plain, bed: hosts.Bed, hosts_s
     return runs.changed(plain, {"model.name": OWN_MODEL, "data.source": rows})
 
 
-@pytest.mark.parametrize(
-    ("strategy", "storage"), [("DDP", "S3"), ("ZeRO-3", "S3"), ("ZeRO-3", "disk"), ("FSDP2", "S3")]
-)
+@pytest.mark.parametrize("strategy", kills.STRATEGIES)
 def test_three_hosts_have_the_curve_of_one_machine(
     cluster: kills.RayHosts,
     bed: hosts.Bed,
     hosts_s3: s3.Server,
-    plain: runs.Plain,
     unshared: runs.Plain,
     alone: Path,
     strategy: str,
-    storage: str,
     tmp_path: Path,
 ) -> None:
-    """With S3 the hosts share nothing else. (On a shared disk also: test_cluster.)"""
-    bucket, shared = hosts_s3.bucket(), bed.shared / strategy
-    output = bucket.url("runs") if storage == "S3" else str(shared)
-    changed = runs.changed(
-        unshared if storage == "S3" else plain, kills.STRATEGIES[strategy], {"run.output_dir": output}
-    )
-    assert (str(bed.shared) in yaml.safe_dump(changed)) == (storage == "disk")
+    """With S3, and nothing else that the hosts share. (On a shared disk: test_cluster.)"""
+    bucket = hosts_s3.bucket()
+    changed = runs.changed(unshared, kills.STRATEGIES[strategy], {"run.output_dir": bucket.url("runs")})
+    assert str(bed.shared) not in yaml.safe_dump(changed)
     cluster.head.write("/tmp/run.yaml", yaml.safe_dump(changed).encode())
     train = hosts.Command(cluster.head, "train", "/tmp/run.yaml", log=tmp_path / "train.log", env=SECRETS)
     assert train.wait(500) == 0, train.said()
-    run_dir = shared / "run"
-    if storage == "S3":
-        run_dir = tmp_path / "from-s3"
-        run_dir.mkdir()
-        for name in ("metrics.jsonl", "starts.jsonl"):
-            (run_dir / name).write_bytes(bucket.get(f"runs/run/{name}"))
+    run_dir = tmp_path / "from-s3"
+    run_dir.mkdir()
+    for name in ("metrics.jsonl", "starts.jsonl"):
+        (run_dir / name).write_bytes(bucket.get(f"runs/run/{name}"))
     ranks = read_starts(run_dir)[-1].header.workers
     assert sorted(one.rpartition(" on ")[2] for one in ranks) == ["h2", "h3", "h4"]
     runs.assert_same_curve(run_dir, alone, rel=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from finray.config.paths import copy_path
 from tests.hosts import kills
 from tests.support import gated, hosts, runs, s3, tiny
 from tests.support.group import run_group
+
+pytestmark = pytest.mark.nightly
 
 STEPS, STORED, IN_MEMORY = 60, 10, 2
 
@@ -127,7 +128,7 @@ def test_a_host_that_others_have_lost_and_that_reaches_the_storage_changes_nothi
     hosts.wait_until(lambda: str(due) in did(lost), "the lost worker does its steps")
     hosts.wait_until(lambda: bucket.keys(name.format(due)), "the lost worker uploads")
     lost.reach(others)
-    time.sleep(5)
+    kills.let_end(lost)
     assert str(due + 1) not in did(lost)
     assert not [key for key in bucket.keys(name.format(due)) if key.endswith(manifest.NAME)]
     index = json.loads(bucket.get("runs/run/checkpoints.json"))["checkpoints"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import pytest
 
 from finray.checkpoint.rundir import RunDir
 from finray.errors import CheckpointError
-from tests.support import runs, tiny
+from tests.support import processes, runs, tiny
 from tests.support.runs import Plain, finray
 
+# CLONE_NEWNS of Linux.
+_OWN_MOUNTS = 0x20000
 Change = Callable[[Plain, Path], None]
 
 
@@ -35,34 +37,13 @@ def refused(answer: tuple[int, str, str], *expected: str) -> None:
         assert part in output
 
 
-CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
-    (["train.learning_rte=1e-3"], ["train.learning_rte: unknown key", "did you mean `learning_rate`?"]),
-    (["modle.name=x"], ["modle: unknown key", "did you mean `model`?"]),
-    (["adapter.learning_rate=1"], ["did you mean `train.learning_rate`?"]),
-    (["adapter.rank=eight"], ["adapter.rank: ", "'eight'"]),
-    (["evaluation.every_steps=5"], ["no evaluation rows"]),
-    (["evaluation.early_stopping={patience: 3}"], ["evaluation.early_stopping: ", "set evaluation.every_steps"]),
-    (["run.name=../up"], ["run.name: becomes a directory name"]),
-    (["cluster.env={'A=B': x}"], ["cluster.env: 'A=B' is not a valid environment variable"]),
-    (["cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrst}"], ["HF_TOKEN looks like a secret"]),
-    (
-        ["train.max_steps=0", "data.max_length=x", "nonsense"],
-        ["3 problems", "data.max_length", "train.max_steps", "`nonsense`"],
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"), CONFIG_PROBLEMS, ids=[case[0][0].split("=")[0] for case in CONFIG_PROBLEMS]
-)
-def test_configuration(
-    plain: Plain,
-    tmp_path: Path,
-    overrides: list[str],
-    expected: list[str],
-) -> None:
+def test_mistakes_in_a_configuration_are_told_together(plain: Plain, tmp_path: Path) -> None:
+    """Each of them: tests/unit/config."""
     config = runs.write_config(plain, tmp_path / "run.yaml")
-    refused(finray("train", config, *overrides), *expected)
+    mistakes = ("train.max_steps=0", "train.learning_rte=1e-3", "run.name=../up", "nonsense")
+    expected = ("4 problems", "train.max_steps", "did you mean `learning_rate`?", "run.name", "`nonsense`")
+    refused(finray("train", config, *mistakes), *expected)
+    refused(finray("train", config, "evaluation.every_steps=5"), "no evaluation rows")
     assert not (tmp_path / "out").exists()
 
 
@@ -203,31 +184,27 @@ def test_every_checkpoint_damaged_ends_the_run_with_the_workers_error(
     )
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1.5 MiB; where none can be mounted, the test of the store with an injected error has to do."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(folder)], capture_output=True
-        ).returncode
-    ):
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    # Lazily: a worker that was told to go may still hold a file for a moment.
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_a_full_disk_while_saving_leaves_the_last_checkpoint(plain: Plain, small_disk: Path) -> None:
-    plain = runs.changed(plain, {"train.max_steps": 30, "checkpoint": {"every_steps": 1, "keep_last": 100}})
+def fill_a_disk(rank: int, plain: Plain, disk: str) -> None:
+    """Train on a file system of 1.5 MiB, which goes with this process, however it ends."""
+    assert ctypes.CDLL(None).unshare(_OWN_MOUNTS) == 0
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", disk], check=True)
+    run_dir = Path(disk, "run")
     with pytest.raises(CheckpointError, match="no space left on the device"):
-        runs.run_alone(plain, small_disk / "run")
-    for path in small_disk.glob("run/checkpoint-000001"):
-        shutil.rmtree(path)
-    done = runs.assemble_alone(plain, small_disk / "run").loop.state.step
-    assert done == len(list((small_disk / "run").glob("checkpoint-*"))) + 1 >= 3
+        runs.run_alone(plain, run_dir)
+    shutil.rmtree(run_dir / "checkpoint-000001", ignore_errors=True)
+    done = runs.assemble_alone(plain, run_dir).loop.state.step
+    assert done == len(list(run_dir.glob("checkpoint-*"))) + 1 >= 3
+
+
+def test_a_full_disk_while_saving_leaves_the_last_checkpoint(plain: Plain, tmp_path: Path) -> None:
+    """(Where nothing can be mounted, the test of the store with an injected error has to do.)"""
+    mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root on Linux")
+    plain = runs.changed(plain, {"train.max_steps": 30, "checkpoint": {"every_steps": 1, "keep_last": 100}})
+    (tmp_path / "disk").mkdir()
+    processes.start(fill_a_disk, (plain, str(tmp_path / "disk")), processes=1)
 
 
 def test_generate_and_evaluate_and_export(tmp_path: Path, finished_run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ def taken(ray_cluster: str) -> Iterator[Any]:
     import ray
 
     group = ray.util.placement_group([{"CPU": 1}] * 4, name="somebody else's")
-    ray.get(group.ready(), timeout=60)
+    ray.get(group.ready(), timeout=runs.PATIENCE_S)
     yield group
     ray.util.remove_placement_group(group)
 
@@ -45,8 +46,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_preparation_goes_on_alone(
     tiny_run: Callable[..., Plain], taken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    has_said = threading.Event()
+
     def late(model: Any) -> Any:
-        time.sleep(1.5)
+        assert has_said.wait(runs.PATIENCE_S)
         return load_tokenizer(model)
 
     monkeypatch.setattr("finray.data.dataset.prepare.load_tokenizer", late)
@@ -58,13 +61,15 @@ def test_a_preparation_goes_on_alone(
     def note(record: Record) -> None:
         if isinstance(record, Note):
             said.append(record.message)
+            if record.message.startswith("waiting"):
+                has_said.set()
 
     location = prepare(config, handle=note)
     assert (Path(location) / "manifest.json").is_file()
-    assert said == [
+    assert (
         "waiting for 2 CPUs to prepare with: 0 of 4 CPUs are free; held by placement group somebody else's (4 CPUs); "
         "meanwhile only this process works"
-    ]
+    ) in said
 
 
 def test_a_training_says_what_it_waits_for_and_begins_when_it_is_there(
@@ -83,13 +88,8 @@ def test_a_training_says_what_it_waits_for_and_begins_when_it_is_there(
 
     assert train(config, handle=note).summary.step == 1
     wait = "waiting for 1 worker of 1 CPU: 0 of 4 CPUs are free; held by placement group somebody else's (4 CPUs)"
-    # It may look once more before Ray has placed the worker.
-    told = [line for line in said if "4 of 4 CPUs are free" not in line]
-    assert [line for line in told if line.startswith(("waiting", "starting", "loading"))] == [
-        "starting 1 worker",
-        wait,
-        f"loading {config.model.name}",
-    ]
+    at = [said.index(line) for line in ("starting 1 worker", wait, f"loading {config.model.name}")]
+    assert at == sorted(at)
 
 
 def test_a_run_that_fails_keeps_no_cpu(tiny_run: Callable[..., Plain], ray_cluster: str) -> None:
@@ -153,13 +153,15 @@ def test_what_a_dead_driver_left_on_a_cluster_is_removed(ray_cluster: str) -> No
 
     theirs = {"finray gone 0123abcd 4567cdef", "finray-replicas 0123abcd", "somebody else's"}
     code = "import ray, sys; from ray.util import placement_group as group; ray.init(sys.argv[1], log_to_driver=False)"
-    code += "\nfor name in sys.argv[2:]: assert group([{'CPU': 1}], name=name, lifetime='detached').wait(60)"
-    subprocess.run([sys.executable, "-c", code, ray_cluster, *theirs], check=True, capture_output=True, timeout=120)
+    code += "\nfor name in sys.argv[2:]: assert group([{'CPU': 1}], name=name, lifetime='detached').wait(300)"
+    subprocess.run(
+        [sys.executable, "-c", code, ray_cluster, *theirs], check=True, capture_output=True, timeout=runs.PATIENCE_S
+    )
     mine = ray.util.placement_group([{"CPU": 1}], name="finray mine 0123abcd")
-    assert mine.wait(60)
+    assert mine.wait(300)
     try:
         assert names() == {*theirs, "finray mine 0123abcd"}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + runs.PATIENCE_S
         # The last eight digits of a group's id are the job's; earlier tests have left dead jobs.
         groups = {one: group for one, group in ray.util.placement_group_table().items() if group["name"] in theirs}
         jobs = {one[-8:] for one, group in groups.items() if group["state"] != "REMOVED"}

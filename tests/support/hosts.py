@@ -103,7 +103,7 @@ def missing() -> str | None:
         return "network namespaces need root"
     lacking = [name for name in ("ip", "unshare", "nsenter", "setpriv", "mount") if shutil.which(name) is None]
     if lacking:
-        return f"there is no {', '.join(lacking)}: install Debian's iproute2 and util-linux (.ci/hosts)"
+        return f"there is no {', '.join(lacking)}: as root on Debian, INSTALL=1 .ci/hosts"
     tried = subprocess.run(
         [
             "unshare",

@@ -72,12 +72,16 @@ class SleepingLM(CausalLM):
 
 
 class SlowLM(CausalLM):
-    """A language model whose rank 1 takes half a second longer in each forward pass."""
+    """A language model whose rank 1 takes half a second longer in each forward pass, and eight times as long at least:
+    others may be slow as well, on a busy machine."""
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """As on a machine with other work."""
-        time.sleep(0.5 * (os.environ["RANK"] == "1"))
-        return super().loss_sum(batch)
+        began = time.monotonic()
+        loss = super().loss_sum(batch)
+        if os.environ["RANK"] == "1":
+            time.sleep(max(0.5, 7 * (time.monotonic() - began)))
+        return loss
 
 
 def asleep() -> None:

@@ -216,7 +216,7 @@ def wait_for_no_group() -> None:
     """Return when no placement group keeps CPUs of the cluster; a killed driver's are removed a little later."""
     from ray.util import placement_group_table
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while left := [group for group in placement_group_table().values() if group["state"] != "REMOVED"]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
