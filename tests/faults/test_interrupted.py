@@ -67,7 +67,7 @@ def test_a_run_whose_head_process_is_killed_saves_a_checkpoint(
         runs.wait_for_step(output / "run", 10, process)
         assert process.stdout is not None
         while "saving a checkpoint" not in (line := process.stdout.readline()):
-            assert line, "it ended"
+            assert line, process.communicate()
         allow(output, 40)
         _, err = process.communicate(timeout=runs.PATIENCE_S)
     finally:
@@ -92,7 +92,7 @@ def test_sigterm_has_the_exit_code_that_a_scheduler_is_given(
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         while "saving a checkpoint" not in (line := process.stdout.readline()):
-            assert line, "it ended"
+            assert line, process.communicate()
         allow(tmp_path, 40)
         _, err = process.communicate(timeout=runs.PATIENCE_S)
     finally:

@@ -34,7 +34,7 @@ def interrupt(process: subprocess.Popen[str] | forks.Command, signum: int) -> st
     process.send_signal(signum)
     assert process.stdout is not None
     while "saving a checkpoint" not in (line := process.stdout.readline()):
-        assert line, "it ended"
+        assert line, process.communicate()
     return line
 
 
@@ -93,7 +93,7 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
     process = runs.start_cli("train", str(config), env=env)
     assert process.stdout is not None
     while "Ray's dashboard is at " not in (line := process.stdout.readline()):
-        assert line, "it ended"
+        assert line, process.communicate()
     url = line.split()[-1]
     assert url.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.HTTPError, match="401"):
