@@ -153,7 +153,7 @@ def config_of(bench: Bench, setting: Setting) -> Any:
 def estimate(config: Any) -> Any:
     """The estimate of `finray plan` for the run's memory, for a worker without Ray."""
     from finray.planning.findings import Findings
-    from finray.planning.memory import Rows, plan_memory
+    from finray.planning.memory import RowSample, plan_memory
     from finray.planning.model import plan_model
     from finray.planning.placement import Device, Placement
     from finray.planning.resolve import resolve
@@ -165,7 +165,7 @@ def estimate(config: Any) -> Any:
     if model is None or report.problems or found.problems:
         raise BenchmarkError(f"{config.run.name}: {found.problems} {report.problems}")
     total_steps = -(-report.packs // config.train.global_batch_size)
-    rows = Rows(report.lengths, report.longest, report.supervised / report.tokens, total_steps)
+    rows = RowSample(report.lengths, report.longest, report.supervised / report.tokens, total_steps)
     device = Device("cpu", "this machine", None)
     placement = Placement(config.cluster.num_workers, 1, use_gpu=False)
     execution = resolve(config, placement, device, packing=model.packing)

@@ -6,23 +6,31 @@ A config is anything that :func:`finray.load_config` takes: a YAML file, the nam
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from rich.console import Console
 
 from finray.config import load
 from finray.config.load import ConfigLike, Overrides
 from finray.config.paths import PREPARED, run_path, run_url
+from finray.config.requests import (
+    EvaluationRequest,
+    ExportRequest,
+    GenerationRequest,
+    PushRequest,
+    option_texts,
+)
 from finray.config.schema import Config
 from finray.data.sources.memory import ROWS, write_rows
-from finray.errors import ConfigError
 from finray.records import Note, Record
 from finray.results import PlainConsole
 from finray.tracking.console import RunView
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from finray.evaluation.generate import Answers
     from finray.evaluation.labels import TextLabels
     from finray.evaluation.outcome import Comparison
+    from finray.evaluation.prompts import Prompt
     from finray.inspection.result import Inspection
     from finray.models.export import Exported
     from finray.planning.result import Plan
@@ -46,9 +55,39 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 Observer = Callable[[Record], object]
+ModelLike: TypeAlias = "str | Path | TrainResult"
+P = ParamSpec("P")
+R = TypeVar("R")
+RequestT = TypeVar("RequestT")
 
 # Where a config may hold rows instead of the name of a source.
 _SOURCES = re.compile(r"data(\.source|\.eval_source|\.mix\.\d+\.source)?")
+
+
+def _arguments(
+    request: Callable[P, RequestT], options: type, **documented: str
+) -> Callable[[Callable[[RequestT], R]], Callable[P, R]]:
+    """A function of the API whose arguments are the fields of a request.
+
+    Args:
+        request: its class.
+        options: the class of those fields that the command has too.
+        documented: what the others mean, and what is given in another way than on the command line.
+    """
+
+    def decorate(function: Callable[[RequestT], R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(request(*args, **kwargs))
+
+        call.__signature__ = signature(request)  # type: ignore[attr-defined]
+        texts = option_texts(options) | documented
+        lines = "".join(f"        {name}: {texts[name]}\n" for name in signature(request).parameters)
+        before, raises, after = str(function.__doc__).partition("    Raises:")
+        call.__doc__ = f"{before}    Args:\n{lines}\n{raises}{after}"
+        return call
+
+    return decorate
 
 
 def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed: Any) -> Config:
@@ -79,7 +118,7 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
         return settings
     data = settings.data
     named = {"data.source": data.source, "data.eval_source": data.eval_source}
-    named |= {f"data.mix.{number}.source": one.source for number, one in enumerate(data.mix)}
+    named |= {f"data.mix.{number}.source": entry.source for number, entry in enumerate(data.mix)}
     folder = run_path(settings).parent / PREPARED / ROWS
     written = {path: str(write_rows(held[name], folder)) for path, name in named.items() if name in held}
     return load.load_config(settings, written)
@@ -88,9 +127,9 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
 def _without_rows(value: Any, held: dict[str, Any], path: str = "") -> Any:
     """A mapping in which rows are replaced by unique names."""
     if path == "data.mix" and isinstance(value, list | tuple):
-        return [_without_rows(one, held, f"{path}.{number}") for number, one in enumerate(value)]
+        return [_without_rows(item, held, f"{path}.{number}") for number, item in enumerate(value)]
     if isinstance(value, Mapping) and not hasattr(value, "column_names"):
-        return {key: _without_rows(one, held, f"{path}.{key}" if path else str(key)) for key, one in value.items()}
+        return {key: _without_rows(item, held, f"{path}.{key}" if path else str(key)) for key, item in value.items()}
     if _SOURCES.fullmatch(path) and value is not None and not isinstance(value, str | PurePath):
         name = f"rows in memory {len(held)} {secrets.token_hex(4)}"
         held[name] = value
@@ -225,58 +264,31 @@ def inspect(
 
     _trust(config, trust_run)
     settings = load_config(config, overrides, **changed)
-    shown = [str(one) for one in row]
-    found = run(settings, examples=rows, chosen=shown, compared=compare or None)
+    shown = [str(name) for name in row]
+    inspection = run(settings, examples=rows, chosen=shown, compared=compare or None)
     if html is not None:
-        write(page(found), Path(html).expanduser())
-    return found
+        write(page(inspection), Path(html).expanduser())
+    return inspection
 
 
-def generate(
-    model: str | Path | TrainResult,
-    prompts: str | Mapping[str, Any] | Iterable[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]] = (),
-    *,
-    file: str | Path | None = None,
-    system: str | None = None,
-    tools: str | Path | Sequence[Mapping[str, Any]] | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
-    stop: Sequence[str] | None = None,
-    repetition_penalty: float | None = None,
-    batch_size: int = 32,
-    engine: str = "auto",
-    merge: bool = False,
-    compare: bool = False,
-    raw: bool | None = None,
-    base: str | None = None,
-    trust_run: bool = False,
-) -> Answers | TextLabels:
+@dataclass(frozen=True, slots=True)
+class _Generate(GenerationRequest):
+    model: ModelLike
+    prompts: str | Mapping[str, Any] | Iterable[str | Mapping[str, Any] | Sequence[Mapping[str, Any]]] = ()
+
+
+@_arguments(
+    _Generate,
+    GenerationRequest,
+    model="run, checkpoint or model directory, a Hub id, or the result of :func:`train`",
+    prompts="a text or a conversation (a list of messages with ``role`` and ``content``), or several of these; or rows "
+    "with ``prompt`` or ``messages``",
+    file="file of more prompts: one per line, or rows in a format of training",
+    tools="functions that the model may call, as in the column ``tools`` of training data; or a JSON file of them",
+    stop="texts before which an answer stops",
+)
+def generate(request: _Generate) -> Answers | TextLabels:
     """Generate answers with a trained model; a classifier gives labels.
-
-    Args:
-        model: run, checkpoint or model directory, a Hub id, or the result of :func:`train`.
-        prompts: a text or a conversation (a list of messages with ``role`` and ``content``), or several of these; or
-            rows with ``prompt`` or ``messages``.
-        file: more prompts: one per line, or JSONL with ``prompt`` or ``messages``.
-        system: system message before each prompt.
-        tools: functions that the model may call, as in the column ``tools`` of training data; or a JSON file of them.
-        max_new_tokens: maximum number of tokens in an answer.
-        temperature: 0 means greedy decoding.
-        top_p: sample from the most likely tokens with this total probability.
-        top_k: sample from this many most likely tokens; 0 means all.
-        seed: for sampling; every prompt has its own random numbers.
-        stop: an answer stops before any of these texts.
-        repetition_penalty: as Transformers' argument of this name; None uses that of the model's generation config.
-        batch_size: number of prompts answered at the same time.
-        engine: ``transformers``, ``vllm``, or ``auto`` (vLLM if it is installed).
-        merge: merge an adapter into the weights first, for speed.
-        compare: also generate the answers of the adapter's base model, as ``base`` of the result.
-        raw: do not apply the chat template; None decides by how the model was trained.
-        base: base model of the adapter, if it has moved.
-        trust_run: accept the code and the local files that the run's config, or the model, names.
 
     Returns:
         A sequence of texts, one per prompt; of a classifier, of labels.
@@ -284,177 +296,113 @@ def generate(
     Raises:
         FinrayError: the model cannot be loaded, or there is no prompt.
     """
-    _trust(model, trust_run)
+    model, system, tools = request.model, request.system, request.tools
+    _trust(model, request.trust_run)
     from finray.data.formats.messages import tools_of
-    from finray.evaluation.engines.sampling import Sampling
-    from finray.evaluation.generate import generate_text
     from finray.evaluation.labels import is_classifier, read_texts
     from finray.evaluation.prompts import given_prompts, read_prompts, read_tools
 
-    requests = given_prompts(prompts, system)
+    asked = given_prompts(request.prompts, system)
     offered = read_tools(Path(tools).expanduser()) if isinstance(tools, str | Path) else tools_of(tools and list(tools))
-    requests = [replace(one, tools=one.tools or offered) for one in requests]
-    if file is not None or not requests:
-        path = None if file is None else Path(file).expanduser()
+    asked = [replace(prompt, tools=prompt.tools or offered) for prompt in asked]
+    if request.file is not None or not asked:
+        file = None if request.file is None else Path(request.file).expanduser()
         if is_classifier(_directory(model)) and system is None and not offered:
-            requests += read_texts(_directory(model), [], path)
+            asked += read_texts(_directory(model), [], file)
         else:
-            requests += read_prompts([], path, system=system, tools=offered)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, _texts(stop), repetition_penalty)
-    options: dict[str, Any] = {"batch_size": batch_size, "raw": raw, "base": base, "engine": engine, "merge": merge}
-    options["compare"] = compare
-    return generate_text(_directory(model), requests, sampling=sampling, **options)
+            asked += read_prompts([], file, system=system, tools=offered)
+    return answer(model, asked, request)
 
 
-def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given or ())
-
-
-def evaluate(
-    model: str | Path | TrainResult,
-    overrides: Overrides = (),
+def answer(
+    model: ModelLike,
+    prompts: Sequence[Prompt],
+    request: GenerationRequest,
     *,
-    split: str | None = None,
-    file: str | Path | None = None,
-    baselines: Sequence[str | Path] | None = None,
-    metrics: Sequence[str] | None = None,
-    max_rows: int | None = None,
-    max_new_tokens: int | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
-    stop: Sequence[str] | None = None,
-    repetition_penalty: float | None = None,
-    batch_size: int | None = None,
-    engine: str = "auto",
-    replicas: int = 1,
-    harness: Sequence[str] | None = None,
-    output: str | Path | None = None,
-    base: str | None = None,
-    quiet: bool = False,
-    trust_run: bool = False,
-) -> Comparison:
-    """Score a model on rows, and compare it with others. The same call continues an interrupted evaluation.
+    notify: Callable[[str], None] = lambda line: None,
+    write: Callable[[str], None] | None = None,
+) -> Answers | TextLabels:
+    """Answers to prompts that were read; see :func:`finray.evaluation.generate.generate_text`."""
+    from finray.evaluation.engines.sampling import Sampling
+    from finray.evaluation.generate import generate_text
 
-    Args:
-        model: run, checkpoint, adapter or model directory, a Hub id, or the result of :func:`train`.
-        overrides: of the run's config, as for :func:`finray.load_config`.
-        split: of the run: ``train``, ``eval`` or ``test``; None uses the test split, else the evaluation split.
-        file: evaluate on the rows of this file instead, in any format that training reads.
-        baselines: models to compare with; None uses the adapter's base, or the model a run started from (``base``).
-        metrics: names of scores; None uses ``evaluation.metrics``.
-        max_rows: evaluate a seeded sample of this many rows; None uses ``evaluation.max_rows``.
-        max_new_tokens: maximum number of tokens in an answer; None uses ``evaluation.max_new_tokens``.
-        temperature: 0 means greedy decoding.
-        top_p: sample from the most likely tokens with this total probability.
-        top_k: sample from this many most likely tokens; 0 means all.
-        seed: for sampling and the statistics.
-        stop: an answer stops before any of these texts.
-        repetition_penalty: as Transformers' argument of this name; None uses that of the model's generation config.
-        batch_size: number of rows processed at the same time; None uses ``evaluation.batch_size``.
-        engine: as for :func:`generate`.
-        replicas: number of engines on a Ray cluster that share the rows; 1 runs in this process.
-        harness: lm-eval tasks to run as well.
-        output: directory to write to; None means ``evaluation/`` next to the weights.
-        base: base model of the adapter, if it has moved.
-        quiet: show no progress.
-        trust_run: accept the code and the local files that the run's config, or the model, names.
+    options: dict[str, Any] = {name: getattr(request, name) for name in ("raw", "base", "engine", "merge", "compare")}
+    sampling = Sampling.of(request, request.max_new_tokens)
+    options |= {"batch_size": request.batch_size, "notify": notify, "write": write}
+    return generate_text(_directory(model), prompts, sampling=sampling, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluate(EvaluationRequest):
+    model: ModelLike
+    overrides: Overrides = ()
+    quiet: bool = field(default=False, kw_only=True)
+
+
+@_arguments(
+    _Evaluate,
+    EvaluationRequest,
+    model="run, checkpoint, adapter or model directory, a Hub id, or the result of :func:`train`",
+    overrides="of the run's config, as for :func:`finray.load_config`",
+    baselines="models to compare with; None: the adapter's base, or the model that a run started from (``base``)",
+    metrics="names of scores; None: ``evaluation.metrics``",
+    harness="lm-eval tasks to run as well: names or task files",
+    stop="texts before which an answer stops",
+    quiet="show no progress",
+)
+def evaluate(request: _Evaluate) -> Comparison:
+    """Score a model on rows, and compare it with others. The same call continues an interrupted evaluation.
 
     Raises:
         FinrayError: there are no rows, settings contradict each other, or files cannot be loaded or written.
     """
-    for one in (model, *(baselines or ())):
-        _trust(one, trust_run)
-    from finray.evaluation.subjects import EvaluationRequest
+    for place in (request.model, *(request.baselines or ())):
+        _trust(place, request.trust_run)
     from finray.runtime.spread import evaluate as compare
     from finray.tracking.console import steps
 
-    request = EvaluationRequest(
-        split=split,
-        file=file,
-        baselines=None if baselines is None else [str(one) for one in baselines],
-        metrics=metrics,
-        max_rows=max_rows,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=_texts(stop),
-        repetition_penalty=repetition_penalty,
-        batch_size=batch_size,
-        engine=engine,
-        replicas=replicas,
-        harness=harness or (),
-        output=output,
-        base=base,
-    )
-    with steps(_console(), quiet=quiet) as update:
-        return compare(_directory(model), overrides, request, progress=update)
+    with steps(_console(), quiet=request.quiet) as update:
+        return compare(_directory(request.model), request.overrides, request, progress=update)
 
 
-def export(
-    run: str | Path | TrainResult,
-    output: str | Path,
-    *,
-    merge: bool = True,
-    dtype: str = "bf16",
-    base: str | None = None,
-    max_shard_size: str | None = None,
-    gguf: str | None = None,
-    converter: str | Path | None = None,
-    onnx: bool = False,
-    trust_run: bool = False,
-) -> Exported | GgufExported | OnnxExported:
+@dataclass(frozen=True, slots=True)
+class _Export(ExportRequest):
+    run: ModelLike
+    output: str | Path
+
+
+@_arguments(
+    _Export,
+    ExportRequest,
+    run="run, checkpoint or model directory, or the result of :func:`train`",
+    output="directory to create",
+)
+def export(request: _Export) -> Exported | GgufExported | OnnxExported:
     """Write a model that Transformers or PEFT loads, and check it by loading it.
-
-    Args:
-        run: run, checkpoint or model directory, or the result of :func:`train`.
-        output: directory to create.
-        merge: merge the adapter into the model; False writes only the adapter.
-        dtype: dtype of the written weights: fp32, bf16 or fp16.
-        base: base model of the adapter, if it has moved.
-        max_shard_size: maximum size of a file of weights, such as ``5GB``.
-        gguf: write one GGUF file instead, and a Modelfile for Ollama: ``f16`` or ``q8_0``.
-        converter: path of llama.cpp's ``convert_hf_to_gguf.py``; None uses the installed one.
-        onnx: write a classifier as an ONNX file instead, always in fp32.
-        trust_run: accept the code and the local files that the run's config, or the model, names.
 
     Raises:
         FinrayError: the model cannot be loaded, the output exists, or the written model differs from the trained one.
     """
-    _trust(run, trust_run)
-    if gguf is not None or onnx:
-        kind = "GGUF" if gguf is not None else "ONNX"
-        if gguf is not None and onnx:
-            raise ConfigError(
-                "a model is exported to GGUF or to ONNX", where="--onnx", repair="leave out one of the two"
-            )
-        if not merge:
-            raise ConfigError(
-                f"an adapter cannot be exported to {kind} by itself",
-                where=f"--{kind.lower()}",
-                repair="leave --adapter out",
-            )
-        if max_shard_size is not None:
-            raise ConfigError(
-                f"{'a GGUF' if gguf is not None else 'an ONNX'} model is a single file",
-                where="--max-shard-size",
-                repair="leave it out",
-            )
-    if onnx:
+    _trust(request.run, request.trust_run)
+    return export_model(request.run, request.output, request)
+
+
+def export_model(run: ModelLike, output: str | Path, request: ExportRequest) -> Exported | GgufExported | OnnxExported:
+    """Write a model in the format that is asked for; see :func:`export`."""
+    if request.onnx:
         from finray.publishing.onnx import export_onnx
 
-        return export_onnx(_directory(run), Path(output).expanduser(), base=base)
-    if gguf is not None:
+        return export_onnx(_directory(run), Path(output).expanduser(), base=request.base)
+    if request.gguf is not None:
         from finray.publishing.gguf import export_gguf
 
-        script = None if converter is None else Path(converter).expanduser()
-        return export_gguf(_directory(run), Path(output).expanduser(), kind=gguf, converter=script, base=base)
-    from finray.evaluation.artifacts import export_model
+        script = None if request.converter is None else Path(request.converter).expanduser()
+        folder = Path(output).expanduser()
+        return export_gguf(_directory(run), folder, kind=request.gguf, converter=script, base=request.base)
+    from finray.evaluation.artifacts import export_model as write
 
-    return export_model(_directory(run), output, merge=merge, dtype=dtype, base=base, max_shard_size=max_shard_size)
+    options: dict[str, Any] = {"dtype": request.dtype, "max_shard_size": request.max_shard_size}
+    return write(_directory(run), output, merge=request.merge, base=request.base, **options)
 
 
 def pull(name: str, *, output: str | Path) -> Pulled:
@@ -472,35 +420,29 @@ def pull(name: str, *, output: str | Path) -> Pulled:
     return run_pull(name, output=output)
 
 
-def push(
-    run: str | Path | TrainResult,
-    to: str | None = None,
-    *,
-    merged: bool | None = None,
-    public: bool | None = None,
-    dtype: str = "bf16",
-    base: str | None = None,
-    trust_run: bool = False,
-) -> Pushed:
-    """Push a model to the Hugging Face Hub, with a model card. The same call finishes a push that was killed.
+@dataclass(frozen=True, slots=True)
+class _Push(PushRequest):
+    run: ModelLike
+    to: str | None = None
 
-    Args:
-        run: run, checkpoint or model directory, or the result of :func:`train`.
-        to: name on the Hub, ``OWNER/NAME``; None uses ``export.push_to_hub``, else the run's name under the user's
-            account.
-        merged: merge the adapter into its base model first; None uses ``export.merged``.
-        public: make the model public; None uses ``export.public``.
-        dtype: dtype of merged weights: fp32, bf16 or fp16.
-        base: base model of the adapter: its name on the Hub, or its directory if it has moved.
-        trust_run: accept the code and the local files that the run's config, or the model, names.
+
+@_arguments(
+    _Push,
+    PushRequest,
+    run="run, checkpoint or model directory, or the result of :func:`train`",
+    to="name on the Hub, ``OWNER/NAME``; None uses ``export.push_to_hub``, else the run's name under your account",
+)
+def push(request: _Push) -> Pushed:
+    """Push a model to the Hugging Face Hub, with a model card. The same call finishes a push that was killed.
 
     Raises:
         FinrayError: the Hub does not allow the push (checked first), or does not answer.
     """
-    _trust(run, trust_run)
+    _trust(request.run, request.trust_run)
     from finray.publishing.push import push as run_push
 
-    return run_push(_directory(run), to=to, merged=merged, public=public, dtype=dtype, base=base)
+    options: dict[str, Any] = {"merged": request.merged, "public": request.public, "dtype": request.dtype}
+    return run_push(_directory(request.run), to=request.to, base=request.base, **options)
 
 
 def report(
@@ -519,7 +461,7 @@ def report(
     from finray.reporting.run import TrainResult
 
     several = [runs] if isinstance(runs, str | Path | TrainResult) else list(runs)
-    return write([_directory(one) for one in several], output)
+    return write([_directory(run) for run in several], output)
 
 
 def _trust(place: ConfigLike | TrainResult, wanted: bool) -> None:

@@ -11,9 +11,9 @@ import torch
 
 from finray.checkpoint.rundir import RunDir
 from finray.config.load import Overrides
+from finray.config.requests import EvaluationRequest
 from finray.evaluation import compare
 from finray.evaluation.outcome import Comparison
-from finray.evaluation.subjects import EvaluationRequest
 from tests.support import runs
 
 # Conversations of two answers that differ in length; what is scored is the last, of all targets of the row.

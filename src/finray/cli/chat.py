@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finray.cli import show
+from finray.cli.options import takes
+from finray.config.requests import ConversationRequest
 from finray.errors import ConfigError, FinrayError
 from finray.runtime import signals
 
@@ -24,20 +26,13 @@ _HELP = """\
 _PROMPT = "> "
 
 
+@takes(ConversationRequest)
 def chat(
     model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
-    system: Annotated[str | None, typer.Option(help="System message, instead of the one used in training.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
-    temperature: show.Temperature = 0.0,
-    top_p: show.TopP = 1.0,
-    top_k: show.TopK = 0,
-    seed: show.Seed = 0,
-    engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers or vllm.")] = "transformers",
-    base: show.BaseModel = None,
-    trust_run: show.TrustRun = False,
+    request: ConversationRequest,
 ) -> None:
     """Talk with a trained model in the terminal; /help lists the words for it."""
-    show.trust(model, trust_run)
+    show.trust(model, request.trust_run)
     from finray.config.schema import ModelConfig
     from finray.evaluation.artifacts import artifact_of
     from finray.evaluation.chat import Conversation, require_template
@@ -49,12 +44,12 @@ def chat(
         raise ConfigError(
             "a conversation cannot be printed as JSON", where="--json", repair="use `finray generate --json`"
         )
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k)
-    artifact = artifact_of(model, base=base)
+    sampling = Sampling.of(request, request.max_new_tokens)
+    artifact = artifact_of(model, base=request.base)
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))))
     require_template(asking)
-    with closing(make_engine(engine, artifact, batch_size=1, notify=show.note)) as running:
-        conversation = Conversation(running, asking, sampling, system=system)
+    with closing(make_engine(request.engine, artifact, batch_size=1, notify=show.note)) as running:
+        conversation = Conversation(running, asking, sampling, system=request.system)
         show.remark(f"{model}{f' on {artifact.model.name}' if artifact.is_adapter else ''} answers; /help, /quit")
         while (line := _read()) is not None:
             word, _, rest = line.strip().partition(" ")
@@ -95,7 +90,7 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 
 def _read() -> str | None:
-    """What is typed next; None where that is the end."""
+    """The next line that the user types; None at the end of input."""
     if not sys.stdin.isatty():
         return sys.stdin.readline() or None
     with suppress(ImportError):

@@ -33,22 +33,22 @@ def up(
     """Start a Ray cluster with this machine as its head. All its processes require the token in ~/.ray/auth_token."""
     from finray.runtime import nodes
 
-    found, made = nodes.up(host=host, dashboard_host=dashboard_host, options=options or ())
+    node, made = nodes.up(host=host, dashboard_host=dashboard_host, options=options or ())
     token = nodes.token_file()
-    reached = found.ip if dashboard_host in ("0.0.0.0", "::") else dashboard_host
+    reached = node.ip if dashboard_host in ("0.0.0.0", "::") else dashboard_host
     dashboard = f"http://{nodes.joined(reached, nodes.dashboard_port(options or ()))}"
     show.lines(
         {
-            "address": found.address,
+            "address": node.address,
             "dashboard": dashboard,
             # What is called a token would be masked.
             "auth_file": None if token is None else str(token),
             "auth_file_made": made,
         },
-        f"the head of a cluster runs on this machine: {found.address}",
+        f"the head of a cluster runs on this machine: {node.address}",
         f"  other machines need the token{'' if token is None else f': copy {token} (mode 600)'}; then, on each: "
-        f"finray cluster join {found.address}",
-        f"  train on it: finray train my-run.yaml cluster.address={found.address}",
+        f"finray cluster join {node.address}",
+        f"  train on it: finray train my-run.yaml cluster.address={node.address}",
         f"  its dashboard: {dashboard}, which asks for the content of {'RAY_AUTH_TOKEN' if token is None else token}",
         "  look at it: finray cluster status; stop it: finray cluster down",
     )
@@ -69,11 +69,11 @@ def join(
     """Join a cluster with this machine, after comparing its versions with the head's."""
     from finray.runtime import nodes
 
-    found, other = nodes.join(address, host=host, any_version=any_version, options=options or ())
+    node, other = nodes.join(address, host=host, any_version=any_version, options=options or ())
     show.lines(
-        {**asdict(found), "other_versions": other},
-        f"this machine ({found.ip}) is a node of the cluster at {found.address}",
-        *(f"  warning: other version: {one}" for one in other),
+        {**asdict(node), "other_versions": other},
+        f"this machine ({node.ip}) is a node of the cluster at {node.address}",
+        *(f"  warning: other version: {version}" for version in other),
     )
 
 

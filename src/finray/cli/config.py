@@ -53,8 +53,8 @@ def presets(
     if name is not None:
         show.lines(read_preset(name), preset_text(name).rstrip())
         return
-    about = {one: preset_text(one).splitlines()[0].lstrip("# ") for one in preset_names()}
-    show.lines(about, *(f"{one}: {text}" for one, text in about.items()))
+    about = {preset: preset_text(preset).splitlines()[0].lstrip("# ") for preset in preset_names()}
+    show.lines(about, *(f"{preset}: {text}" for preset, text in about.items()))
 
 
 @show.command

@@ -35,17 +35,17 @@ def convert(
             where=f"--dataset-info {dataset_info}",
             repair="give the path of dataset_info.json",
         )
-    found = read_foreign(file, workers=workers, dataset_info=dataset_info)
+    converted = read_foreign(file, workers=workers, dataset_info=dataset_info)
     plain = {
-        "system": found.system,
-        "config": found.plain,
-        "lost": [{"line": one.line, "key": one.key, "why": one.why} for one in found.lost],
-        "unknown": found.unknown,
-        "notes": found.notes,
+        "system": converted.system,
+        "config": converted.plain,
+        "lost": [{"line": line.line, "key": line.key, "why": line.why} for line in converted.lost],
+        "unknown": converted.unknown,
+        "notes": converted.notes,
     }
-    about = [f"{file} is a config of {found.system}", *(f"check this: {note}" for note in found.notes)]
-    about += ["not carried over:", *(f"  {one}" for one in found.lost)] if found.lost else []
-    about += [f"unknown keys: {', '.join(found.unknown)}"] if found.unknown else []
+    about = [f"{file} is a config of {converted.system}", *(f"check this: {note}" for note in converted.notes)]
+    about += ["not carried over:", *(f"  {line}" for line in converted.lost)] if converted.lost else []
+    about += [f"unknown keys: {', '.join(converted.unknown)}"] if converted.unknown else []
     show.written(
-        found.text(file.name), output, plain, *about, f"wrote {output}; check it, then run: finray plan {output}"
+        converted.text(file.name), output, plain, *about, f"wrote {output}; check it, then run: finray plan {output}"
     )

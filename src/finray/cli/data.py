@@ -38,8 +38,8 @@ def prepare(
 
     settings = show.load(config, overrides, trusted=trust_run)
     with show.run_view() as view:
-        found = prepare_and_report(settings, export_jsonl=export_jsonl, handle=view.handle, hide_torch=True)
-    show.result(found)
+        prepared = prepare_and_report(settings, export_jsonl=export_jsonl, handle=view.handle, hide_torch=True)
+    show.result(prepared)
 
 
 @cache.command("list")
@@ -49,14 +49,14 @@ def list_(where: Where = DEFAULT_FILE, trust_run: show.TrustRun = False) -> None
     show.trust(where, trust_run)
     from finray.data.dataset.cache import entries
 
-    found = [] if _is_unused(where) else entries(_root(where))
+    datasets = [] if _is_unused(where) else entries(_root(where))
     if show.mode().json:
-        show.document({"root": _root(where), "datasets": [asdict(entry) for entry in found]})
+        show.document({"root": _root(where), "datasets": [asdict(entry) for entry in datasets]})
         return
     table = Table(title_justify="left")
     for column in ("fingerprint", "rows", "tokens", "size", "last used", "source"):
         table.add_column(column, justify="left" if column in ("fingerprint", "source", "last used") else "right")
-    for entry in found:
+    for entry in datasets:
         table.add_row(
             entry.name,
             f"{entry.rows:,}" if entry.is_whole else "unfinished",
@@ -66,7 +66,7 @@ def list_(where: Where = DEFAULT_FILE, trust_run: show.TrustRun = False) -> None
             entry.sources,
         )
     show.console().print(table)
-    show.say(f"{len(found)} in {_root(where)}")
+    show.say(f"{len(datasets)} in {_root(where)}")
 
 
 @cache.command()
@@ -76,8 +76,8 @@ def verify(where: Where = DEFAULT_FILE, trust_run: show.TrustRun = False) -> Non
     show.trust(where, trust_run)
     from finray.data.dataset.cache import damaged, entries
 
-    found = [] if _is_unused(where) else entries(_root(where))
-    bad = {entry.name: damaged(_root(where), entry.name) for entry in found if entry.is_whole}
+    datasets = [] if _is_unused(where) else entries(_root(where))
+    bad = {entry.name: damaged(_root(where), entry.name) for entry in datasets if entry.is_whole}
     show.lines(
         {"root": _root(where), "damaged": bad},
         *(f"{name}: {'damaged' if files else 'whole'}" for name, files in bad.items()),

@@ -56,24 +56,24 @@ def doctor(
         # Each node has a working directory of its own.
         where = absolute(where)
         named = address or (None if settings is None else settings.cluster.address)
-        found = look.cluster(where, cluster_here(named), notify=show.remark)
+        examined = look.cluster(where, cluster_here(named), notify=show.remark)
     else:
-        found = look.machine(where)
-    show.result(found)
+        examined = look.machine(where)
+    show.result(examined)
     if report is not None:
         plain = None if settings is None else settings.model_dump(mode="json")
-        report.write_text(_report(found.plain(), plain), encoding="utf-8")
+        report.write_text(_report(examined.plain(), plain), encoding="utf-8")
         show.note(f"wrote {report}; read it before you send it")
-    if not found.is_fit:
+    if not examined.is_fit:
         raise typer.Exit(FinrayError.exit_code)
 
 
-def _report(found: dict[str, Any], config: dict[str, Any] | None) -> str:
+def _report(examined: dict[str, Any], config: dict[str, Any] | None) -> str:
     """A bug report: what the machine is, the config, and the last lines of logs, without secrets."""
     parts = [
         "# finray: report",
         f"Python {sys.version}\n{platform.platform()}",
-        "## Doctor\n```json\n" + json.dumps(redact(found), indent=1) + "\n```",
+        "## Doctor\n```json\n" + json.dumps(redact(examined), indent=1) + "\n```",
     ]
     if config is not None:
         parts.append("## Config\n```yaml\n" + yaml.safe_dump(redact(config), sort_keys=False) + "```")

@@ -18,28 +18,28 @@ from finray.errors import FinrayError, explained
 
 
 def report(error: Exception, errors: Console) -> int:
-    """Print an error of a command; returns the exit code.
+    """Print the error of a command; returns the exit code.
 
     What the user can act on is one message. Anything else is a defect in finray: its traceback goes to a file, under a
     short reference that is the same wherever the same happens. ``FINRAY_VERBOSE`` shows the traceback of either.
     """
-    known = explained(error)
+    explanation = explained(error)
     text = redact_error(error)
     if os.environ.get("FINRAY_VERBOSE") and not isinstance(error, FinrayError):
         errors.print(text, highlight=False, soft_wrap=True)
-    if known is None:
+    if explanation is None:
         places = [f"{frame.filename}:{frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
         reference = hashlib.sha256(" ".join([type(error).__name__, *places]).encode()).hexdigest()[:8]
-        known = FinrayError(
+        explanation = FinrayError(
             f"this is a bug in finray (reference {reference}): {type(error).__name__}: {redact_text(str(error))[:300]}",
             repair=f"please report it with {_kept(reference, text)}; FINRAY_VERBOSE=1 prints its content here",
         )
-        known.exit_code = 1
+        explanation.exit_code = 1
     # Where nothing can be printed, the exit code still says what happened.
     with suppress(OSError, ValueError):
-        errors.print(f"error: {known}", highlight=False, soft_wrap=True)
+        errors.print(f"error: {explanation}", highlight=False, soft_wrap=True)
         errors.file.flush()
-    return known.exit_code
+    return explanation.exit_code
 
 
 def _kept(reference: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""What `--help` shows beside the words of the commands: an example of each, plain values, options in groups."""
+"""What `--help` adds to the texts of the commands: an example of each, plain values, options in groups."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "Sampling": ("temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty", "max_new_tokens"),
     "Engine": ("engine", "merge", "batch_size", "replicas", "slots", "max_queue", "max_length", "grace"),
     "Machines": (
-        *("nodes", "gpus_per_node", "cpus_per_node", "memory", "min_nodes", "max_nodes", "gpu_type", "image"),
-        *("shared", "claim", "storage", "queue", "hours", "secret", "host", "user"),
+        *("nodes", "gpus_per_node", "cpus_per_node", "memory_gb", "min_nodes", "max_nodes", "gpu_type", "image"),
+        *("shared", "claim", "storage", "queue", "hours", "secrets", "hosts", "user"),
     ),
     "What is evaluated": ("split", "file", "baselines", "metrics", "max_rows", "harness"),
     _COMMON: ("as_json", "quiet", "verbose"),
@@ -63,17 +63,17 @@ _PANELS: dict[str, tuple[str, ...]] = {
 def explain(command: Any, name: str) -> None:
     """Give a command, or each of a group, its example, and its options words for their values and their groups."""
     if hasattr(command, "commands"):
-        for own, one in command.commands.items():
-            explain(one, f"{name} {own}")
+        for member, subcommand in command.commands.items():
+            explain(subcommand, f"{name} {member}")
         return
     if name in EXAMPLES:
         command.epilog = f"Example: {EXAMPLES[name]}"
-    for one in command.params:
-        if one.param_type_name == "option" and one.metavar is None and not getattr(one, "is_flag", False):
+    for option in command.params:
+        if option.param_type_name == "option" and option.metavar is None and not getattr(option, "is_flag", False):
             # `<int range> [0<=x<=9223372036854775807]` helps nobody: the help says what a number is.
-            hide_range(one)
-            kind = str(one.type_descriptor.annotation)
+            hide_range(option)
+            kind = str(option.type_descriptor.annotation)
             words = (("int", "N"), ("float", "NUMBER"), ("Path", "PATH"), ("str", "TEXT"))
-            one.metavar = next((word for part, word in words if part in kind), None)
-        if one.param_type_name == "option":
-            one.rich_help_panel = next((panel for panel, names in _PANELS.items() if one.name in names), None)
+            option.metavar = next((word for part, word in words if part in kind), None)
+        if option.param_type_name == "option":
+            option.rich_help_panel = next((panel for panel, names in _PANELS.items() if option.name in names), None)

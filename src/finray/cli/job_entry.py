@@ -21,9 +21,9 @@ def main() -> None:
     """Run the job in the directory that Ray has unpacked."""
     file = Path(SECRETS)
     if file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8"))
+        variables = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
-        os.environ.update(found)
+        os.environ.update(variables)
     config, code = Path(CONFIG).absolute(), Path(CODE).absolute()
     # Workers inherit the directory of the job, and Ray would unpack the secrets on each of their machines. They get the
     # code alone: it is the working directory of the driver, and by Ray on the machines of the workers.
@@ -33,7 +33,7 @@ def main() -> None:
         working_dir = {"working_dir": str(code)}
     if job_config := os.environ.get(_RAYS_JOB):
         job = json.loads(job_config)
-        inherited = {name: one for name, one in (job.get("runtime_env") or {}).items() if name != "working_dir"}
+        inherited = {name: entry for name, entry in (job.get("runtime_env") or {}).items() if name != "working_dir"}
         os.environ[_RAYS_JOB] = json.dumps({**job, "runtime_env": {**inherited, **working_dir}})
     sys.argv = ["finray", "train", str(config)]
     from finray.cli.start import main as run

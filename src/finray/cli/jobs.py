@@ -129,6 +129,6 @@ def logs(
 @show.command
 def stop(job: JobId, address: Address = None) -> None:
     """Stop a job. The run saves a checkpoint, and `finray submit` continues it."""
-    found = Server(address).stop(job)
-    message = f"{job} {found.status}" if found.has_ended else f"{job} stops after its current step, with a checkpoint"
-    show.lines(asdict(found), message)
+    stopped = Server(address).stop(job)
+    state = stopped.status if stopped.has_ended else "stops after its current step, with a checkpoint"
+    show.lines(asdict(stopped), f"{job} {state}")

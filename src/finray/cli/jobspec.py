@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from finray.cli import show
+from finray.cli.options import takes
 from finray.config.load import DEFAULT_FILE, load_config
 from finray.config.paths import with_contents
 from finray.config.schema import Config
@@ -24,7 +25,9 @@ TARGETS = {"rayjob": rayjob, "compose": compose, "slurm": slurm, "ray-cluster": 
 
 
 @show.command
+@takes(Machines)
 def jobspec(
+    request: Machines,
     config: show.ConfigName = None,
     overrides: show.Overrides = None,
     to: Annotated[str, typer.Option(help=f"Format to write: {', '.join(TARGETS)}.")] = "rayjob",
@@ -35,32 +38,6 @@ def jobspec(
         str | None, typer.Option(help="Instead of a config: a preset, or a short name such as llama3.")
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="Dataset: a short name such as alpaca, or a source.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, max=100_000, help="Number of machines with workers.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, max=1024, help="GPUs of each machine.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(min=1, max=100_000, help="CPUs of each machine.")] = None,
-    memory: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="Memory of each machine, in GB.")] = None,
-    min_nodes: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Fewest machines to run on, where workers may come and go.")
-    ] = None,
-    max_nodes: Annotated[int | None, typer.Option(min=1, max=100_000, help="Most machines.")] = None,
-    gpu_type: Annotated[str | None, typer.Option(help="Kind of GPU, as the scheduler calls it.")] = None,
-    image: Annotated[str, typer.Option(help="Container image.")] = Machines.image,
-    shared: Annotated[str, typer.Option(help="Directory that all machines share.")] = Machines.shared,
-    claim: Annotated[
-        str | None, typer.Option(help="rayjob: PersistentVolumeClaim to mount there; `none` for none.")
-    ] = Machines.claim,
-    storage: Annotated[
-        str | None, typer.Option(help="URL for runs and prepared data, such as s3://bucket/runs.")
-    ] = None,
-    queue: Annotated[str | None, typer.Option(help="Kueue's local queue, or Slurm's partition.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0.01, max=87_600, help="Time limit.")] = None,
-    secret: Annotated[
-        list[str] | None, typer.Option(help="Name of an environment variable that holds a secret; may be repeated.")
-    ] = None,
-    host: Annotated[
-        list[str] | None, typer.Option(help="ray-cluster: address of a machine, the head first; may be repeated.")
-    ] = None,
-    user: Annotated[str, typer.Option(help="ray-cluster: user name to log in with.")] = Machines.user,
     gpu: Annotated[
         str | None, typer.Option(help="GPU to estimate the speed for, such as h100-80gb; see `finray plan`.")
     ] = None,
@@ -75,29 +52,11 @@ def jobspec(
     if config is not None:
         show.trust(config, trust_run)
     settings = _settings(config, overrides, model, dataset)
-    machines = Machines(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cpus_per_node=cpus_per_node,
-        memory_gb=memory,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        gpu_type=gpu_type,
-        image=image,
-        shared=shared,
-        claim=None if claim in (None, "none") else claim,
-        storage=storage,
-        queue=queue,
-        hours=hours,
-        secrets=tuple(secret) if secret is not None else Machines.secrets,
-        hosts=tuple(host or ()),
-        user=user,
-    )
-    spec = make_spec(settings, machines, takes_files=to in ("rayjob", "compose"))
+    spec = make_spec(settings, request, takes_files=to in ("rayjob", "compose"))
     text = TARGETS[to](spec)
-    limit = hours or (SLURM_HOURS if to == "slurm" else None)
+    limit = request.hours or (SLURM_HOURS if to == "slurm" else None)
     seconds = step_seconds or (_reckoned(settings, gpu) if gpu is not None and limit is not None else None)
-    notes = [*spec.notes, *limit_notes(settings.checkpoint, limit, seconds, is_given=hours is not None)]
+    notes = [*spec.notes, *limit_notes(settings.checkpoint, limit, seconds, is_given=request.hours is not None)]
     for note in notes if not show.mode().json else ():
         show.note(note)
     show.written(text, output, {"kind": to, "text": text, "notes": notes}, f"wrote {output}")
@@ -115,11 +74,11 @@ def _settings(config: str | None, overrides: list[str] | None, model: str | None
         raise ConfigError(
             "a config file and --model exclude each other", where="--model", repair="leave one of them out"
         )
-    found = load_config(preset or config or DEFAULT_FILE, [*changes, *words])
-    require_trusted(found)
-    found = with_contents(found)
-    require_no_secret(found, option="--secret")
-    return found
+    settings = load_config(preset or config or DEFAULT_FILE, [*changes, *words])
+    require_trusted(settings)
+    settings = with_contents(settings)
+    require_no_secret(settings, option="--secret")
+    return settings
 
 
 def _reckoned(config: Config, gpu: str) -> float | None:

@@ -68,11 +68,11 @@ def inspect(
     from finray.reporting.page import write
 
     settings = show.load(config, overrides, trusted=trust_run)
-    found = run_inspection(settings, examples=rows, chosen=row or [], compared=compare or None)
+    inspection = run_inspection(settings, examples=rows, chosen=row or [], compared=compare or None)
     if html is not None:
-        write(page(found), html)
-    show.result(found)
+        write(page(inspection), html)
+    show.result(inspection)
     if html is not None and not show.mode().json:
         show.say(f"\nwrote {html}")
-    if found.refusal is not None:
-        raise found.refusal
+    if inspection.refusal is not None:
+        raise inspection.refusal

@@ -21,9 +21,18 @@ from finray.cli import config as config_commands
 from finray.cli import doctor as doctor_command
 from finray.cli import serve as serving
 from finray.cli.helping import explain
+from finray.cli.options import takes
 from finray.config.load import suggest_owner
 from finray.config.names import HERE_IS, not_yet
 from finray.config.redact import redact_text
+from finray.config.requests import (
+    DTYPE,
+    EvaluationRequest,
+    ExportRequest,
+    GenerationRequest,
+    PushRequest,
+    storable,
+)
 from finray.errors import ConfigError
 from finray.files import require_writable_file
 from finray.limits import arm
@@ -52,7 +61,7 @@ _ELSEWHERE = {
 
 
 class _Commands(TyperGroup):
-    """The commands; one that is given a field as an option says how fields are set."""
+    """The commands. A config field given as an option is answered with how fields are set."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """The names of the commands, as in :data:`PANELS`."""
@@ -60,25 +69,25 @@ class _Commands(TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: order.index(name))
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
-        """The command that words name; of what other systems have it is said whether finray has it."""
+        """The command that the words name. For names of other systems the error says whether finray has them."""
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
             # Typer keeps the class of this error to itself.
             unknown: Any = error
-            if what := not_yet(args[0]):
-                unknown.message = f"No such command {args[0]!r}: finray has no {what} yet; {HERE_IS}: finray train"
+            if method := not_yet(args[0]):
+                unknown.message = f"No such command {args[0]!r}: finray has no {method} yet; {HERE_IS}: finray train"
             elif args[0] in _ELSEWHERE:
                 unknown.message = f"No such command {args[0]!r}. Did you mean {_ELSEWHERE[args[0]]!r}?"
             raise
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         """A command, with its panel."""
-        found: Any = super().get_command(ctx, cmd_name)
-        if found is not None:
-            found.rich_help_panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
-            explain(found, cmd_name)
-        return found
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_help_panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
+            explain(command, cmd_name)
+        return command
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command that was named."""
@@ -130,13 +139,7 @@ RunPath = Annotated[
 ]
 
 
-def _storable(dtype: str) -> str:
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise ConfigError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32, bf16 or fp16")
-    return dtype
-
-
-Dtype = Annotated[str, typer.Option(callback=_storable, help="Dtype of the written weights: fp32, bf16 or fp16.")]
+Dtype = Annotated[str, typer.Option(callback=storable, help=DTYPE.help)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -175,49 +178,20 @@ def train(
 
 @app.command()
 @show.command
+@takes(GenerationRequest)
 def generate(
     model: Annotated[
         str, typer.Argument(help="Run (directory or URL), checkpoint, model directory or Hub id.", show_default=False)
     ],
+    request: GenerationRequest,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of prompts: one per line, or rows in a format of training (JSONL, CSV, Parquet); - reads stdin."
-        ),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="System message before each prompt, instead of the one used in training.")
-    ] = None,
-    tools: Annotated[
-        Path | None, typer.Option(help="JSON list of functions that the model may call, as in a row's `tools`.")
-    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSONL to this file instead of printing.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 128,
-    temperature: show.Temperature = 0.0,
-    top_p: show.TopP = 1.0,
-    top_k: show.TopK = 0,
-    seed: show.Seed = 0,
-    stop: show.Stop = None,
-    repetition_penalty: show.RepetitionPenalty = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts answered at the same time.")] = 32,
-    engine: Annotated[
-        str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto (vllm where it is installed).")
-    ] = "auto",
-    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into the weights first, for speed.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also show the answers of the adapter's base model.")
-    ] = False,
-    raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
-    base: show.BaseModel = None,
-    trust_run: show.TrustRun = False,
 ) -> None:
     """Answer prompts with a trained model, or label texts with a trained classifier."""
-    show.trust(model, trust_run)
-    from finray.evaluation.engines.sampling import Sampling
-    from finray.evaluation.generate import generate_text
+    show.trust(model, request.trust_run)
+    from finray.api import answer
     from finray.evaluation.labels import is_classifier, read_texts
     from finray.evaluation.prompts import read_prompts, read_tools
 
@@ -225,30 +199,18 @@ def generate(
         if output.is_dir():
             raise ConfigError("is a directory", where=f"--output {output}", repair="give a file in it")
         require_writable_file(output)
-    offered = () if tools is None else read_tools(tools)
+    file, system = None if request.file is None else Path(request.file), request.system
+    tools = () if request.tools is None else read_tools(Path(str(request.tools)))
     lines = () if sys.stdin.isatty() else sys.stdin
     if file == Path("-"):
         prompts, file = [*(prompts or []), *(line.rstrip("\n") for line in sys.stdin if line.strip())], None
-    if is_classifier(model) and system is None and tools is None:
-        requests = read_texts(model, prompts or [], file, lines=lines)
+    if is_classifier(model) and system is None and request.tools is None:
+        asked = read_texts(model, prompts or [], file, lines=lines)
     else:
-        requests = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines, notify=show.remark)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()), repetition_penalty)
+        asked = read_prompts(prompts or [], file, system=system, tools=tools, lines=lines, notify=show.remark)
     # A single answer is streamed to a terminal.
-    streams = output is None and len(requests) == 1 and not compare and not show.mode().json and sys.stdout.isatty()
-    answers = generate_text(
-        model,
-        requests,
-        sampling=sampling,
-        batch_size=batch_size,
-        raw=raw,
-        base=base,
-        engine=engine,
-        merge=merge,
-        compare=compare,
-        notify=show.remark,
-        write=show.write if streams else None,
-    )
+    streams = output is None and len(asked) == 1 and not (request.compare or show.mode().json) and sys.stdout.isatty()
+    answers = answer(model, asked, request, notify=show.remark, write=show.write if streams else None)
     if streams:
         show.write("\n")
     elif output is None:
@@ -260,6 +222,7 @@ def generate(
 
 @app.command()
 @show.command
+@takes(EvaluationRequest)
 def evaluate(
     model: Annotated[
         str,
@@ -267,123 +230,33 @@ def evaluate(
             help="Run (directory or URL), checkpoint, adapter, model directory or Hub id.", show_default=False
         ),
     ],
+    request: EvaluationRequest,
     overrides: show.Overrides = None,
-    split: Annotated[
-        str | None, typer.Option(help="Split of the run: train, eval or test (default: test, else eval).")
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="Evaluate on the rows of this file instead, in any format that training reads.")
-    ] = None,
-    baselines: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--baseline",
-            help="Model to compare with; `base` is the adapter's base model, `none` compares with nothing; may be "
-            "repeated.",
-        ),
-    ] = None,
-    metrics: Annotated[
-        str | None, typer.Option(help="Scores, separated by commas (default: evaluation.metrics).")
-    ] = None,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate a seeded sample of this many rows.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = None,
-    temperature: show.Temperature = 0.0,
-    top_p: show.TopP = 1.0,
-    top_k: show.TopK = 0,
-    seed: show.Seed = 0,
-    stop: show.Stop = None,
-    repetition_penalty: show.RepetitionPenalty = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Number of rows processed at the same time.")] = None,
-    engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto.")] = "auto",
-    replicas: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Number of engines on a Ray cluster (RAY_ADDRESS) that share the rows; 1 does not use Ray."
-        ),
-    ] = 1,
-    harness: Annotated[
-        str | None, typer.Option(help="lm-eval tasks, separated by commas: names or task files.")
-    ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of answers shown side by side.")] = 3,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Directory to write to (default: beside the weights).")
-    ] = None,
-    base: show.BaseModel = None,
-    trust_run: show.TrustRun = False,
 ) -> None:
     """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
-    for one in (model, *(baselines or ())):
-        show.trust(one, trust_run)
-    from finray.evaluation.subjects import EvaluationRequest
+    for place in (model, *(request.baselines or ())):
+        show.trust(place, request.trust_run)
     from finray.runtime.spread import evaluate as run_evaluation
 
-    request = EvaluationRequest(
-        split=split,
-        file=file,
-        baselines=baselines or None,
-        metrics=_words(metrics) or None,
-        max_rows=max_rows,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=stop or (),
-        repetition_penalty=repetition_penalty,
-        batch_size=batch_size,
-        engine=engine,
-        replicas=replicas,
-        harness=_words(harness),
-        output=output,
-        base=base,
-    )
     with steps(show.console(), quiet=show.mode().quiet) as update:
         comparison = run_evaluation(model, overrides or (), request, progress=update)
     show.result(comparison, samples=samples)
 
 
-def _words(text: str | None) -> list[str]:
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
-
-
 @app.command()
 @show.command
+@takes(ExportRequest)
 def export(
     run: RunPath,
+    request: ExportRequest,
     output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
-    merge: Annotated[
-        bool, typer.Option("--merge/--adapter", help="Merge the adapter into the model, or write the adapter alone.")
-    ] = True,
-    dtype: Dtype = "bf16",
-    base: show.BaseModel = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option(help="Maximum size of a file of weights, such as 5GB.", show_default=False)
-    ] = None,
-    gguf: Annotated[
-        str | None, typer.Option(help="Write one GGUF file instead, and a Modelfile for Ollama: f16 or q8_0.")
-    ] = None,
-    converter: Annotated[
-        Path | None, typer.Option(help="Path of llama.cpp's convert_hf_to_gguf.py (default: the installed one).")
-    ] = None,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write a classifier as an ONNX file in fp32 instead.")] = False,
-    trust_run: show.TrustRun = False,
 ) -> None:
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
-    show.trust(run, trust_run)
-    from finray.api import export as run_export
+    show.trust(run, request.trust_run)
+    from finray.api import export_model
 
-    made = run_export(
-        run,
-        output,
-        merge=merge,
-        dtype=dtype,
-        base=base,
-        max_shard_size=max_shard_size,
-        gguf=gguf,
-        converter=converter,
-        onnx=onnx,
-    )
-    show.result(made)
+    show.result(export_model(run, output, request))
 
 
 @app.command()
@@ -397,46 +270,33 @@ def sync(
     show.trust(run, trust_run)
     from finray.reporting.sync import sync_run
 
-    found = sync_run(run, to)
+    results = sync_run(run, to)
     if show.mode().json:
-        show.document([one.plain() for one in found])
+        show.document([result.plain() for result in results])
     else:
-        for one in found:
-            show.result(one)
+        for result in results:
+            show.result(result)
 
 
 @app.command()
 @show.command
+@takes(PushRequest)
 def push(
     run: RunPath,
+    request: PushRequest,
     to: Annotated[
         str | None,
         typer.Option(
             help="Name on the Hub, OWNER/NAME (default: export.push_to_hub, else the run's name under your account)."
         ),
     ] = None,
-    merged: Annotated[
-        bool | None,
-        typer.Option(
-            "--merged/--adapter", help="Merge the adapter into its base model first (default: export.merged)."
-        ),
-    ] = None,
-    public: Annotated[
-        bool | None,
-        typer.Option("--public/--private", help="Make the model public or private (default: export.public)."),
-    ] = None,
-    dtype: Dtype = "bf16",
-    base: Annotated[
-        str | None,
-        typer.Option(help="Base model of the adapter: its name on the Hub, or its directory if it has moved."),
-    ] = None,
-    trust_run: show.TrustRun = False,
 ) -> None:
     """Push a finished model to the Hugging Face Hub, with a model card. The same command finishes a killed push."""
-    show.trust(run, trust_run)
+    show.trust(run, request.trust_run)
     from finray.publishing.push import push as run_push
 
-    show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, notify=show.remark))
+    options: dict[str, Any] = {"merged": request.merged, "public": request.public, "dtype": request.dtype}
+    show.result(run_push(run, to=to, base=request.base, notify=show.remark, **options))
 
 
 @app.command()
@@ -512,10 +372,10 @@ def main() -> None:
         if stop.code != _INTERRUPTED or cause is None:
             raise
         notes = getattr(cause, "__notes__", [])
-        what = "; ".join([str(cause) or "interrupted", *notes])
+        reason = "; ".join([str(cause) or "interrupted", *notes])
         # A job was not started by the command that it runs.
         command = os.environ.get("FINRAY_COMMAND") or redact_text(shlex.join(["finray", *sys.argv[1:]]))
-        text = f"{what}; the same command {'continues' if notes else 'starts over'}: {command}"
+        text = f"{reason}; the same command {'continues' if notes else 'starts over'}: {command}"
         errors.print(text, highlight=False, markup=False, soft_wrap=True)
         sys.exit(getattr(cause, "exit_code", _INTERRUPTED))
     except Exception as error:

@@ -80,8 +80,8 @@ def watch(run: Run) -> None:
 
     try:
         with show.run_view() as view:
-            found = follow(run, view)
+            watched = follow(run, view)
     except KeyboardInterrupt:
         show.say("stopped watching; the run continues")
         raise typer.Exit(130) from None
-    show.result(found)
+    show.result(watched)

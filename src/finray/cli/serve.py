@@ -94,7 +94,7 @@ def serve(
     Only who starts the server says what it serves. With --adapters-from DIR, requests may add adapters from that
     directory and remove them again: those with the API key, or without a key those from this machine.
     """
-    for place in (model, *(_named(one)[1] for one in adapters or ())):
+    for place in (model, *(_named(adapter)[1] for adapter in adapters or ())):
         show.trust(place, trust_run)
     from finray.config.paths import is_url
     from finray.config.trust import accepted
@@ -105,7 +105,7 @@ def serve(
     settings = ServeSettings(
         model,
         name=name,
-        adapters=tuple(_named(one) for one in adapters or ()),
+        adapters=tuple(_named(adapter) for adapter in adapters or ()),
         base=base,
         slots=slots,
         max_queue=max_queue,
@@ -117,7 +117,9 @@ def serve(
         host=host,
         allow_hosts=tuple(allow_hosts or ()),
         # The process of the models may have another working directory.
-        adapters_from=tuple(one if is_url(one) else str(Path(one).expanduser().absolute()) for one in places or ()),
+        adapters_from=tuple(
+            place if is_url(place) else str(Path(place).expanduser().absolute()) for place in places or ()
+        ),
         max_adapters=max_adapters,
         trusted=accepted(),
     )

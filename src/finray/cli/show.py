@@ -18,6 +18,7 @@ from rich.console import Console
 
 from finray.config.load import DEFAULT_FILE, load_config, preset_names
 from finray.config.redact import redact, redact_text
+from finray.config.requests import TRUST_RUN
 from finray.config.schema import Config
 from finray.errors import ConfigError, explained
 from finray.limits import shown
@@ -26,7 +27,7 @@ from finray.tracking.console import RunView
 
 
 def _complete(incomplete: str) -> list[str]:
-    """Config files and presets that begin so, for the shell."""
+    """Config files and presets that begin with these characters, for the shell's completion."""
     folder = Path(incomplete).parent
     files = [path for path in folder.glob("*") if path.is_dir() or path.suffix in (".yaml", ".yml")]
     names = [f"{path}/" if path.is_dir() else str(path) for path in files]
@@ -43,32 +44,7 @@ ConfigName = Annotated[
     ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")]
-TopP = Annotated[
-    float, typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens with this total probability.")
-]
-TopK = Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")]
-Seed = Annotated[
-    int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling; every prompt has its own random numbers.")
-]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        help="Above 1, tokens that are in the prompt or answer already become less likely (default: that of the "
-        "model's generation config)."
-    ),
-]
-BaseModel = Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")]
-
-
-TrustRun = Annotated[
-    bool,
-    typer.Option(
-        "--trust-run",
-        help="Accept the code and the local files that the run's config, or the model, names: read it first.",
-    ),
-]
+TrustRun = Annotated[bool, typer.Option("--trust-run", help=TRUST_RUN.help)]
 
 
 @dataclass(slots=True)
@@ -111,23 +87,23 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             _require_text(arguments)
             function(**arguments)
         except Exception as error:
-            if as_json and not mode().written and (known := explained(error)) is not None:
-                document({"error": known.to_dict()})
+            if as_json and not mode().written and (explanation := explained(error)) is not None:
+                document({"error": explanation.to_dict()})
             raise
         finally:
             _MODE.reset(before)
 
-    own = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
     common = inspect.signature(_common, eval_str=True).parameters.values()
-    run.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature([*parameters, *common])  # type: ignore[attr-defined]
     return run
 
 
 def _require_sizes(arguments: Mapping[str, Any]) -> None:
-    """Check that numbers are numbers of something: none is infinite, or no number, or larger than anything.
+    """Check that numbers are finite and of a size that can be used.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: a number is not.
     """
     for name, value in arguments.items():
         if isinstance(value, int | float) and not -_MOST[type(value)] <= value <= _MOST[type(value)]:
@@ -139,14 +115,14 @@ def _require_sizes(arguments: Mapping[str, Any]) -> None:
 
 
 def _require_text(arguments: dict[str, Any]) -> None:
-    """See that no argument holds what no path and no file can.
+    """Check that no argument holds a NUL character, which no path and no file can hold.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: an argument does.
     """
     for name, value in arguments.items():
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if "\0" in str(one):
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if "\0" in str(text):
                 raise ConfigError("holds U+0000, which is not a valid character", where=name)
 
 
@@ -162,7 +138,7 @@ def _common(
 
 
 def trust(place: str | Path, wanted: bool) -> None:
-    """Accept what a run or model names, where the user wants that, and say what it is."""
+    """Accept the code and files that a run or model names, if the user wants that, and list them."""
     if wanted:
         from finray.checkpoint.rundir import trust_run
 
@@ -177,17 +153,17 @@ def load(config: str | None, overrides: list[str] | None, *, trusted: bool = Fal
         config, words = DEFAULT_FILE, [config, *words]
     if config is not None:
         trust(config, trusted)
-    found = load_config(config or DEFAULT_FILE, words)
-    for note in found.notes if not mode().quiet else ():
+    settings = load_config(config or DEFAULT_FILE, words)
+    for note in settings.notes if not mode().quiet else ():
         console().print(note, highlight=False, soft_wrap=True)
-    return found
+    return settings
 
 
 def require_replaceable(output: Path | None, *, force: bool) -> None:
-    """See that a command replaces no file unless it is told to.
+    """Check that a command replaces a file only with ``--force``.
 
     Raises:
-        ConfigError: it would.
+        ConfigError: the file exists.
     """
     if output is not None and output.exists() and not force:
         raise ConfigError(
@@ -207,27 +183,27 @@ def run_view() -> RunView:
 
 
 def say(text: str) -> None:
-    """A line as it is."""
+    """Prints a line without markup and wrapping."""
     console().print(text, highlight=False, soft_wrap=True)
 
 
 def document(plain: Any, *, as_is: Sequence[str] = ()) -> None:
-    """The JSON document of a command, secrets masked, except in what is to be printed as it is."""
+    """Prints the JSON document of a command. Secrets are masked, except in the fields ``as_is``."""
     mode().written = True
     masked = redact(plain)
     typer.echo(json.dumps({**masked, **{name: plain[name] for name in as_is}} if as_is else masked, indent=2))
 
 
-def result(found: Result, **options: Any) -> None:
-    """What a command came to."""
+def result(outcome: Result, **options: Any) -> None:
+    """Prints the result of a command."""
     if mode().json:
-        document(found.plain(), as_is=found.AS_IS)
+        document(outcome.plain(), as_is=outcome.AS_IS)
     else:
-        found.print(console(), **options)
+        outcome.print(console(), **options)
 
 
 def lines(plain: Any, *texts: str) -> None:
-    """What a command came to, where lines say it."""
+    """Prints a command's result as text."""
     if mode().json:
         document(plain)
     else:
@@ -235,7 +211,7 @@ def lines(plain: Any, *texts: str) -> None:
 
 
 def written(text: str, output: Path | None, plain: dict[str, Any], *texts: str) -> None:
-    """A text that a command makes: in its file, with lines that say so, or on standard output."""
+    """Writes a text that a command made to its file, and prints lines about it; without a file, to standard output."""
     if output is not None:
         output.write_text(text, encoding="utf-8")
     if mode().json:
@@ -247,13 +223,13 @@ def written(text: str, output: Path | None, plain: dict[str, Any], *texts: str) 
 
 
 def write(text: str) -> None:
-    """A piece of an answer to standard output, at once."""
+    """Writes a piece of an answer to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A line to standard error, so that standard output has the answers alone."""
+    """Writes a line to standard error, so that standard output has only the answers."""
     sys.stderr.write(f"{redact_text(text)}\n")
     sys.stderr.flush()
 

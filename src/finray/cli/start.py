@@ -1,4 +1,4 @@
-"""The entry point of the command: signals first, then what takes a second to import."""
+"""The entry point of the command: handles signals first, then imports the rest, which takes a second."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _EXIT_CODES = tuple(128 + one for one in _MESSAGES)
 
 def main() -> None:
     """Run the command; a signal before :func:`finray.cli.main.main` answers for them ends it with one line."""
-    for one in _MESSAGES:
+    for signum in _MESSAGES:
         # `nohup` has SIGHUP ignored.
-        if signal.getsignal(one) is not signal.SIG_IGN or one != signal.SIGHUP:
-            signal.signal(one, _end)
+        if signal.getsignal(signum) is not signal.SIG_IGN or signum != signal.SIGHUP:
+            signal.signal(signum, _end)
     from finray.runtime.preload import collect_seldom
 
     collect_seldom()

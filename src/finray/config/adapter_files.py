@@ -1,4 +1,4 @@
-"""What lies beside the weights of an adapter or a trained model: PEFT's settings, and finray's notes."""
+"""The files beside the weights of an adapter or a trained model: PEFT's settings and finray's notes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AdapterSettings:
 
 
 class Notes(TypedDict, total=False):
-    """What finray wrote down beside weights; docs/formats.md has the meaning of each field."""
+    """The notes that finray writes beside weights; docs/formats.md describes each field."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -81,8 +81,8 @@ def matching_none(targets: Iterable[str], names: Iterable[str]) -> list[str]:
         targets: a list of whole names, or of their endings.
         names: names of the model's modules.
     """
-    known = tuple(names)
-    return [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in known)]
+    modules = tuple(names)
+    return [target for target in targets if not any(name == target or name.endswith(f".{target}") for name in modules)]
 
 
 def read_settings(folder: Path) -> AdapterSettings:
@@ -95,7 +95,7 @@ def read_settings(folder: Path) -> AdapterSettings:
 
 
 def lora_variant(folder: Path) -> str | None:
-    """The setting of a LoRA that is not in :data:`CONTINUED`, or that PEFT had no name for; None if there is none.
+    """The setting of a LoRA that is not in :data:`CONTINUED`, or that PEFT had no name for; None if all are known.
 
     Raises:
         ModelError: the file cannot be read.
@@ -120,7 +120,7 @@ def with_base(folder: Path, base: str) -> dict[str, str]:
 
 
 def read_notes(folder: Path) -> Notes:
-    """finray's notes; empty where it wrote none.
+    """finray's notes; empty if there is no such file.
 
     Raises:
         ModelError: the file cannot be read, or is something else.

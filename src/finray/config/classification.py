@@ -1,4 +1,4 @@
-"""The section of a configuration that says what a classifier learns."""
+"""The section `classification`: what a classifier learns."""
 
 from __future__ import annotations
 

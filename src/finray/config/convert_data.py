@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
-from finray.config.foreign import SENTENCES
+from finray.config.convert_file import ForeignFile
+from finray.config.foreign import AXOLOTL, SENTENCES, number, words
 from finray.errors import ConfigError
 from finray.files import FileKind
 
@@ -44,7 +45,7 @@ _TABLES = FileKind(
 
 
 class _Listed(TypedDict, total=False):
-    """What LLaMA-Factory's table says of a dataset, as far as it is read here."""
+    """A dataset in LLaMA-Factory's table, as far as finray reads it."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -61,6 +62,98 @@ class _Listed(TypedDict, total=False):
     tags: dict[str, str | None] | None
 
 
+def read_data(file: ForeignFile) -> None:
+    """The rows to train on, those to evaluate on, and how they are packed."""
+    file.put("data.max_length", file.get("cutoff_len", "sequence_len", "max_seq_length"))
+    data = ForeignData(file.raw, file.path, file.dataset_info, file.lose, file.notes)
+    if file.system == AXOLOTL:
+        packs = bool(file.get("sample_packing"))
+        given = _sources(file, "datasets", "pretraining_dataset")
+        sources = [source for dataset in given for source in data.axolotl(dataset)]
+        held = [source for dataset in _sources(file, "test_datasets") for source in data.axolotl(dataset)]
+        if file.raw.get("datasets") and file.raw.get("pretraining_dataset"):
+            file.lose("pretraining_dataset", "`datasets` is read; further sources can be added to data.mix")
+        elif file.raw.get("pretraining_dataset"):
+            file.notes.append("all rows are prepared before the training; data.train_split takes a part of them")
+        # Axolotl drops conversations that are too long. Plain text is cut into pieces.
+        long = file.get("excess_length_strategy")
+        if long is not None or any(source.get("format") != "text" for source in sources):
+            file.put("data.on_too_long", {"raise": "error"}.get(long, long or "drop"), "excess_length_strategy")
+    else:
+        pretraining = file.raw.get("stage") == "pt"
+        packs = bool(file.get("neat_packing") or file.get("packing"))
+        packs |= pretraining and file.raw.get("packing") is None
+        limit = file.get("max_samples")
+        sources = [data.factory(name, limit) for name in words(file.get("dataset"))]
+        held = [data.factory(name, limit, held=True) for name in words(file.get("eval_dataset"))]
+        file.used.update(("dataset_dir", "preprocessing_num_workers"))
+        if pretraining:
+            file.put("data.train_on", "all")
+    file.used.update(("eval_sample_packing", "eval_packing"))
+    if not sources:
+        raise ConfigError("the config names no data", where=f"{file.path}: dataset")
+    if len(sources) == 1:
+        for name, value in sources[0].items():
+            file.put(f"data.{'train_split' if name == 'split' else name}", value)
+    else:
+        # Plain text is learned whole, whatever `train_on` says.
+        learned = [source.pop("train_on", None) for source in sources]
+        if all(learned):
+            file.put("data.train_on", learned[0])
+        file.put("data.mix", sources)
+    _share_rows(file, sources)
+    if file.get("train_on_inputs") or file.get("train_on_prompt"):
+        file.put("data.train_on", "all")
+    file.put("data.packing", packs)
+    share = file.get("val_size", "val_set_size")
+    sized = file.key("val_size", "val_set_size")
+    named = "test_datasets" if file.system == AXOLOTL else "eval_dataset"
+    if held:
+        _hold_out(file, held, named)
+        if share:
+            file.lose(sized, f"`{named}` has the rows to evaluate on")
+    elif share:
+        # From 2 on a number of rows, for all three.
+        file.put("data.eval_ratio", int(share) if share > 1 else share, sized)
+
+
+def _hold_out(file: ForeignFile, held: list[dict[str, Any]], key: str) -> None:
+    """The evaluation rows: read with the data section's format and columns, without its subset and revision."""
+    first, here = held[0], file.out["data"]
+    file.put("data.eval_source", first["source"])
+    if "split" in first:
+        file.put("data.eval_split", first["split"])
+    for name in ("subset", "revision"):
+        if name in first:
+            file.lose(f"{key}.{name}", "not supported: `data.eval_source` has none of its own", first[name])
+    for name in ("format", "field_mapping", "input_template", "output_template"):
+        if first.get(name) != here.get(name):
+            file.lose(f"{key}.{name}", f"`data.{name}` is for the evaluation rows too", first.get(name))
+    if len(held) > 1:
+        file.notes.append("only one evaluation source is supported: data.eval_source")
+
+
+def _share_rows(file: ForeignFile, sources: list[dict[str, Any]]) -> None:
+    """LLaMA-Factory's probabilities of several datasets, as weights; `concat` takes all rows, as finray does."""
+    keys = ("mix_strategy", "interleave_probs")
+    strategy, shares = file.get(keys[0]) or "concat", [number(text) for text in words(file.get(keys[1]))]
+    if len(sources) < 2 or strategy == "concat":
+        return
+    if len(shares) == len(sources) and all(isinstance(part, int | float) and part > 0 for part in shares):
+        for source, share in zip(sources, shares, strict=True):
+            source["weight"] = share
+        file.notes.append("a mix has as many rows as its sources; there it ends with the first or last of them")
+        return
+    for key in keys:
+        if file.raw.get(key) is not None:
+            file.lose(key, "set data.mix.N.weight, the share of each dataset")
+
+
+def _sources(file: ForeignFile, *keys: str) -> list[Any]:
+    sources = file.get(*keys) or []
+    return sources if isinstance(sources, list) else [sources]
+
+
 @dataclass
 class ForeignData:
     """Reads the datasets of one config.
@@ -70,7 +163,7 @@ class ForeignData:
         path: its file.
         dataset_info: LLaMA-Factory's table of datasets, if it is not where the file says.
         lose: called with a setting that is not carried over, the reason, and its value.
-        notes: what is to be looked at.
+        notes: what the user should check.
     """
 
     raw: Mapping[str, Any]
@@ -117,25 +210,26 @@ class ForeignData:
             **_TABLES.parsed(json.dumps({name: table[name]}).encode(), dict[str, _Listed], where)[name]
         }
         there = about.get("hf_hub_url") or about.get("cloud_file_name")
-        found: dict[str, Any] = {"source": there or f"{folder}/{about.get('file_name') or name}"}
+        entry: dict[str, Any] = {"source": there or f"{folder}/{about.get('file_name') or name}"}
         if about.get("hf_hub_url") and about.get("folder"):
-            found["source"] += f":{about['folder']}"
+            entry["source"] += f":{about['folder']}"
         if about.get("subset"):
-            found["subset"] = about["subset"]
+            entry["subset"] = about["subset"]
         read = {*_Listed.__annotations__} - ({"revision"} if not about.get("hf_hub_url") else set())
         if about.get("hf_hub_url") and about.get("revision"):
-            found["revision"] = about["revision"]
+            entry["revision"] = about["revision"]
         if (most := about.get("num_samples")) is not None:
             self.note(f"num_samples of {name} in dataset_info.json takes rows at random there, and the first ones here")
             limit = min(most, limit or most)
         if about.get("split") or limit or (held and about.get("hf_hub_url")):
-            found["split"] = self._first(name, about.get("split") or "train", limit)
-        known = ("messages", "tools", "prompt", "query", "response", "history", "system")
+            entry["split"] = self._first(name, about.get("split") or "train", limit)
+        carried = ("messages", "tools", "prompt", "query", "response", "history", "system")
         odd = [key for key, value in about.items() if key not in read and value]
-        odd += [f"columns.{key}" for key, column in (about.get("columns") or {}).items() if column and key not in known]
+        columns = about.get("columns") or {}
+        odd += [f"columns.{key}" for key, column in columns.items() if column and key not in carried]
         for key in odd:
             self.note(f"{key} of {name} in dataset_info.json is not carried over")
-        return found | self._factory_format(name, about)
+        return entry | self._factory_format(name, about)
 
     def _first(self, name: str, split: str, limit: int | None) -> str:
         """The first rows of a split, which may be a slice."""
@@ -175,27 +269,27 @@ class ForeignData:
 
     # --- Axolotl ----------------------------------------------------------------------------------------------------
 
-    def axolotl(self, one: Any) -> list[dict[str, Any]]:
+    def axolotl(self, dataset: Any) -> list[dict[str, Any]]:
         """One of Axolotl's `datasets`: a source for each of its files."""
-        about: dict[str, Any] = dict(one) if isinstance(one, Mapping) else {"path": one}
+        about: dict[str, Any] = dict(dataset) if isinstance(dataset, Mapping) else {"path": dataset}
         places = self._places(about)
-        found: dict[str, Any] = {}
+        source: dict[str, Any] = {}
         kind = about.pop("type", "pretrain" if "pretraining_dataset" in self.raw else None)
         words = re.split(r"[.:]", kind) if isinstance(kind, str) else [""]
         if words[0] == "chat_template":
-            found |= self._axolotl_chat(about)
+            source |= self._axolotl_chat(about)
         elif words[0] == "alpaca":
-            found["format"] = "alpaca"
+            source["format"] = "alpaca"
             self.note("rows of type alpaca: a text for Axolotl, and chat turns here if the model has a chat template")
         elif words[0] == "sharegpt":
-            found["format"] = "sharegpt"
+            source["format"] = "sharegpt"
         elif words[0] in ("completion", "pretrain"):
-            found |= {"format": "text", "train_on": "all"}
+            source |= {"format": "text", "train_on": "all"}
             named = about.pop("field", None), about.pop("text_column", None)
             if column := next((name for name in named if name not in (None, "text")), None):
-                found["field_mapping"] = {"text": column}
+                source["field_mapping"] = {"text": column}
         elif isinstance(kind, Mapping):
-            found |= self._axolotl_template(kind)
+            source |= self._axolotl_template(kind)
         elif kind is None:
             self.note(f"datasets: {places[0]} has no type, so its rows are tokens for Axolotl; finray needs texts")
         else:
@@ -204,13 +298,13 @@ class ForeignData:
             self.note(f"datasets: type {kind} is taken as {words[0]}")
         for there, here in (("name", "subset"), ("split", "split"), ("revision", "revision")):
             if value := about.pop(there, None):
-                found[here] = value
+                source[here] = value
         about.pop("ds_type", None)
         for key, value in about.items():
             # Without a role only the messages that are marked are learned.
             if value not in (None, False, "", [], {}) or (key == "roles_to_train" and value == []):
                 self.lose(f"datasets.{key}", _WHY.get(key, "not supported"), value)
-        return [{"source": place} | found for place in places]
+        return [{"source": place} | source for place in places]
 
     def _places(self, about: dict[str, Any]) -> list[Any]:
         """Where the rows are: a dataset, or its files."""

@@ -1,4 +1,4 @@
-"""What `finray convert` makes of a file: a config, and each line that is not in it."""
+"""The result of `finray convert`: a config, and each line that is not in it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Lost:
     """A line that was not carried over.
 
     Attributes:
-        line: in the file, from 1; 0 for what the file does not say.
+        line: number in the file, from 1; 0 for a default of the other system.
         key: with its value, as it was.
-        why: a sentence; empty for an unknown key.
-        near: what an unknown key is like, as :func:`finray.errors.did_you_mean` says it.
+        why: the reason; empty for an unknown key.
+        near: the suggestion for an unknown key, from :func:`finray.errors.did_you_mean`.
     """
 
     line: int
@@ -31,13 +31,13 @@ class Lost:
 
 @dataclass
 class Converted:
-    """What a file came to.
+    """A converted file.
 
     Attributes:
-        system: whose it was.
+        system: whose file it was.
         plain: sections of finray.
         lost: what was not carried over, by line.
-        notes: what is to be looked at.
+        notes: what the user should check.
     """
 
     system: str
@@ -48,18 +48,18 @@ class Converted:
     @property
     def unknown(self) -> list[str]:
         """Unknown keys."""
-        return [one.key.partition(":")[0] for one in self.lost if not one.why]
+        return [line.key.partition(":")[0] for line in self.lost if not line.why]
 
     def text(self, source: str) -> str:
         """The config file."""
         head = [f"Converted from {source} ({self.system})."]
         head += [f"Check this: {note}" for note in self.notes]
         if self.lost:
-            head += ["Not carried over:", *(f"  {one}" for one in self.lost)]
+            head += ["Not carried over:", *(f"  {line}" for line in self.lost)]
         comments = "".join(f"# {line}\n" for line in map(_one_line, head))
         return comments + yaml.safe_dump(self.plain, sort_keys=False, allow_unicode=True)
 
 
 def _one_line(text: str) -> str:
-    """A line of a comment: what ends a line in YAML, or may not be in it, as its code."""
+    """A text as one line of a comment; characters that YAML does not allow there become their codes."""
     return "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in text)

@@ -1,4 +1,4 @@
-"""The sections of a configuration that say what is learned from, and how it is prepared."""
+"""The sections `data` and `prepare`: the training data, and how they are prepared."""
 
 from __future__ import annotations
 
@@ -148,24 +148,28 @@ class DataConfig(Section):
         for place, mapping, template in [
             ("data.field_mapping", self.field_mapping, self.input_template),
             *(
-                (f"data.mix.{number}.field_mapping", one.field_mapping or {}, one.input_template or self.input_template)
-                for number, one in enumerate(self.mix)
+                (
+                    f"data.mix.{number}.field_mapping",
+                    entry.field_mapping or {},
+                    entry.input_template or self.input_template,
+                )
+                for number, entry in enumerate(self.mix)
             ),
         ]:
             unknown = sorted(set(mapping) - FIELDS)
             if unknown and template is None:
-                known = ", ".join(sorted(FIELDS))
-                raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {known}")
-        for number, one in enumerate(self.mix):
-            own = one.input_template or one.field_mapping or one.format not in (None, "auto")
-            if self.converter is not None and own:
+                fields = ", ".join(sorted(FIELDS))
+                raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {fields}")
+        for number, entry in enumerate(self.mix):
+            reads = entry.input_template or entry.field_mapping or entry.format not in (None, "auto")
+            if self.converter is not None and reads:
                 raise ValueError(
                     f"data.mix.{number}: data.converter replaces format, field_mapping and templates; leave these out"
                 )
-            form = one.format or self.format
-            if one.input_template is not None and form not in ("auto", "template"):
+            form = entry.format or self.format
+            if entry.input_template is not None and form not in ("auto", "template"):
                 raise ValueError(f"data.mix.{number}.input_template has no effect with format {form}")
-            if one.format == "template" and (one.input_template or self.input_template) is None:
+            if entry.format == "template" and (entry.input_template or self.input_template) is None:
                 raise ValueError(f"data.mix.{number}.format: template requires input_template and output_template")
         if self.format == "template" and self.input_template is None:
             raise ValueError("data.format: template requires data.input_template and data.output_template")

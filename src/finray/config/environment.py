@@ -24,7 +24,7 @@ def set_default(name: str, value: str, environ: MutableMapping[str, str] = os.en
 
 
 def unset_default(*names: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Take back what :func:`set_default` has set; a value of the user's stays."""
+    """Unset variables that :func:`set_default` has set; the user's own values stay."""
     for name in names:
         if name in _OURS and environ.get(name) == _OURS[name]:
             del environ[name], _OURS[name]
@@ -40,23 +40,23 @@ def with_defaults(
         defaults: by name; names in one key mean the same, and the program that reads them prefers one of them.
         environ: of this process.
     """
-    found = dict(own)
+    variables = dict(own)
     for names, default in defaults.items():
         users = {name: environ[name] for name in names if name in environ and _OURS.get(name) != environ[name]}
         chosen = {name: own[name] for name in names if name in own} or users or {names[0]: default}
         # Workers may inherit the other name.
         (value, *_) = chosen.values()
-        found |= {name: chosen.get(name, value) for name in names if name in chosen or name in environ}
-    return found
+        variables |= {name: chosen.get(name, value) for name in names if name in chosen or name in environ}
+    return variables
 
 
 def secrets_of(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What workers are handed of the user's secrets."""
+    """The user's secrets that workers receive."""
     return {name: environ[name] for name in SECRETS if environ.get(name)}
 
 
 def accept(secrets: Mapping[str, str]) -> None:
-    """In a worker: set what was handed over, where the node has no own."""
+    """In a worker: set the secrets that it received, unless the node has its own."""
     for name, value in secrets.items():
         os.environ.setdefault(name, value)
     trim_secrets()

@@ -1,4 +1,4 @@
-"""The section ``evaluation``, and what scores are told of their own."""
+"""The section ``evaluation``, and the settings of scores."""
 
 from __future__ import annotations
 

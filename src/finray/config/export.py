@@ -1,4 +1,4 @@
-"""The section `export`: what of a run is published, and where."""
+"""The section `export`: where a run is published."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def hub_id(value: str) -> str:
     """A name that a model may have on the Hub.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a Hub id.
     """
     if not all(re.fullmatch(_NAME, part) for part in value.split("/")) or value.count("/") > 1:
         raise ValueError(

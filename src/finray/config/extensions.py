@@ -77,24 +77,24 @@ def load_named(group: str, name: str, *, where: str) -> Any:
     Raises:
         ConfigError: there is no such thing, or importing it fails.
     """
-    known = TABLES[group]
-    if name not in known and ":" not in name:
+    table = TABLES[group]
+    if name not in table and ":" not in name:
         # It reads a file of every installed package.
-        known = {**{point.name: point.value for point in entry_points(group=group)}, **known}
-    path = known.get(name, name)
+        table = {**{point.name: point.value for point in entry_points(group=group)}, **table}
+    path = table.get(name, name)
     if ":" not in path:
         raise ConfigError(
-            _unknown(name, known), where=where, repair="use one of these, or your own package.module:Name"
+            _unknown(name, table), where=where, repair="use one of these, or your own package.module:Name"
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    found = imported(
+    value = imported(
         path, where=where, repair="write package.module:Name, and run finray where that module can be imported"
     )
-    if group != "finray.adapter_methods" and not callable(found):
-        kind = type(found).__name__
+    if group != "finray.adapter_methods" and not callable(value):
+        kind = type(value).__name__
         raise ConfigError(f"`{path}` is a {kind}, not a class or a function", where=where, repair="name one of these")
-    return found
+    return value
 
 
 def imported(path: str, *, where: str, repair: str) -> Any:
@@ -130,7 +130,7 @@ def named(group: str, *others: str) -> Callable[[str], str]:
     return check
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
-    what = not_yet(name)
-    hint = f" (finray has no {what} yet)" if what else did_you_mean(name, known)
-    return f"unknown name `{name}`{hint}; known names are {', '.join(known)}, or your own as package.module:Name"
+def _unknown(name: str, names: Iterable[str]) -> str:
+    method = not_yet(name)
+    hint = f" (finray has no {method} yet)" if method else did_you_mean(name, names)
+    return f"unknown name `{name}`{hint}; known names are {', '.join(names)}, or your own as package.module:Name"

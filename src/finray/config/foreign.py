@@ -1,4 +1,4 @@
-"""What LLaMA-Factory and Axolotl assume, and settings of theirs that are no field here, each with the reason.
+"""Defaults of LLaMA-Factory and Axolotl, and settings that finray does not have, each with the reason.
 
 Those that are another name of a field are in :mod:`finray.config.names`.
 """
@@ -270,7 +270,8 @@ def zero_of(config: Any) -> tuple[int | None, bool]:
         zero = config.get("zero_optimization") or 0
         if not isinstance(zero, Mapping):
             return zero if type(zero) is int else None, False
-        to = [one.get("device") for key, one in zero.items() if key.startswith("offload_") and isinstance(one, Mapping)]
+        offloads = [section for key, section in zero.items() if key.startswith("offload_")]
+        to = [section.get("device") for section in offloads if isinstance(section, Mapping)]
         return zero.get("stage", 0), "cpu" in to or "nvme" in to
     name = Path(str(config)).name
     stage = re.search(r"z(?:ero)?_?([0-3])", name)
@@ -278,10 +279,10 @@ def zero_of(config: Any) -> tuple[int | None, bool]:
 
 
 def words(text: Any) -> list[str]:
-    """A list, or what commas separate."""
+    """A list of words, given as a list or separated by commas."""
     if isinstance(text, list):
-        return [str(one) for one in text]
-    return [one.strip() for one in str(text or "").split(",") if one.strip()]
+        return [str(word) for word in text]
+    return [word.strip() for word in str(text or "").split(",") if word.strip()]
 
 
 def number(value: Any) -> Any:

@@ -88,7 +88,7 @@ def is_free(path: str) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Whether two values are equal; what was masked when the first was written may be anything."""
+    """Whether two values are equal; parts that were masked when the first was written match anything."""
     if isinstance(old, str) and isinstance(new, str) and MASK in old:
         return re.fullmatch(".*".join(map(re.escape, old.split(MASK))), new, re.DOTALL) is not None
     if isinstance(old, dict) and isinstance(new, dict):

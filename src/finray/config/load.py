@@ -104,8 +104,8 @@ class _Loader(yaml.SafeLoader):
         sizes[id(node)] = 0
         if isinstance(node, yaml.MappingNode):
             self._require_names(node)
-        inside = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
-        total = 1 + sum(self._require_bounded(one, sizes) for one in inside)
+        inside = node.value if isinstance(node, yaml.SequenceNode) else [child for pair in node.value for child in pair]
+        total = 1 + sum(self._require_bounded(child, sizes) for child in inside)
         if total > _MAX_VALUES:
             raise yaml.MarkedYAMLError(
                 problem=f"its aliases expand to more than {_MAX_VALUES:,} values", problem_mark=node.start_mark
@@ -147,14 +147,14 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
-    """What a YAML text says, within limits of size.
+    """The value of a YAML text, within limits of size.
 
     Args:
         text: a document.
         name: of the file, in messages.
 
     Raises:
-        ConfigError: it is no YAML, has a key twice, or is too large or too deep.
+        ConfigError: it is not YAML, has a duplicate key, or is too large or too deep.
     """
     return _parsed(text, name, _Loader.get_single_data)
 
@@ -205,7 +205,7 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
         + (suggest_owner(name, changed.pop(name)) or did_you_mean(name, sections()))
         for name in odd
     ]
-    values = [one for one in (overrides, changed) if one and isinstance(one, Mapping)]
+    values = [mapping for mapping in (overrides, changed) if mapping and isinstance(mapping, Mapping)]
     if config is None and not texts and not values and not problems:
         config = DEFAULT_FILE
     source, raw = "overrides" if config is None else "config", {}
@@ -231,26 +231,28 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
             where="config",
             repair="pass a YAML file, a preset name or a mapping of sections; pass rows as data=...",
         )
-    problems += [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
+    for mapping in values:
+        for path, value in mapping.items():
+            problems += _set(raw, str(path), value)
     notes: list[str] = []
     if not isinstance(config, Config):
         raw, notes = replicas.from_replicas(raw, given=[text.partition("=")[0].strip() for text in texts])
-    found = build_config(raw, overrides=texts, source=source, problems=problems)
-    found = found.with_notes(config.notes if isinstance(config, Config) else notes)
+    built = build_config(raw, overrides=texts, source=source, problems=problems)
+    built = built.with_notes(config.notes if isinstance(config, Config) else notes)
     said = [*(text.partition("=")[0].strip() for text in texts), *_paths(values)]
     if isinstance(config, Config) and config.foreign[0]:
         where, before = config.foreign
-        return trust.of_stranger(found.with_foreign(where, before), where, said=said)
+        return trust.of_stranger(built.with_foreign(where, before), where, said=said)
     file = Path(source).expanduser()
     if isinstance(config, str | PurePath) and trust.is_in_run(file) and not trust.is_trusted(file.parent):
-        return trust.of_stranger(found, str(file), said=said)
-    return found
+        return trust.of_stranger(built, str(file), said=said)
+    return built
 
 
 def _paths(values: Iterable[Mapping[str, Any]], prefix: str = "") -> Iterator[str]:
     """The dotted paths of the fields that mappings set."""
-    for one in values:
-        for name, value in one.items():
+    for mapping in values:
+        for name, value in mapping.items():
             yield from _paths([value], f"{prefix}{name}.") if isinstance(value, Mapping) else [f"{prefix}{name}"]
 
 
@@ -274,32 +276,33 @@ def build_config(
         ConfigError: with every problem found, each with its dotted path.
     """
     data = copy.deepcopy(dict(raw))
-    found = [*problems, *(problem for override in overrides for problem in _apply_override(data, override))]
+    all_problems = [*problems, *(problem for override in overrides for problem in _apply_override(data, override))]
     # `train:` with nothing but comments below it is null in YAML, and means all defaults.
     data = {key: value for key, value in data.items() if value is not None or key not in sections()}
     name = data.pop(PRESET_KEY, None)
     if name is not None:
         preset = read_preset(str(name))
-        own = data.get("data")
-        if isinstance(own, Mapping) and not own.keys().isdisjoint({"source", "mix"}):
+        section = data.get("data")
+        if isinstance(section, Mapping) and not section.keys().isdisjoint({"source", "mix"}):
             preset["data"] = {key: value for key, value in preset["data"].items() if key not in _SOURCE_FIELDS}
         data = _over(preset, data)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        found += _problems(error)
-    if found:
-        count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
-        more = len(found) - _MAX_PROBLEMS
-        listed = [cut(problem, 1000) for problem in found[:_MAX_PROBLEMS]] + ([f"and {more} more"] if more > 0 else [])
+        all_problems += _problems(error)
+    if all_problems:
+        count = f"{len(all_problems)} problem{'s' if len(all_problems) > 1 else ''}"
+        more = len(all_problems) - _MAX_PROBLEMS
+        listed = [cut(problem, 1000) for problem in all_problems[:_MAX_PROBLEMS]]
+        listed += [f"and {more} more"] if more > 0 else []
         raise ConfigError(f"{count} in the configuration", where=source, problems=tuple(listed))
     return config
 
 
-def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a preset, and a config's own over them; a section keeps what the config leaves out."""
+def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's settings, overridden by those of a config; sections are merged."""
     merged = dict(base)
-    for key, value in own.items():
+    for key, value in changes.items():
         below = merged.get(key)
         merged[key] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
@@ -319,17 +322,17 @@ def read_yaml(path: Path, root: Path | None = None) -> dict[str, Any]:
 
 
 def read_yaml_lines(path: Path, *, repair: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """As :func:`read_yaml`, with the keys as they are written, and the line of each.
+    """As :func:`read_yaml`, with the keys as written and the line of each.
 
     Args:
         path: the file.
         repair: where there is none.
     """
     text = _text_of(path, repair=repair)
-    found: tuple[dict[str, Any], dict[str, int]] | None = _parsed(text, str(path), _Loader.get_lines)
-    if found is None:
+    document: tuple[dict[str, Any], dict[str, int]] | None = _parsed(text, str(path), _Loader.get_lines)
+    if document is None:
         raise ConfigError(_NO_SECTIONS, where=str(path))
-    return found
+    return document
 
 
 def _text_of(
@@ -363,14 +366,14 @@ def _text_of(
     except (OSError, ValueError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error
         if path.is_dir():
-            what, repair = "this is a directory", "give a YAML file"
+            kind, repair = "this is a directory", "give a YAML file"
             if (path / _RUNS_CONFIG).is_file():
-                what = "this is the directory of a run"
+                kind = "this is the directory of a run"
                 repair = f"give the config that it was started with, or its copy {path / _RUNS_CONFIG}"
             elif (path / "config.json").is_file():
-                what = "this is the directory of a model"
+                kind = "this is the directory of a model"
                 repair = f"`finray init my-run.yaml --model {path}` writes a config for it"
-            raise ConfigError(f"{what}, not a config file", where=str(path), repair=repair) from None
+            raise ConfigError(f"{kind}, not a config file", where=str(path), repair=repair) from None
         raise ConfigError(
             f"the config file cannot be read: {reason}", where=str(path), repair="give a small YAML file in UTF-8"
         ) from None
@@ -400,7 +403,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def _apply_override(data: dict[str, Any], override: str) -> list[str]:
-    """Set one field in place; what is wrong with the override, if anything is."""
+    """Sets one field in place; returns the problems of the override."""
     path, equals, text = override.partition("=")
     if not equals:
         return [f"`{override}` is not an override: write section.field=value, without spaces"]
@@ -428,7 +431,7 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
 
 
 def _set(data: dict[str, Any], path: str, value: Any) -> list[str]:
-    """Set the field of a dotted path in place, or the fields of a section; what is wrong with the path, if anything."""
+    """Sets a field by dotted path in place, or the fields of a section; returns the problems."""
     path = path.strip()
     keys = path.split(".")
     if not all(keys):
@@ -436,7 +439,7 @@ def _set(data: dict[str, Any], path: str, value: Any) -> list[str]:
     if path in sections():
         if isinstance(value, Mapping):
             data[path] = data.get(path) or {}
-            return [problem for field, one in value.items() for problem in _set(data, f"{path}.{field}", one)]
+            return [problem for field, item in value.items() for problem in _set(data, f"{path}.{field}", item)]
         if path in _NAMED_BY and value is not None:
             keys.append(_NAMED_BY[path])
     target: Any = data
@@ -460,9 +463,9 @@ def _set(data: dict[str, Any], path: str, value: Any) -> list[str]:
 def _plain(value: Any) -> Any:
     """Paths as the strings that a file would hold."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, PurePath) else value
 
 
@@ -497,8 +500,8 @@ def _problems(error: ValidationError) -> list[str]:
             case "missing":
                 reason = f"missing ({field.description})" if field is not None and len(keys) > 1 else "missing"
             case "model_type" | "dict_type":
-                own = f" (did you mean `{path}.{_NAMED_BY[path]}`?)" if path in _NAMED_BY else ""
-                reason = f"must be a section with fields; got {shown(item['input'])}{own}"
+                hint = f" (did you mean `{path}.{_NAMED_BY[path]}`?)" if path in _NAMED_BY else ""
+                reason = f"must be a section with fields; got {shown(item['input'])}{hint}"
             case "value_error":
                 # A rule over several fields names the field itself.
                 path = "" if reason.startswith(f"{path}.") else path
@@ -507,12 +510,12 @@ def _problems(error: ValidationError) -> list[str]:
         if reason not in reasons.setdefault(path, []):
             reasons[path].append(reason)
     # The branches of a union fail one by one.
-    found = [f"{path}: {', or '.join(each)}" if path else ", or ".join(each) for path, each in reasons.items()]
-    return found + ([f"unknown keys without effect, which can be removed: {', '.join(nothing)}"] if nothing else [])
+    problems = [f"{path}: {', or '.join(each)}" if path else ", or ".join(each) for path, each in reasons.items()]
+    return problems + ([f"unknown keys without effect, which can be removed: {', '.join(nothing)}"] if nothing else [])
 
 
 def _suggest_value(path: str, item: Mapping[str, Any]) -> str:
-    """What to write instead of a value that a field does not take, where that is known."""
+    """A hint what to write instead of a value that a field refuses; empty if unknown."""
     value = item["input"]
     match item["type"]:
         case "literal_error":
@@ -528,8 +531,8 @@ def _suggest_value(path: str, item: Mapping[str, Any]) -> str:
 
 def suggest_owner(name: str, value: object = None) -> str:
     """A suggestion of ``section.field`` for another system's name, or the name of a field that only one section has."""
-    if known := called_here(name, value):
-        return known
+    if hint := called_here(name, value):
+        return hint
     fields = [(field, f"{section}.{field}") for section, model in sections().items() for field in model.model_fields]
     names = [field for field, _ in fields]
     close = difflib.get_close_matches(name, [field for field in names if names.count(field) == 1], n=1, cutoff=_ALIKE)

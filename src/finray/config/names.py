@@ -1,4 +1,4 @@
-"""What settings of TRL, PEFT, LLaMA-Factory and Axolotl are called here.
+"""The names of settings of TRL, PEFT, LLaMA-Factory and Axolotl in finray.
 
 A name stands for a field, for a field with the value that it means, or for a sentence where no field is the same.
 docs/guide/coming-from.md has this table.
@@ -359,7 +359,7 @@ HERE_IS = "finray trains on prompts and answers, conversations, plain text, and 
 
 
 # Keys that only one system's files have, beside the name of the model, which others have too.
-_SIGNS: dict[str, tuple[str, frozenset[str]]] = {
+SIGNS: dict[str, tuple[str, frozenset[str]]] = {
     "LLaMA-Factory": (
         "model_name_or_path",
         frozenset(("stage", "finetuning_type", "dataset", "dataset_dir", "template", "cutoff_len", "lora_target")),
@@ -369,36 +369,36 @@ _SIGNS: dict[str, tuple[str, frozenset[str]]] = {
 
 
 def system_of(config: Mapping[str, object]) -> str:
-    """The system whose config this is; empty where it is none that `finray convert` reads."""
-    return next((name for name, (sign, keys) in _SIGNS.items() if sign in config and keys & config.keys()), "")
+    """The system whose config this is; empty if `finray convert` does not read it."""
+    return next((name for name, (sign, keys) in SIGNS.items() if sign in config and keys & config.keys()), "")
 
 
 def not_yet(method: str) -> str:
-    """What another system calls by this name, where finray does not have it yet; else empty."""
+    """What another system's name means, if finray does not have it yet; else empty."""
     return METHODS.get(method.lower().replace("-", "_"), "")
 
 
 def missing(name: str, value: object = None) -> str:
     """The sentence for a setting of something that finray does not have yet; else empty."""
-    what = not_yet(str(value)) if name in ("stage", "rl", "task", "method", "trainer_type") else ""
-    if isinstance(value, Mapping) or not what:
-        what = not_yet(name) if name not in ("rl", "reward") or isinstance(value, Mapping) else what
-    if not what:
-        what = next((what for start, what in _METHODS_SETTINGS.items() if name.startswith(start)), "")
-    return f"needed and missing: finray has no {what} yet" if what else ""
+    method = not_yet(str(value)) if name in ("stage", "rl", "task", "method", "trainer_type") else ""
+    if isinstance(value, Mapping) or not method:
+        method = not_yet(name) if name not in ("rl", "reward") or isinstance(value, Mapping) else method
+    if not method:
+        method = next((method for start, method in _METHODS_SETTINGS.items() if name.startswith(start)), "")
+    return f"needed and missing: finray has no {method} yet" if method else ""
 
 
-def value_here(value: object, known: Iterable[str]) -> str:
-    """What a value of another system, or one that is misspelt, is here, as a hint; empty where it is like none."""
+def value_here(value: object, values: Iterable[str]) -> str:
+    """A hint for a value of another system or a misspelt one; empty if nothing is similar."""
     if (why := VALUES_NOT_HERE.get(str(value))) is not None:
         return f" ({why})"
-    names = [*known]
-    found = VALUES.get(str(value), "")
-    return f" (in finray: `{found}`)" if found in names else did_you_mean(str(value), names)
+    names = [*values]
+    here = VALUES.get(str(value), "")
+    return f" (in finray: `{here}`)" if here in names else did_you_mean(str(value), names)
 
 
 def asks_nothing(name: str, value: object) -> bool:
-    """Whether a setting of another system may be left out, because what it says is nothing, or off as it is here."""
+    """Whether a setting of another system has no effect: it is empty, or off as in finray."""
     if value is False:
         target = NAMES.get(name, "")
         return OFF.get(name) == "" or (name not in OFF and (not target or ": " in target or target.startswith("not ")))
@@ -406,17 +406,19 @@ def asks_nothing(name: str, value: object) -> bool:
 
 
 def called_here(name: str, value: object = None) -> str:
-    """What a setting of another system is here, as a hint behind a message; empty where it is not known."""
-    found = OFF.get(name) if value is False else None
-    found = found or missing(name, value) or NAMES.get(name, "")
-    return f" (in finray: `{found}`)" if _is_field(found) else f" ({found})" if found else ""
+    """A hint, behind a message, for a setting of another system; empty if it is unknown."""
+    hint = OFF.get(name) if value is False else None
+    hint = hint or missing(name, value) or NAMES.get(name, "")
+    return f" (in finray: `{hint}`)" if _is_field(hint) else f" ({hint})" if hint else ""
 
 
 def names_markdown() -> str:
     """The table for the guide."""
-    rows = [f"| `{name}` | {f'`{found}`' if _is_field(found) else found} |" for name, found in sorted(NAMES.items())]
+    rows = [
+        f"| `{name}` | {f'`{meaning}`' if _is_field(meaning) else meaning} |" for name, meaning in sorted(NAMES.items())
+    ]
     return "\n".join(["| their name | in finray |", "|---|---|", *rows]) + "\n"
 
 
-def _is_field(found: str) -> bool:
-    return bool(found) and "`" not in found and not found.startswith(("not ", "needed "))
+def _is_field(meaning: str) -> bool:
+    return bool(meaning) and "`" not in meaning and not meaning.startswith(("not ", "needed "))

@@ -36,7 +36,7 @@ def own_code(config: Config) -> list[tuple[str, str]]:
 
 
 def top_level(name: str) -> str:
-    """What is imported first for ``package.module:Name``: ``package``."""
+    """The top-level package of ``package.module:Name``: ``package``."""
     return name.partition(":")[0].partition(".")[0]
 
 
@@ -65,7 +65,7 @@ def python_files(folder: Path, config: Config) -> tuple[dict[str, str], tuple[st
     where = f"--code {folder}"
     named = {top_level(name) for _, name in own_code(config)}
     installed = (sys.stdlib_module_names | packages_distributions().keys()) - named
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     left_out, size = [], 0
     for root, folders, files in os.walk(folder):
         here = Path(root)
@@ -84,14 +84,14 @@ def python_files(folder: Path, config: Config) -> tuple[dict[str, str], tuple[st
                     where=str(path),
                     repair="read it from the environment, where `--env NAME` puts it",
                 )
-            found[str(path.relative_to(folder))] = text
+            texts[str(path.relative_to(folder))] = text
             size += len(text)
-            if len(found) > _MOST_FILES or size > _MOST_BYTES:
+            if len(texts) > _MOST_FILES or size > _MOST_BYTES:
                 raise ConfigError(
                     f"there are more than {_MOST_FILES} Python files, or {_MOST_BYTES >> 20} MB of them",
                     where=where,
                     repair="give the directory with your own modules only",
                 )
-    if not found:
+    if not texts:
         raise ConfigError("there are no Python files", where=where, repair="give the directory of your modules")
-    return found, tuple(sorted(left_out))
+    return texts, tuple(sorted(left_out))

@@ -40,14 +40,14 @@ def cache_dir(name: str) -> Path:
 
 
 def run_url(config: Config) -> str | None:
-    """The URL of a config's run; None where it is kept in a directory."""
+    """The URL of a config's run; None if it is a local directory."""
     if not is_url(config.run.output_dir):
         return None
     return f"{config.run.output_dir.rstrip('/')}/{config.run.name}"
 
 
 def run_path(config: Config) -> Path:
-    """The directory of a config's run; of one behind a URL that of its copy on this machine."""
+    """The directory of a config's run; for a URL, of its copy on this machine."""
     url = run_url(config)
     if url is not None:
         return copy_path(url, config.run.local_dir)
@@ -79,8 +79,8 @@ def prepared_dir(config: Config) -> str:
         return config.prepare.dir.rstrip("/")
     if config.prepare.dir is None and is_url(config.run.output_dir):
         return f"{config.run.output_dir.rstrip('/')}/{PREPARED}"
-    own = _local(config.run.output_dir) / PREPARED if config.prepare.dir is None else _local(config.prepare.dir)
-    return str(own.resolve())
+    folder = _local(config.run.output_dir) / PREPARED if config.prepare.dir is None else _local(config.prepare.dir)
+    return str(folder.resolve())
 
 
 def local_dir_of(config: Config) -> Path | None:
@@ -96,7 +96,7 @@ def with_absolute_paths(config: Config) -> Config:
     """
     config = with_start(config)
     data = _absolute(config.data, "source", "eval_source")
-    data = data.model_copy(update={"mix": [_absolute(one, "source") for one in data.mix]})
+    data = data.model_copy(update={"mix": [_absolute(entry, "source") for entry in data.mix]})
     prepare = config.prepare.model_copy(
         update={name: absolute(getattr(config.prepare, name)) for name in ("dir", "local_dir")}
     )
@@ -174,7 +174,7 @@ def _absolute(section: S, *fields: str) -> S:
 
 
 def absolute(value: V) -> V | str:
-    """A local path made absolute; a URL, and what is no path, as it is."""
+    """A local path made absolute; URLs and names that are not paths stay."""
     return str(_local(value).absolute()) if isinstance(value, str) and not is_url(value) else value
 
 

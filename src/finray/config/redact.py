@@ -131,9 +131,9 @@ def holds_token(text: str, *, environ: Mapping[str, str] | None = None) -> bool:
 
 def tokens_in(text: str) -> list[str]:
     """All that has the form of a token."""
-    found: list[str] = []
-    _without_tokens(text, found)
-    return found
+    tokens: list[str] = []
+    _without_tokens(text, tokens)
+    return tokens
 
 
 def redact_text(text: str, *, environ: Mapping[str, str] = os.environ, sure: bool = False) -> str:
@@ -185,7 +185,7 @@ def variable_in(text: str, environ: Mapping[str, str] = os.environ) -> str | Non
     """The secret variable whose value a text contains, if it is no ordinary word."""
     for name, value in environ.items():
         secret = value.strip()
-        if is_secret_name(name) and _is_no_word(secret, 8) and any(one in text for one in _written(secret)):
+        if is_secret_name(name) and _is_no_word(secret, 8) and any(form in text for form in _written(secret)):
             return name
     return None
 
@@ -194,7 +194,7 @@ def _secrets(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The values of secret variables."""
     # A mounted secret often ends in a newline, which others leave out, or quote.
     values = (environ.get(name, "").strip() for name in _secret_names(tuple(environ)))
-    return tuple(one for one in values if len(one) >= 8)
+    return tuple(value for value in values if len(value) >= 8)
 
 
 @lru_cache(maxsize=16)
@@ -215,7 +215,7 @@ def _redacted(value: Any, secrets: tuple[str, ...], named: bool, sure: bool) -> 
         return [_redacted(item, secrets, named, sure) for item in value]
     if not isinstance(value, str):
         return value
-    is_path = "/" in value and "://" not in value and not any(one.isspace() for one in value)
+    is_path = "/" in value and "://" not in value and not any(character.isspace() for character in value)
     return _masked(value, secrets, sure or is_path)
 
 
@@ -228,10 +228,11 @@ def _masked(text: str, secrets: tuple[str, ...], sure: bool) -> str:
 def _masked_long(text: str, secrets: tuple[str, ...], sure: bool) -> str:
     text, least = _without_tokens(text), 16 if sure else 8
     if "://" in text:
-        text = _URL.sub(lambda found: _redact_url(found[0]), text)
+        text = _URL.sub(lambda match: _redact_url(match[0]), text)
     lower = text.lower()
     # In most texts no value is random, and no name has to be looked for.
-    if any(word in lower for word in _NAME_WORDS) and any(_is_random(one.lstrip("$"), least) for one in lower.split()):
+    is_named = any(word in lower for word in _NAME_WORDS)
+    if is_named and any(_is_random(part.lstrip("$"), least) for part in lower.split()):
         for pattern in (_NAMED, _OPTION, _BEARER, _BASIC):
             text = _without_named(text, pattern, least=least)
     for secret in secrets:
@@ -262,14 +263,14 @@ def _is_random(text: str, least: int) -> bool:
 def _without_named(text: str, pattern: re.Pattern[str], *, least: int) -> str:
     """A text without the values that stand behind the name of a secret."""
     made, kept, place = [], 0, 0
-    while (found := pattern.search(text, place)) is not None:
-        name, value = found[1].lstrip("-"), found[2]
+    while (match := pattern.search(text, place)) is not None:
+        name, value = match[1].lstrip("-"), match[2]
         if (is_secret_name(name) or _HEADERS.fullmatch(name)) and _is_random(value, least):
-            made += [text[kept : found.start(2)], MASK]
-            kept = place = _REST.match(text, found.end(2)).end()  # type: ignore[union-attr]
+            made += [text[kept : match.start(2)], MASK]
+            kept = place = _REST.match(text, match.end(2)).end()  # type: ignore[union-attr]
         else:
             # The value may be a name itself: `use password=...`.
-            place = found.start(2)
+            place = match.start(2)
     return "".join([*made, text[kept:]])
 
 
@@ -277,18 +278,18 @@ def _without_named(text: str, pattern: re.Pattern[str], *, least: int) -> str:
 def _written(secret: str) -> tuple[str, ...]:
     """A secret as it stands in a text: plain, and as quoting and encoding leave it."""
     encoded = base64.b64encode(secret.encode(errors="surrogateescape")).decode()
-    found = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], html.escape(secret)}
-    found |= {quote(secret, safe=safe, errors="replace") for safe in ("", "/")} | {quote_plus(secret, errors="replace")}
-    found |= {encoded, encoded.translate(str.maketrans("+/", "-_"))}
-    return tuple(sorted(found, key=len, reverse=True))
+    forms = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1], html.escape(secret)}
+    forms |= {quote(secret, safe=safe, errors="replace") for safe in ("", "/")} | {quote_plus(secret, errors="replace")}
+    forms |= {encoded, encoded.translate(str.maketrans("+/", "-_"))}
+    return tuple(sorted(forms, key=len, reverse=True))
 
 
 @cache
 def _forms() -> tuple[tuple[str, str], ...]:
     """A word, and the form of which it is a part; some forms have several."""
     made = json.loads((resources.files("finray.config") / "vendor" / "secret_forms.json").read_text(encoding="utf-8"))
-    known = [*_FORMS, *((one["words"], one["form"]) for one in made["forms"])]
-    return tuple((word, form) for words, form in known for word in words)
+    rules = [*_FORMS, *((rule["words"], rule["form"]) for rule in made["forms"])]
+    return tuple((word, form) for words, form in rules for word in words)
 
 
 @cache
@@ -296,16 +297,16 @@ def _compiled(form: str) -> re.Pattern[str]:
     return re.compile(form.replace(r"\b", _BEGINS))
 
 
-def _without_tokens(text: str, found: list[str] | None = None) -> str:
-    """A text with its tokens masked; they are added to ``found``."""
+def _without_tokens(text: str, tokens: list[str] | None = None) -> str:
+    """A text with its tokens masked; they are added to ``tokens``."""
     lower = text.lower()
     # No token is shorter or has a space in it, but a private key: most of a text need not be searched.
-    lower = " ".join([one for one in lower.split() if len(one) >= LEAST] + [_SPACED] * (_SPACED in lower))
+    lower = " ".join([word for word in lower.split() if len(word) >= LEAST] + [_SPACED] * (_SPACED in lower))
     # Most texts have none of the words, so that most forms are never compiled.
     for form in dict.fromkeys(form for word, form in _forms() if word in lower):
         pattern = _compiled(form)
-        if found is not None:
-            found += [one[0] for one in pattern.finditer(text)]
+        if tokens is not None:
+            tokens += [match[0] for match in pattern.finditer(text)]
         text = pattern.sub(MASK, text)
     return text
 
@@ -314,6 +315,6 @@ def _redact_url(url: str) -> str:
     head, mark, rest = re.match(r"([^?#]*)([?#]?)(.*)", url, re.S).groups()  # type: ignore[union-attr]
     if mark and _URL_QUERY.search(mark + rest):
         rest = MASK
-    head = _URL_USER.sub(lambda one: f"://{one[1] if one[1] is not None else one[3]}:{MASK}@", head)
-    head = _URL_TOKEN.sub(lambda one: f"://{MASK}" if _is_random(one[1], 20) else one[0], head)
+    head = _URL_USER.sub(lambda match: f"://{match[1] if match[1] is not None else match[3]}:{MASK}@", head)
+    head = _URL_TOKEN.sub(lambda match: f"://{MASK}" if _is_random(match[1], 20) else match[0], head)
     return f"{head}{mark}{rest}"

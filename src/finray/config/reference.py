@@ -116,7 +116,7 @@ def _annotation(kind: Any, limits: Iterable[Any] = ()) -> str:
     if origin in (Union, types.UnionType):
         return " \\| ".join(_annotation(part, limits) for part in parts)
     if origin is typing.Annotated:
-        within = [one for part in parts[1:] for one in getattr(part, "metadata", [part])]
+        within = [limit for part in parts[1:] for limit in getattr(part, "metadata", [part])]
         return _annotation(parts[0], within)
     if kind is type(None):
         return "null"
@@ -131,10 +131,10 @@ def _annotation(kind: Any, limits: Iterable[Any] = ()) -> str:
 def _limited(name: str, limits: list[Any]) -> str:
     """``int ≥ 1``, ``0 ≤ float < 1``."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = {sign: getattr(one, sign) for one in limits for sign in signs if hasattr(one, sign)}
-    found = {sign: value for sign, value in found.items() if value < _NO_LIMIT}
-    low, high = ([sign for sign in pair if sign in found] for pair in (("ge", "gt"), ("le", "lt")))
+    bounds = {sign: getattr(limit, sign) for limit in limits for sign in signs if hasattr(limit, sign)}
+    bounds = {sign: value for sign, value in bounds.items() if value < _NO_LIMIT}
+    low, high = ([sign for sign in pair if sign in bounds] for pair in (("ge", "gt"), ("le", "lt")))
     if low and high:
         turned = {"ge": "≤", "gt": "<"}
-        return f"{found[low[0]]:g} {turned[low[0]]} {name} {signs[high[0]]} {found[high[0]]:g}"
-    return " ".join([name, *(f"{signs[one]} {found[one]:g}" for one in (*low, *high))])
+        return f"{bounds[low[0]]:g} {turned[low[0]]} {name} {signs[high[0]]} {bounds[high[0]]:g}"
+    return " ".join([name, *(f"{signs[sign]} {bounds[sign]:g}" for sign in (*low, *high))])

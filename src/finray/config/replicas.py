@@ -1,7 +1,7 @@
 """Files that say where a job runs, by `replicas`, `resources`, `config_map`, `shared_volume`, as job platforms do.
 
-They become sections of finray, and name a preset or a model beside them. The variables `RUN_NAME` and `RESULT_MODEL_ID`
-of the environment hold for such files alone: elsewhere they belong to other programs.
+They become sections of finray's config, and name a preset or a model as well. Only for such files the environment
+variables `RUN_NAME` and `RESULT_MODEL_ID` are read: elsewhere they belong to other programs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9._]+")
 
 
 def legal_name(text: str) -> str:
-    """The name of a directory that is like a text; empty where nothing of it can stand in one."""
+    """A text turned into a directory name; empty if no character remains."""
     return _NO_NAME.sub("-", text).strip("-._")[:128]
 
 
 def from_replicas(
     raw: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ, *, given: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """The content of a config file as sections of finray, and what is to be said of it; other files stay as they are.
+    """The content of a config file as sections of finray, and notes for the user; other files stay as they are.
 
     Secrets of the config map go into the environment of this process, where nothing of that name is, and nowhere else.
 
@@ -43,7 +43,7 @@ def from_replicas(
     """
     if KEYS.isdisjoint(raw):
         return dict(raw), []
-    found = {key: value for key, value in raw.items() if key not in KEYS}
+    sections = {key: value for key, value in raw.items() if key not in KEYS}
     resources, variables = _mapping(raw, "resources"), _mapping(raw, "config_map")
     gpu = _mapping(resources, "gpu", "resources.")
     replicas, each = _count(raw, "replicas", 1), _count(gpu, "accelerator_count", 1 if gpu else 0, "resources.gpu.")
@@ -67,31 +67,33 @@ def from_replicas(
             set_default(str(name), text, environ)
             notes.append(f"{name} is taken from config_map; an exported variable keeps it out of files")
         elif name == RUN_NAME:
-            environ_name(found, text, notes, where=f"config_map.{RUN_NAME}")
+            environ_name(sections, text, notes, where=f"config_map.{RUN_NAME}")
         elif name == RESULT:
-            environ_result(found, text, notes, where=f"config_map.{RESULT}")
+            environ_result(sections, text, notes, where=f"config_map.{RESULT}")
         else:
             kept[str(name)] = text
     if kept:
         cluster["env"] = kept
-    if not {"preset", "model"} & set(found) and not {"model", "model.name"} & set(given):
+    if not {"preset", "model"} & set(sections) and not {"model", "model.name"} & set(given):
         raise ConfigError(
             "this file says where a job runs, but names no model",
             where="replicas",
             repair="add `preset: bert-sst2-lora` (`finray config presets` lists them all), or `model` and `data`",
         )
-    own = _mapping(found, "cluster")
-    found["cluster"] = {**cluster, **own, **({"env": kept | _mapping(own, "env", "cluster.")} if kept else {})}
+    written = _mapping(sections, "cluster")
+    if kept:
+        written["env"] = kept | _mapping(written, "env", "cluster.")
+    sections["cluster"] = {**cluster, **written}
     # What the file says wins.
     if environ.get(RUN_NAME, "").strip() and not {"run", "run.name"} & set(given):
-        environ_name(found, environ[RUN_NAME], notes, where=RUN_NAME)
+        environ_name(sections, environ[RUN_NAME], notes, where=RUN_NAME)
     if (result := environ.get(RESULT, "").strip()) and not {"export", "export.push_to_hub"} & set(given):
-        environ_result(found, result, notes, where=RESULT)
-    return found, notes
+        environ_result(sections, result, notes, where=RESULT)
+    return sections, notes
 
 
 def environ_result(raw: dict[str, Any], text: str, notes: list[str], *, where: str) -> None:
-    """Take a text for the model on the Hub to which the result is pushed, if the config has none."""
+    """Sets the Hub model to which the result is pushed, unless the config names one."""
     export = raw.get("export")
     # A `null` says that nothing is pushed.
     if (export is not None and not isinstance(export, Mapping)) or "push_to_hub" in (export or {}):
@@ -101,7 +103,7 @@ def environ_result(raw: dict[str, Any], text: str, notes: list[str], *, where: s
 
 
 def environ_name(raw: dict[str, Any], text: str, notes: list[str], *, where: str) -> None:
-    """Take a text for the name of the run, if the config has none."""
+    """Sets the name of the run, unless the config has one."""
     run = raw.get("run")
     if (run is not None and not isinstance(run, Mapping)) or (run or {}).get("name") is not None:
         return
@@ -109,7 +111,7 @@ def environ_name(raw: dict[str, Any], text: str, notes: list[str], *, where: str
         raw["run"] = {**(run or {}), "name": name}
         notes.append(f"the run is called {name}, from {where}" + ("" if name == text else f" ({shown(text)})"))
     else:
-        notes.append(f"{where} is {shown(text)}, of which no directory can be named; it is left out")
+        notes.append(f"{where} is {shown(text)}, which cannot be used as a directory name and is ignored")
 
 
 def _mapping(raw: Mapping[str, Any], key: str, above: str = "") -> dict[str, Any]:

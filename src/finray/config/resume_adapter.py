@@ -24,7 +24,7 @@ def with_start(config: Config) -> Config:
     if config.adapter.start_from is None:
         return config
     path = Path(config.adapter.start_from).expanduser().absolute()
-    folder = next((one for one in (path, path / "final") if (one / SETTINGS).is_file()), None)
+    folder = next((place for place in (path, path / "final") if (place / SETTINGS).is_file()), None)
     if folder is None:
         raise ConfigError(
             "the directory holds no adapter",
@@ -60,7 +60,9 @@ def with_start(config: Config) -> Config:
         "target_modules": targets if isinstance(targets, str) else sorted(targets),
         # PEFT adds the names that the head of a classifier may have.
         "modules_to_save": [
-            one for one in settings.modules_to_save or [] if not (spec.adds_head and one in ("classifier", "score"))
+            module
+            for module in settings.modules_to_save or []
+            if not (spec.adds_head and module in ("classifier", "score"))
         ],
     }
     words = list(notes.get("new_tokens") or [])

@@ -43,10 +43,10 @@ class Section(BaseModel):
     def _plain_value(cls, value: Any, info: ValidationInfo) -> Any:
         """To Python, booleans are numbers; and text may hold what no file name and no file can."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
-        if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in _inside(value)):
+        if kinds & {int, float} and bool not in kinds and any(isinstance(item, bool) for item in _inside(value)):
             raise ValueError(f"must be a number, got {str(value).lower()}")
-        for one in _inside(value):
-            if isinstance(one, str) and (odd := NO_TEXT.search(one)):
+        for item in _inside(value):
+            if isinstance(item, str) and (odd := NO_TEXT.search(item)):
                 raise ValueError(f"holds U+{ord(odd[0]):04X}, which is not a valid character")
         if info.field_name in _PATHS and isinstance(value, str) and value.startswith("~"):
             try:
@@ -83,8 +83,8 @@ def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple):
-        for one in value:
-            yield from _inside(one)
+        for item in value:
+            yield from _inside(item)
 
 
 def section_of(annotation: Any) -> type[Section] | None:

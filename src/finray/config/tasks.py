@@ -64,25 +64,25 @@ class TaskSpec:
             *OF_RECORDS,
             self.best[0],
             *(self.metrics or ()),
-            *(one for one in evaluation.metrics if ":" not in one),
+            *(name for name in evaluation.metrics if ":" not in name),
         }
         for name in named:
             if name in taken or name.startswith("eval_") or named.count(name) > 1:
-                what = "two metrics have this name" if named.count(name) > 1 else "another number has this name"
+                reason = "two metrics have this name" if named.count(name) > 1 else "another number has this name"
                 raise ConfigError(
-                    f"`{name}`: {what} in the records of a run, and one would take the place of the other",
+                    f"`{name}`: {reason} in the records of a run, and one would take the place of the other",
                     where="evaluation.metrics",
                     repair="give your function a name of its own, such as `my_score`",
                 )
         answers = [metric_name(name) for name in evaluation.metrics] if evaluation.generate_rows else []
-        metric, own = evaluation.metric or self.best[0], [self.best[0], *(self.metrics or ())]
-        if self.metrics is not None and not any(fnmatchcase(metric, one) for one in (*own, *answers)):
-            known = list(dict.fromkeys([*own, *answers]))
+        metric, metrics = evaluation.metric or self.best[0], [self.best[0], *(self.metrics or ())]
+        if self.metrics is not None and not any(fnmatchcase(metric, pattern) for pattern in (*metrics, *answers)):
+            choices = list(dict.fromkeys([*metrics, *answers]))
             scores = " or, with evaluation.generate_rows, one of evaluation.metrics" if not answers else ""
             raise ConfigError(
-                f"{self.name} has no metric `{metric}`{did_you_mean(metric, known)}",
+                f"{self.name} has no metric `{metric}`{did_you_mean(metric, choices)}",
                 where=f"evaluation.metric={metric}",
-                repair=f"use one of: {', '.join(known)}{scores}",
+                repair=f"use one of: {', '.join(choices)}{scores}",
             )
         return metric
 
@@ -98,7 +98,7 @@ class TaskSpec:
         if metric == self.best[0]:
             return self.best
         names = evaluation.metrics if evaluation.generate_rows else ()
-        name = next((one for one in names if metric_name(one) == metric), metric)
+        name = next((named for named in names if metric_name(named) == metric), metric)
         mode = mode_of(metric)
         if name != metric:
             more = getattr(load_named("finray.metrics", name, where="evaluation.metrics"), "higher_is_better", None)

@@ -162,14 +162,14 @@ class TrainConfig(Section):
     @property
     def replaced(self) -> tuple[str, ...]:
         """What is set and not used, because another field takes its place; in words."""
-        found = []
+        notes = []
         if self.max_steps is not None and self.epochs is not None:
-            found.append(f"train.max_steps={self.max_steps} takes the place of train.epochs={self.epochs:g}")
+            notes.append(f"train.max_steps={self.max_steps} takes the place of train.epochs={self.epochs:g}")
         if self.min_learning_rate and self.schedule == "constant":
-            found.append(
+            notes.append(
                 f"train.schedule=constant takes the place of train.min_learning_rate={self.min_learning_rate:g}"
             )
         ratio = self.warmup_ratio
         if self.warmup_steps is not None and ratio != TrainConfig.model_fields["warmup_ratio"].default:
-            found.append(f"train.warmup_steps={self.warmup_steps} takes the place of train.warmup_ratio={ratio:g}")
-        return tuple(found)
+            notes.append(f"train.warmup_steps={self.warmup_steps} takes the place of train.warmup_ratio={ratio:g}")
+        return tuple(notes)

@@ -99,9 +99,9 @@ def accept(file: Path) -> None:
     """
     accept_all([digest := _digest(_FILES.read(file))])
     with suppress(*_NO_HOME):
-        known = [one for one in _remembered() if one != digest]
+        digests = [earlier for earlier in _remembered() if earlier != digest]
         _own("trusted").parent.mkdir(parents=True, exist_ok=True)
-        replace_text(_own("trusted"), "\n".join([*known, digest][-_MOST:]) + "\n")
+        replace_text(_own("trusted"), "\n".join([*digests, digest][-_MOST:]) + "\n")
 
 
 def accept_all(those: Iterable[str]) -> None:
@@ -143,25 +143,25 @@ def brought(config: Config) -> list[tuple[str, str]]:
     each."""
     model, data, scoring, cluster = config.model, config.data, config.evaluation.scoring, config.cluster
     run, export = config.run, config.export
-    found = own_code(config)
+    named = own_code(config)
     if model.trust_remote_code:
-        found.append(("model.trust_remote_code", f"true, for {model.name}"))
+        named.append(("model.trust_remote_code", f"true, for {model.name}"))
     if scoring is not None and scoring.run_code:
-        found.append(("evaluation.scoring.run_code", "true"))
+        named.append(("evaluation.scoring.run_code", "true"))
     # Variables of Python and of the linker load code; the processes of a foreign cluster are its owner's.
-    found += [(f"cluster.env.{name}", value) for name, value in cluster.env.items()]
-    found += [("cluster.address", cluster.address)] if cluster.address else []
-    found += [("tracking.mlflow_uri", config.tracking.mlflow_uri)] if config.tracking.mlflow_uri else []
+    named += [(f"cluster.env.{name}", value) for name, value in cluster.env.items()]
+    named += [("cluster.address", cluster.address)] if cluster.address else []
+    named += [("tracking.mlflow_uri", config.tracking.mlflow_uri)] if config.tracking.mlflow_uri else []
     given = config.parallel.deepspeed_config
     places = [
         ("data.source", data.source),
         ("data.eval_source", data.eval_source),
-        *((f"data.mix.{number}.source", one.source) for number, one in enumerate(data.mix)),
+        *((f"data.mix.{number}.source", entry.source) for number, entry in enumerate(data.mix)),
         ("model.name", model.name),
         ("adapter.start_from", config.adapter.start_from),
         ("evaluation.scoring.encoder", None if scoring is None else scoring.encoder),
     ]
-    found += [(field, name) for field, name in places if name is not None and _is_place(name)]
+    named += [(field, name) for field, name in places if name is not None and _is_place(name)]
     files = [
         ("model.chat_template", None if is_template(model.chat_template or "") else model.chat_template),
         ("parallel.deepspeed_config", given if isinstance(given, str) else None),
@@ -174,7 +174,7 @@ def brought(config: Config) -> list[tuple[str, str]]:
         ("export.base_model", export.base_model),
         ("export.public", "true" if export.public else None),
     ]
-    return found + [(field, name) for field, name in files if name is not None]
+    return named + [(field, name) for field, name in files if name is not None]
 
 
 def _leads_out(config: Config) -> bool:
@@ -234,4 +234,4 @@ def require_trusted(config: Config, *fields: str) -> None:
 
 
 def _covers(paths: Iterable[str], field: str) -> bool:
-    return any(field == one or field.startswith(f"{one}.") for one in paths)
+    return any(field == path or field.startswith(f"{path}.") for path in paths)

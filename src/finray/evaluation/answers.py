@@ -62,7 +62,7 @@ def judge(case: Case) -> Judged:
         # It may be any number.
         loss.bounds = (None, None)
     made_by: dict[str, Any] = {"engine": [], "sampling": asdict(sampling), "metrics": list(settings.metrics)}
-    made_by |= {"scoring": scoring.model_dump(), "harness": list(request.harness)}
+    made_by |= {"scoring": scoring.model_dump(), "harness": list(request.harness or ())}
     names = [subject.name for subject in case.subjects]
     judged = Judged({**scores, "loss": loss}, {name: {} for name in names}, {name: {} for name in names})
     judged.made_by = made_by
@@ -113,15 +113,7 @@ def _sampling(case: Case, attempts: int) -> Sampling:
             where="--temperature",
             repair="--temperature 0.8",
         )
-    return Sampling(
-        case.config.evaluation.max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        top_k=request.top_k,
-        stop=tuple(request.stop),
-        repetition_penalty=request.repetition_penalty,
-    )
+    return Sampling.of(request, case.config.evaluation.max_new_tokens)
 
 
 def _score(case: Case, judged: Judged, model: str, scores: dict[str, Score], answers: list[Answered]) -> None:
@@ -160,7 +152,7 @@ def _own_task(case: Case) -> type[CausalLM] | None:
 
 def _harness(case: Case, subject: Subject, engine: Engine) -> dict[str, harness.TaskMetric]:
     """The metrics of lm-eval's tasks."""
-    what, tasks = f"{subject.name} harness", case.request.harness
+    what, tasks = f"{subject.name} harness", case.request.harness or ()
     case.progress(what, 0, total=len(tasks))
     seed = case.request.seed
     computed = {"engine": case.request.engine, "dtype": str(case.dtype), "reads": engine.max_length, "seed": seed}

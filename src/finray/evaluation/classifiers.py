@@ -16,6 +16,7 @@ from importlib.metadata import version
 import numpy as np
 import numpy.typing as npt
 
+from finray.config.requests import EvaluationRequest
 from finray.config.resolved import LabelSet
 from finray.config.schema import ModelConfig
 from finray.data.dataset.prepared import PreparedSplit
@@ -28,7 +29,7 @@ from finray.evaluation.outcome import Prediction, Rate, ScoreEstimate
 from finray.evaluation.result_cache import ResultCache
 from finray.evaluation.scores.base import Bounds, FloatArray, Score, SummedScore, bounds_of
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, spearman_interval
-from finray.evaluation.subjects import Case, EvaluationRequest, Subject
+from finray.evaluation.subjects import Case, Subject
 from finray.limits import cut
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of

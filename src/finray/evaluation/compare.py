@@ -13,6 +13,7 @@ import numpy as np
 
 from finray.checkpoint.copies import bring_back, local_copy, named_run
 from finray.config.load import Overrides
+from finray.config.requests import EvaluationRequest
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.evaluation import answers, classifiers
@@ -22,7 +23,7 @@ from finray.evaluation.harness import joined
 from finray.evaluation.outcome import Comparison, ModelScores, write
 from finray.evaluation.overlap import Words, overlap
 from finray.evaluation.rows import Lazy
-from finray.evaluation.subjects import Case, EvaluationRequest, Progress
+from finray.evaluation.subjects import Case, Progress
 from finray.pretrained.tokenizers import load_tokenizer
 
 # The judge of each task's models: one file and one line each.

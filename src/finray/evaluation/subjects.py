@@ -14,6 +14,7 @@ import torch
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
 from finray.config.load import Overrides, load_config
 from finray.config.paths import with_absolute_paths
+from finray.config.requests import EvaluationRequest
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
@@ -45,38 +46,6 @@ class Progress(Protocol):
 
     def __call__(self, what: str, done: int, *, total: int, rate: str = "") -> None:
         """``done`` of ``total`` rows of the part ``what``; ``rate`` as text, if known."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRequest:
-    """An evaluation request: the arguments of :func:`finray.evaluate`, which documents them.
-
-    Raises:
-        ConfigError: no run has such a split. Values of the section ``evaluation`` are checked with the config.
-    """
-
-    split: str | None = None
-    file: str | Path | None = None
-    baselines: Sequence[str] | None = None
-    metrics: Sequence[str] | None = None
-    max_rows: int | None = None
-    max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop: Sequence[str] = ()
-    repetition_penalty: float | None = None
-    batch_size: int | None = None
-    engine: str = "auto"
-    replicas: int = 1
-    harness: Sequence[str] = ()
-    output: str | Path | None = None
-    base: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.split not in (None, "train", "eval", "test"):
-            raise ConfigError(f"there is no split `{self.split}`", where="--split", repair="use train, eval or test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +172,8 @@ class Case:
                 section = config.model.model_copy(update={"task": start_artifact.model.task})
                 began = start_artifact if start_artifact.is_adapter else replace(start_artifact, began_as=section)
             start = Subject("base", began, adapter=False)
-        subjects = (*_baselines(request.baselines, tuned, start), tuned)
+        named = request.baselines
+        subjects = (*_baselines(None if named is None else [str(name) for name in named], tuned, start), tuned)
         for subject in subjects:
             check_exists(subject.artifact.model.name)
         return cls(request, run, config, spec, subjects, _folder(model, run, artifact, request), progress, spread)

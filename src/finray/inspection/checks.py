@@ -88,9 +88,9 @@ class TokenScan:
     ) -> None:
         # All rows of the block end to end: `owner` is the row of each token, `starts` and `stops` where rows lie.
         parts = [rows.row(number) for number in numbers.tolist()]
-        ids = np.concatenate([one for one, _ in parts])
+        ids = np.concatenate([row_ids for row_ids, _ in parts])
         learned = np.concatenate([mask for _, mask in parts]).astype(bool) & (not labelled)
-        lengths = np.array([len(one) for one, _ in parts], dtype=np.int64)
+        lengths = np.array([len(row_ids) for row_ids, _ in parts], dtype=np.int64)
         owner, stops = np.repeat(numbers, lengths), np.cumsum(lengths)
         starts = stops - lengths
 

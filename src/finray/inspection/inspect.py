@@ -69,25 +69,25 @@ def inspect(
             raise
         return _refused(config, encoder, tokenizer, tokens, error)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
-    rows = run_data(config, dataset)
-    found = rows.splits
+    data = run_data(config, dataset)
+    rows = data.splits
     splits = {
         name: split
-        for name, split in (("train", found.train), ("eval", found.eval), ("test", found.test))
+        for name, split in (("train", rows.train), ("eval", rows.eval), ("test", rows.test))
         if split is not None and len(split)
     }
     counted = dataset.manifest.splits
     counters = {split: {**stats.counts(), "longest": stats.longest} for split, stats in counted.items()}
     formats = {stream.name: stream.format for stats in counted.values() for stream in stats.streams}
     same = len(set(formats.values())) == 1
-    form = next(iter(formats.values())) if same else ", ".join(f"{name}: {one}" for name, one in formats.items())
+    form = next(iter(formats.values())) if same else ", ".join(f"{name}: {form}" for name, form in formats.items())
     if config.data.format == "auto" and config.data.converter is None:
         form += ", detected"
     parity = compare_prompts(
         iter(())
         if dataset.label_set is not None
-        else _served_rows(config, found.train, counted["train"].parts, encoder, tokenizer, compared),
-        of=len(found.train),
+        else _served_rows(config, rows.train, counted["train"].parts, encoder, tokenizer, compared),
+        of=len(rows.train),
         whole=config.data.train_on == "all",
         tokenizer=tokenizer,
         special=tokens.special,
@@ -101,7 +101,7 @@ def inspect(
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
     places = {name: stats.places for name, stats in counted.items()}
-    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, rows.plan, cut_at, labels, places)
+    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, data.plan, cut_at, labels, places)
     return Inspection(
         config=config,
         format=form,
@@ -117,14 +117,14 @@ def inspect(
 
 def _file_checks(config: Config, counted: Mapping[str, SplitStats]) -> list[Check]:
     """What is odd about the files of the sources, and which of a directory are not read."""
-    found = [
+    checks = [
         Check("Files", "warning" if line.startswith("warning: ") else "note", line.removeprefix("warning: "))
         for line in remarks_on_files(config)
     ]
     unread = ((name, text) for name, stats in counted.items() for text in unread_fields(stats))
-    found += [Check(f"Not read ({name})", "warning", text) for name, text in unread]
+    checks += [Check(f"Not read ({name})", "warning", text) for name, text in unread]
     empty = {name: stats for name, stats in counted.items() if stats.empty_files}
-    return [*found, *(Check(f"Files ({name})", "warning", without_rows(stats)) for name, stats in empty.items())]
+    return [*checks, *(Check(f"Files ({name})", "warning", without_rows(stats)) for name, stats in empty.items())]
 
 
 def _refused(config: Config, encoder: Tokenizer, tokenizer: Any, tokens: SpecialTokens, error: DataError) -> Inspection:
@@ -172,9 +172,9 @@ def _served_rows(
             if not kept or (config.data.train_on == "all" and len(examples) > 1):
                 continue
             served = [_served_prompts(example, encoder, tokenizer) for example in examples]
-            prompts = [prompt for own, _ in served for prompt in own]
+            prompts = [prompt for shown, _ in served for prompt in shown]
             refusal = next((refusal for _, refusal in served if refusal), "")
-            chats = (one for one in examples if isinstance(one, Chat))
+            chats = (example for example in examples if isinstance(example, Chat))
             in_parts = any(message.hidden for chat in chats for message in chat.messages)
             for row in kept:
                 yield ServedRow(rows.where(row), *rows.row(row), prompts, refusal, in_parts)
@@ -196,8 +196,8 @@ def _served_prompts(example: Example, encoder: Tokenizer, tokenizer: Any) -> tup
     for turn, message in enumerate(example.messages):
         if message.role == "assistant" and turn:
             try:
-                before, own = example.messages[:turn], example.arguments
-                text = encoder.renderer.render(before, example.tools, arguments=own, add_generation_prompt=True)
+                before, arguments = example.messages[:turn], example.arguments
+                text = encoder.renderer.render(before, example.tools, arguments=arguments, add_generation_prompt=True)
             except DataError as error:
                 if error.overdue:
                     raise

@@ -32,17 +32,17 @@ class ClassBalance:
 
 def class_balance(labels: LabelSet, splits: Mapping[str, Sequence[Label]]) -> tuple[ClassBalance, ...]:
     """The labels of each split."""
-    found = []
-    for name, own in splits.items():
+    balances = []
+    for name, split_labels in splits.items():
         if labels.problem == "regression":
-            numbers = np.array(own, dtype=np.float64)
+            numbers = np.array(split_labels, dtype=np.float64)
             low, mean, high = float(numbers.min()), float(numbers.mean()), float(numbers.max())
-            found.append(ClassBalance(name, labels.problem, (), low, mean, high))
+            balances.append(ClassBalance(name, labels.problem, (), low, mean, high))
         else:
-            counts = count_classes(own)
+            counts = count_classes(split_labels)
             names = dict.fromkeys([*labels.names, *sorted(counts)])
-            found.append(ClassBalance(name, labels.problem, tuple((one, counts[one]) for one in names)))
-    return tuple(found)
+            balances.append(ClassBalance(name, labels.problem, tuple((label, counts[label]) for label in names)))
+    return tuple(balances)
 
 
 def label_checks(
@@ -58,7 +58,7 @@ def label_checks(
     checks = [_contradictions(splits, labels)]
     if balance[0].rows:
         total = len(next(iter(splits.values())))
-        name, fewest = min(balance[0].rows, key=lambda one: one[1])
+        name, fewest = min(balance[0].rows, key=lambda counted: counted[1])
         finding = f"the rarest class to train on, {cut(name, 60)}, has {fewest:,} of {total:,} rows"
         is_rare = fewest < total * _RARE or UNBALANCED * fewest <= max(rows for _, rows in balance[0].rows)
         if is_rare:
@@ -78,8 +78,8 @@ def _contradictions(splits: Mapping[str, PreparedSplit], labels: Mapping[str, Se
     codes = {label: code for code, label in enumerate(dict.fromkeys(each))}
     # Every label of a text once: texts that are still there several times have several.
     pairs = np.unique(np.stack([digests, np.array([codes[label] for label in each])], axis=1), axis=0)
-    found, times = np.unique(pairs[:, 0], return_counts=True)
-    texts = found[times > 1]
+    unique, times = np.unique(pairs[:, 0], return_counts=True)
+    texts = unique[times > 1]
     concerned = np.flatnonzero(np.isin(digests, texts))
     if not len(texts):
         return Check(name, "ok", f"no two of {len(each):,} rows have one text and different labels", 0, len(each))

@@ -41,7 +41,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackingView:
     """How rows fill packs of ``capacity`` tokens; ``padded_fill`` is the fill if all were padded to the longest."""
 
     capacity: int
@@ -116,7 +116,7 @@ class SplitView:
     quantiles: tuple[int, int, int, int]
     counts: Mapping[str, int]
     histogram: Histogram
-    packing: Packing | None
+    packing: PackingView | None
     longest: tuple[RowSummary, ...]
     shortest: tuple[RowSummary, ...]
     cut_at: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ class Inspector:
         for rows in self.splits.values():
             scan.add(rows, labelled=bool(self.labels))
         # For labelled text those that are not about what is generated.
-        return tuple(one for one in scan.checks(kind=kind) if not self.labels or one.name == "Unknown tokens")
+        return tuple(check for check in scan.checks(kind=kind) if not self.labels or check.name == "Unknown tokens")
 
     def examples(self, count: int, chosen: Sequence[str]) -> tuple[RowView, ...]:
         """So many rows spread over the training rows; or those chosen, by index in them or by ``file:row``.
@@ -194,11 +194,11 @@ class Inspector:
         """
         name, train = next(iter(self.splits.items()))
         count = min(count, len(train))
-        found = [(name, number * len(train) // count) for number in range(count)]
+        places = [(name, number * len(train) // count) for number in range(count)]
         if chosen:
-            found = [pair for wanted in chosen for pair in self._find(wanted)]
+            places = [pair for wanted in chosen for pair in self._find(wanted)]
         views = []
-        for split, number in found:
+        for split, number in places:
             rows = self.splits[split]
             ids, mask = self._read(split, number)
             tokens = token_views(ids.tolist(), mask.tolist(), self.tokenizer, self.tokens.special)
@@ -255,21 +255,21 @@ class Inspector:
 
     def duplicates(self) -> tuple[Duplicates, ...]:
         """Copies inside each split, then rows of each split that are also in one before it."""
-        found = []
+        duplicates = []
         for name, rows in self.splits.items():
             # A mix may repeat a row on purpose: a row is not a duplicate of itself.
             pairs = np.unique(np.stack([rows.digests, rows.source_rows], axis=1), axis=0)
             digests, counts = np.unique(pairs[:, 0], return_counts=True)
             copied = digests[counts > 1]
             extra = int((counts[counts > 1] - 1).sum())
-            found.append(Duplicates((name,), extra, len(copied), len(pairs), self._groups([name], copied)))
+            duplicates.append(Duplicates((name,), extra, len(copied), len(pairs), self._groups([name], copied)))
         for first, second in combinations(self.splits, 2):
-            known, others = self.splits[first], self.splits[second]
-            both = np.isin(others.digests, known.digests)
-            shared = np.unique(others.digests[both])
+            earlier, later = self.splits[first], self.splits[second]
+            both = np.isin(later.digests, earlier.digests)
+            shared = np.unique(later.digests[both])
             groups = self._groups([first, second], shared)
-            found.append(Duplicates((first, second), int(both.sum()), len(shared), len(others), groups))
-        return tuple(found)
+            duplicates.append(Duplicates((first, second), int(both.sum()), len(shared), len(later), groups))
+        return tuple(duplicates)
 
     def _groups(self, names: list[str], digests: IntArray) -> tuple[DuplicateGroup, ...]:
         """The largest groups of rows with one of these digests; places are taken from every split in turn."""
@@ -285,10 +285,13 @@ class Inspector:
             total += np.bincount(np.searchsorted(digests, chosen), minlength=len(digests))
         groups = []
         for at in np.argsort(-total, kind="stable")[:_SHOWN_GROUPS]:
-            numbers = [own[rows.digests[own] == digests[at]] for rows, own in zip(splits, once, strict=True)]
+            numbers = [
+                first_rows[rows.digests[first_rows] == digests[at]]
+                for rows, first_rows in zip(splits, once, strict=True)
+            ]
             limit = max(1, _SHOWN_PLACES // len(splits))
             where = [
-                rows.where(int(number)) for rows, found in zip(splits, numbers, strict=True) for number in found[:limit]
+                rows.where(int(number)) for rows, same in zip(splits, numbers, strict=True) for number in same[:limit]
             ]
             groups.append(DuplicateGroup(int(total[at]), tuple(where), self._summary(names[0], int(numbers[0][0]))))
         return tuple(groups)
@@ -303,19 +306,19 @@ class Inspector:
                     repair="count from 0, or give FILE:NUMBER of the source",
                 )
             return [(name, int(wanted))]
-        found = [
+        places = [
             (split, number)
             for split, some in self.splits.items()
             for number in range(len(some))
             if f"/{some.where(number)}".endswith(f"/{wanted}")
         ]
-        if not found:
+        if not places:
             raise DataError(
                 f"there is no row from {wanted}",
                 where="--row",
                 repair="give FILE:NUMBER as messages show it (rows count from 1); the row may have been dropped",
             )
-        return found
+        return places
 
 
 def last_question(prompt: str, special: Iterable[str]) -> str:
@@ -338,9 +341,9 @@ def histogram(lengths: IntArray) -> Histogram:
     return Histogram(width, tuple(counts.tolist()))
 
 
-def packing(lengths: IntArray, plan: PackPlan) -> Packing:
+def packing(lengths: IntArray, plan: PackPlan) -> PackingView:
     """How rows of these lengths fill packs."""
-    return Packing(
+    return PackingView(
         capacity=plan.capacity,
         packs=len(plan),
         fill=plan.fill,

@@ -41,7 +41,7 @@ def page(inspection: Inspection) -> str:
         verdict=sentence,
         lengths={split.name: lengths_plot(split, limit) for split in inspection.splits},
         token_parts={split.name: token_parts(split, labelled=bool(inspection.classes)) for split in inspection.splits},
-        class_parts={one.split: class_parts(one) for one in inspection.classes},
+        class_parts={balance.split: class_parts(balance) for balance in inspection.classes},
         row_parts={split.name: row_parts(split) for split in inspection.splits},
         row_html=lambda tokens: stretches_html(shortened(tokens, _SHOWN_TOKENS // 2, _SHOWN_TOKENS // 2)),
         stretches_html=stretches_html,
@@ -77,7 +77,7 @@ def token_parts(split: SplitView, *, labelled: bool = False) -> list[Part]:
 
 def class_parts(labels: ClassBalance) -> list[Part]:
     """The classes of a split with their rows, the largest first; nothing for numbers."""
-    ordered = sorted(labels.rows, key=lambda one: -one[1])
+    ordered = sorted(labels.rows, key=lambda counted: -counted[1])
     shown, rest = ordered[:_SHOWN_CLASSES], ordered[_SHOWN_CLASSES:]
     parts = [(key, cut(name, 60), rows) for key, (name, rows) in zip(cycle(_COLOURS), shown, strict=False)]
     return _parts(*parts, ("prompt", f"{len(rest):,} other classes", sum(rows for _, rows in rest)))

@@ -61,13 +61,13 @@ class PromptDifference:
         return "".join(token.text for stretch in shown for token in stretch.tokens)
 
     def excerpt(self) -> list[Stretch]:
-        """Both prompts, aligned, with what they have in common shortened to what is next to a difference."""
-        found: list[Stretch] = []
+        """Both prompts, aligned; common stretches are shortened to what is next to a difference."""
+        shown: list[Stretch] = []
         last = len(self.stretches) - 1
-        for at, one in enumerate(self.stretches):
-            same = one.kind == "same"
-            found += shortened(one.tokens, _CONTEXT * (at > 0), _CONTEXT * (at < last)) if same else [one]
-        return found
+        for at, stretch in enumerate(self.stretches):
+            same = stretch.kind == "same"
+            shown += shortened(stretch.tokens, _CONTEXT * (at > 0), _CONTEXT * (at < last)) if same else [stretch]
+        return shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _pairs(row: ServedRow, *, whole: bool) -> list[tuple[list[int], int, list[in
     learned = np.flatnonzero(np.diff(row.mask.astype(np.int8), prepend=np.int8(0)) == 1).tolist()
     # Of the served prompts, the one that the tokens before a learned span are closest to.
     return [
-        (before, *max(row.prompts, key=lambda one: (_common(before, one[1]), -abs(len(before) - len(one[1])))))
+        (before, *max(row.prompts, key=lambda served: (_common(before, served[1]), -abs(len(before) - len(served[1])))))
         for before in (ids[:start] for start in learned)
     ]
 
@@ -153,4 +153,4 @@ def _pairs(row: ServedRow, *, whole: bool) -> list[tuple[list[int], int, list[in
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common beginning."""
     pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(left), len(right)))

@@ -76,7 +76,7 @@ class Inspection(Result):
     def sources(self) -> str:
         """Sources of the rows."""
         data = self.config.data
-        named = [data.source, *(one.source for one in data.mix), data.eval_source]
+        named = [data.source, *(entry.source for entry in data.mix), data.eval_source]
         return ", ".join(redact_text(source) for source in named if source is not None)
 
     def plain(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def findings(inspection: Inspection) -> tuple[Check, ...]:
     ]
     checks = [
         *([] if inspection.classes else [parity_check(inspection.parity)]),
-        *(_duplicates(found) for found in inspection.duplicates),
+        *(_duplicates(duplicates) for duplicates in inspection.duplicates),
         *counted,
         *inspection.checks,
     ]
@@ -174,7 +174,7 @@ def findings(inspection: Inspection) -> tuple[Check, ...]:
 
 
 def verdict(checks: tuple[Check, ...]) -> tuple[Level, str]:
-    """The worst level, and a sentence that counts what is wrong."""
+    """The worst level, and a sentence with the number of problems or warnings."""
     problems, warnings = (sum(check.level == level for check in checks) for level in ("problem", "warning"))
     if problems:
         return "problem", f"{problems} problem{'s' if problems > 1 else ''} that will hurt training"
@@ -203,19 +203,21 @@ def parity_check(parity: PromptParity) -> Check:
     return Check(name, "problem", f"{rows}: {'; '.join(parts)}", differing + parity.refused, total, places)
 
 
-def _duplicates(found: Duplicates) -> Check:
-    where = tuple(" = ".join(group.where) for group in found.examples[:3])
-    rows, of = f"{found.rows:,}", f"{found.of:,}"
-    if len(found.splits) == 1:
-        name = f"Duplicates inside {found.splits[0]}"
-        if not found.rows:
-            return Check(name, "ok", f"no two of the {of} rows have the same tokens", 0, found.of)
-        level: Level = "warning" if found.rows > found.of * _MANY_COPIES else "note"
-        finding = f"{rows} of {of} rows ({found.rows / found.of:.2%}) say what an earlier row says, to the token"
-        return Check(name, level, finding, found.rows, found.of, where)
-    first, second = found.splits
+def _duplicates(duplicates: Duplicates) -> Check:
+    where = tuple(" = ".join(group.where) for group in duplicates.examples[:3])
+    rows, of = f"{duplicates.rows:,}", f"{duplicates.of:,}"
+    if len(duplicates.splits) == 1:
+        name = f"Duplicates inside {duplicates.splits[0]}"
+        if not duplicates.rows:
+            return Check(name, "ok", f"no two of the {of} rows have the same tokens", 0, duplicates.of)
+        level: Level = "warning" if duplicates.rows > duplicates.of * _MANY_COPIES else "note"
+        finding = (
+            f"{rows} of {of} rows ({duplicates.rows / duplicates.of:.2%}) say what an earlier row says, to the token"
+        )
+        return Check(name, level, finding, duplicates.rows, duplicates.of, where)
+    first, second = duplicates.splits
     name = f"Rows of {second} in {first}"
-    if not found.rows:
-        return Check(name, "ok", f"none of the {of} rows of {second} is in {first}", 0, found.of)
+    if not duplicates.rows:
+        return Check(name, "ok", f"none of the {of} rows of {second} is in {first}", 0, duplicates.of)
     finding = f"{rows} of {of} rows of {second} are also in {first}, so scores on them say little"
-    return Check(name, "warning", finding, found.rows, found.of, where)
+    return Check(name, "warning", finding, duplicates.rows, duplicates.of, where)

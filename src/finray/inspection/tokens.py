@@ -72,7 +72,7 @@ class SpecialTokens:
 def special_tokens(tokenizer: Any, *, stops: Iterable[int] = ()) -> SpecialTokens:
     """Read the special tokens of a Transformers tokenizer; ``stops`` are the EOS ids of the generation settings."""
     bos, eos, pad, unk = (getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk"))
-    names = {int(token): str(one.content) for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+    names = {int(token): str(added.content) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     for token in (bos, eos, pad, unk):
         if token is not None:
             names.setdefault(int(token), str(tokenizer.convert_ids_to_tokens(int(token))))

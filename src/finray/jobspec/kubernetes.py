@@ -85,8 +85,8 @@ def _pod(spec: JobSpec, name: str, *, cpus: int, memory: int, gpus: int) -> dict
     if gpus:
         amounts["nvidia.com/gpu"] = str(gpus)
     secrets = [
-        {"name": one, "valueFrom": {"secretKeyRef": {"name": machines.secret, "key": one, "optional": True}}}
-        for one in machines.secrets
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": machines.secret, "key": variable, "optional": True}}}
+        for variable in machines.secrets
     ]
     mounts: list[dict[str, Any]] = [
         {"name": "config", "mountPath": MOUNT, "readOnly": True},
@@ -114,7 +114,7 @@ def _pod(spec: JobSpec, name: str, *, cpus: int, memory: int, gpus: int) -> dict
     }
     if name == "ray-head":
         ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
-        container["ports"] = [{"name": one, "containerPort": port} for one, port in ports.items()]
+        container["ports"] = [{"name": name, "containerPort": port} for name, port in ports.items()]
     pod: dict[str, Any] = {
         "containers": [container],
         "volumes": volumes,

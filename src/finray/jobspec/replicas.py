@@ -27,8 +27,8 @@ def replicas(spec: JobSpec) -> str:
         gpu: dict[str, Any] = {"accelerator_count": spec.gpus_per_node}
         resources = {"gpu": gpu | ({"accelerator": machines.gpu_type} if machines.gpu_type else {}), **resources}
     variables = {name: f"<{name}>" for name in machines.secrets}
-    own: dict[str, Any] = yaml.safe_load(spec.config_text)
-    cluster = dict(own.pop("cluster", {}))
+    others: dict[str, Any] = yaml.safe_load(spec.config_text)
+    cluster = dict(others.pop("cluster", {}))
     # In config_map, this name asks for a push.
     environment = {name: text for name, text in cluster.pop("env", {}).items() if name != RESULT}
     plain: dict[str, Any] = {
@@ -37,12 +37,12 @@ def replicas(spec: JobSpec) -> str:
         "resources": resources,
         "config_map": {**variables, RUN_NAME: spec.config.run.name, **environment},
         **({"shared_volume": {"size": _SHARED_GB}} if machines.claim else {}),
-        **own,
+        **others,
     }
     wanted = build_config(yaml.safe_load(spec.config_text), source=spec.name).cluster.model_dump(mode="json")
     sections, _ = from_replicas(plain, {})
-    found = build_config(sections, source=spec.name).cluster.model_dump(mode="json")
-    rest = {name: value for name, value in wanted.items() if found[name] != value}
+    defaults = build_config(sections, source=spec.name).cluster.model_dump(mode="json")
+    rest = {name: value for name, value in wanted.items() if defaults[name] != value}
     if rest:
         plain["cluster"] = rest
     about = (

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 
@@ -18,6 +18,7 @@ from finray.config.own_code import own_code
 from finray.config.paths import is_template, is_url
 from finray.config.redact import holds_secret, holds_token, is_secret_name, redact_text
 from finray.config.replicas import legal_name
+from finray.config.requests import Option
 from finray.config.schema import CheckpointConfig, Config
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import shown
@@ -72,45 +73,42 @@ _OPTIONS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Machines:
-    """What the user requests in addition to the config; None is derived from it.
+    """What the user requests in addition to the config: the options of ``finray jobspec``; None is derived from it."""
 
-    Attributes:
-        nodes: number of machines with workers.
-        gpus_per_node: GPUs per machine.
-        cpus_per_node: CPUs per machine.
-        memory_gb: memory per machine.
-        min_nodes: minimum, for autoscaling.
-        max_nodes: maximum.
-        gpu_type: GPU model, as named by the scheduler.
-        image: container image.
-        shared: directory shared by all machines.
-        claim: PersistentVolumeClaim mounted there; None if storage is a URL.
-        storage: URL of runs and prepared data, such as ``s3://bucket/runs``.
-        queue: Kueue local queue, or Slurm partition.
-        hours: time limit.
-        secrets: names of environment variables that hold secrets.
-        secret: Kubernetes Secret that holds them.
-        hosts: host names, the head first.
-        user: login user on them.
-    """
-
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    cpus_per_node: int | None = None
-    memory_gb: int | None = None
-    min_nodes: int | None = None
-    max_nodes: int | None = None
-    gpu_type: str | None = None
-    image: str = IMAGE
-    shared: str = "/shared"
-    claim: str | None = "finray-shared"
-    storage: str | None = None
-    queue: str | None = None
-    hours: float | None = None
-    secrets: tuple[str, ...] = ("HF_TOKEN",)
+    nodes: Annotated[int | None, Option("Number of machines with workers.", min=1, max=100_000)] = None
+    gpus_per_node: Annotated[int | None, Option("GPUs of each machine.", min=0, max=1024)] = None
+    cpus_per_node: Annotated[int | None, Option("CPUs of each machine.", min=1, max=100_000)] = None
+    memory_gb: Annotated[
+        int | None, Option("Memory of each machine, in GB.", flags=("--memory",), min=1, max=1_000_000)
+    ] = None
+    min_nodes: Annotated[
+        int | None, Option("Fewest machines to run on, where workers may come and go.", min=1, max=100_000)
+    ] = None
+    max_nodes: Annotated[int | None, Option("Most machines.", min=1, max=100_000)] = None
+    gpu_type: Annotated[str | None, Option("Kind of GPU, as the scheduler calls it.")] = None
+    image: Annotated[str, Option("Container image.")] = IMAGE
+    shared: Annotated[str, Option("Directory that all machines share.")] = "/shared"
+    claim: Annotated[
+        str | None,
+        Option(
+            "rayjob: PersistentVolumeClaim to mount there; `none` for none.",
+            parse=lambda claim: None if claim == "none" else claim,
+        ),
+    ] = "finray-shared"
+    storage: Annotated[str | None, Option("URL for runs and prepared data, such as s3://bucket/runs.")] = None
+    queue: Annotated[str | None, Option("Kueue's local queue, or Slurm's partition.")] = None
+    hours: Annotated[float | None, Option("Time limit.", min=0.01, max=87_600)] = None
+    secrets: Annotated[
+        tuple[str, ...],
+        Option("Name of an environment variable that holds a secret; may be repeated.", flags=("--secret",)),
+    ] = ("HF_TOKEN",)
+    # The Kubernetes Secret that holds them.
     secret: str = "finray-secrets"
-    hosts: tuple[str, ...] = ()
-    user: str = "ubuntu"
+    hosts: Annotated[
+        tuple[str, ...],
+        Option("ray-cluster: address of a machine, the head first; may be repeated.", flags=("--host",)),
+    ] = ()
+    user: Annotated[str, Option("ray-cluster: user name to log in with.")] = "ubuntu"
 
 
 @dataclass(frozen=True)
@@ -151,11 +149,11 @@ class JobSpec:
     @property
     def output_dir(self) -> str:
         """``run.output_dir`` of the job: a URL, or a directory; a relative one is on the shared volume."""
-        own = (self.machines.storage or self.config.run.output_dir).removeprefix("file://")
+        place = (self.machines.storage or self.config.run.output_dir).removeprefix("file://")
         # What `~` is depends on the machine.
-        if is_url(own) or own.startswith("~"):
-            return own
-        return posixpath.normpath(posixpath.join(self.machines.shared, own))
+        if is_url(place) or place.startswith("~"):
+            return place
+        return posixpath.normpath(posixpath.join(self.machines.shared, place))
 
     @property
     def environment(self) -> dict[str, str]:
@@ -183,16 +181,16 @@ def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, l
     if model is not None:
         preset = MODELS.get(model.lower(), model)
         if preset not in preset_names():
-            known = [*MODELS, *preset_names()]
+            names = [*MODELS, *preset_names()]
             raise ConfigError(
-                f"there is no preset for `{model}`{did_you_mean(model, known)}",
+                f"there is no preset for `{model}`{did_you_mean(model, names)}",
                 where="--model",
-                repair=f"use one of {', '.join(known)}, or give a config file with model.name",
+                repair=f"use one of {', '.join(names)}, or give a config file with model.name",
             )
-    found = DATASETS.get((dataset or "").lower(), {"source": dataset} if dataset else {})
-    changes = [f"data.{name}={value}" for name, value in found.items()]
+    fields = DATASETS.get((dataset or "").lower(), {"source": dataset} if dataset else {})
+    changes = [f"data.{name}={value}" for name, value in fields.items()]
     if model is not None:
-        named = "-".join(legal_name(one) for one in (model, dataset) if one)
+        named = "-".join(legal_name(text) for text in (model, dataset) if text)
         changes.append(f"run.name={named[:60]}")
     return preset, changes
 
@@ -280,7 +278,7 @@ def _require_words(machines: Machines) -> None:
     """Check that no option becomes a line or a word of its own in what is written.
 
     Raises:
-        ConfigError: one would.
+        ConfigError: an option would.
     """
     for name, (form, described) in _OPTIONS.items():
         value = getattr(machines, name)
@@ -367,36 +365,36 @@ def _with_files(config: Config, machines: Machines) -> tuple[Config, dict[str, s
             text = path.read_bytes().decode("utf-8")
         except (OSError, UnicodeDecodeError):
             return False
-        total = sum(len(one.encode()) for one in (text, *files.values()))
+        total = sum(len(content.encode()) for content in (text, *files.values()))
         if "\0" in text or holds_token(text, environ=os.environ) or total > _MOST_BYTES or name in files:
             return False
         files[name] = text
         return True
 
     data = plain.get("data", {})
-    places = [(data, "source"), (data, "eval_source"), *((one, "source") for one in data.get("mix", []))]
+    places = [(data, "source"), (data, "eval_source"), *((entry, "source") for entry in data.get("mix", []))]
     for place, key in places:
         value = place.get(key)
         if value and not _is_in(value, machines.shared):
             name = f"{len(files)}-{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(value).name)}"
             if taken(Path(value).expanduser(), name):
                 place[key] = f"{MOUNT}/{name}"
-    for _, own in own_code(config):
-        module = own.partition(":")[0]
+    for _, path in own_code(config):
+        module = path.partition(":")[0]
         if f"{module}.py" not in files:
             taken(Path(f"{module}.py"), f"{module}.py")
     return build_config(plain, source="the config of the job"), files
 
 
 def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list[str]:
-    found = [f"{name} is part of the job" + ", what it imports is not" * name.endswith(".py") for name in taken]
+    notes = [f"{name} is part of the job" + ", what it imports is not" * name.endswith(".py") for name in taken]
     there = (machines.shared, MOUNT)
-    sources = [config.data.source, config.data.eval_source, *(one.source for one in config.data.mix)]
+    sources = [config.data.source, config.data.eval_source, *(entry.source for entry in config.data.mix)]
     for source in sources:
         if source and not is_url(source) and not _is_in(source, *there) and _is_file(source):
-            found.append(f"data.source {source} is a file: it must be at this path on every machine")
+            notes.append(f"data.source {source} is a file: it must be at this path on every machine")
     if config.model.name.startswith((".", "/")) and not _is_in(config.model.name, machines.shared):
-        found.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
+        notes.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
     scoring, given, template = config.evaluation.scoring, config.parallel.deepspeed_config, config.model.chat_template
     files = {
         "parallel.deepspeed_config": given if isinstance(given, str) else None,
@@ -406,26 +404,26 @@ def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list
     }
     for name, path in files.items():
         if path and not is_url(path) and not _is_in(path, *there):
-            found.append(f"{name} {path} is not part of the job: it must be at this path on every machine")
-    found += [
-        f"{name} {own} is your own code: its module must be installed on every machine, or be in PYTHONPATH there"
-        for name, own in own_code(config)
-        if f"{own.partition(':')[0]}.py" not in taken
+            notes.append(f"{name} {path} is not part of the job: it must be at this path on every machine")
+    notes += [
+        f"{name} {code} is your own code: its module must be installed on every machine, or be in PYTHONPATH there"
+        for name, code in own_code(config)
+        if f"{code.partition(':')[0]}.py" not in taken
     ]
     for name in config.cluster.env:
         if is_secret_name(name):
-            found.append(f"cluster.env.{name} is a secret: name it with --secret")
+            notes.append(f"cluster.env.{name} is a secret: name it with --secret")
     if config.cluster.use_gpu == "auto" and machines.gpus_per_node is None:
-        found.append("no GPU is requested: cluster.use_gpu is auto; set it to true, or give --gpus-per-node")
+        notes.append("no GPU is requested: cluster.use_gpu is auto; set it to true, or give --gpus-per-node")
     if config.cluster.address is not None:
-        found.append("cluster.address is left out: the job has a cluster of its own")
-    return found
+        notes.append("cluster.address is left out: the job has a cluster of its own")
+    return notes
 
 
 def _is_in(path: str, *folders: str) -> bool:
     """Whether a path is one of these directories, or inside."""
     plain = PurePosixPath(posixpath.normpath(path.removeprefix("file://")))
-    return any(plain.is_relative_to(one) for one in folders)
+    return any(plain.is_relative_to(folder) for folder in folders)
 
 
 def _is_file(source: str) -> bool:
@@ -438,7 +436,7 @@ def _is_file(source: str) -> bool:
 def limit_notes(
     checkpoint: CheckpointConfig, hours: float | None, seconds_per_step: float | None, *, is_given: bool = True
 ) -> list[str]:
-    """What is to be said of a job's time limit: it ends before its first checkpoint, or nobody knows.
+    """Messages about a job's time limit: whether it ends before the first checkpoint, if that is known.
 
     Args:
         checkpoint: when checkpoints are saved.

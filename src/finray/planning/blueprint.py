@@ -159,7 +159,9 @@ def draw_blueprint(
     total = sum(parameter.numel() for parameter in wrapped.parameters())
     head_is_adapted = any(module.base_layer is output for module in model.modules() if hasattr(module, "lora_A"))
     # GPT-2 keeps its matrices transposed.
-    sides = [one.weight.shape if type(one).__name__ == "Conv1D" else one.weight.shape[::-1] for one in linears]
+    sides = [
+        module.weight.shape if type(module).__name__ == "Conv1D" else module.weight.shape[::-1] for module in linears
+    ]
     counts = Counter(LinearShape(int(inputs), int(outputs)) for inputs, outputs in sides)
     heads = int(getattr(config, "num_attention_heads", 1))
     head_dim = getattr(config, "head_dim", None) or int(config.hidden_size) // heads

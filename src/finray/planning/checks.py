@@ -99,7 +99,7 @@ _HEADS_THAT_READ = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification"
 
 
 def check_task(config: Config) -> None:
-    """See that a model that is to write text is not one that only reads it.
+    """Check that a causal language model is wanted from a model that can write text.
 
     Raises:
         ConfigError: a directory holds an encoder or a classifier.
@@ -120,7 +120,7 @@ def not_a_writer(config: Config, settings: Mapping[str, Any]) -> ConfigError | N
         settings: of the model, as in its ``config.json``.
     """
     kind, architectures = str(settings.get("model_type")), settings.get("architectures")
-    names = [str(one) for one in architectures] if isinstance(architectures, list) else []
+    names = [str(architecture) for architecture in architectures] if isinstance(architectures, list) else []
     writes = "decoder" in kind or any(name.endswith(_HEADS_THAT_WRITE) for name in names)
     reads = any(name.endswith(_HEADS_THAT_READ) for name in names) or (
         ("bert" in kind or kind in _ENCODERS) and not writes
@@ -135,7 +135,7 @@ def not_a_writer(config: Config, settings: Mapping[str, Any]) -> ConfigError | N
 
 
 def check_shards(config: Config) -> None:
-    """See that what the config says of shards has an effect.
+    """Check that ``parallel.shard_size`` has an effect.
 
     Raises:
         ConfigError: it has none, or does not divide the workers.
@@ -153,10 +153,10 @@ def check_shards(config: Config) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """See that what names a dataset of the Hub belongs to one.
+    """Check that fields for datasets of the Hub are set for one.
 
     Raises:
-        ConfigError: it is said of a mix, whose sources have their own.
+        ConfigError: they are set for a mix, whose sources have their own.
     """
     for name in ("subset", "revision"):
         if config.data.mix and getattr(config.data, name) is not None:
@@ -216,7 +216,7 @@ def check_extras(
     data = config.data
     urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
     urls.append(("run.output_dir", config.run.output_dir))
-    urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]
+    urls += [(f"data.mix.{index}.source", source.source) for index, source in enumerate(data.mix)]
     for where, url in urls:
         if url is not None and is_url(url) and url.split("://", 1)[0] in _STORAGE:
             package, extra = _STORAGE[url.split("://", 1)[0]]
@@ -249,8 +249,8 @@ def check_evaluation(config: Config) -> None:
             repair=f"leave it out; the task has its own metrics: {', '.join(spec.metrics or spec.best[:1])}",
         )
     for name in evaluation.metrics if evaluation.generate_rows is not None else ():
-        found = load_named("finray.metrics", name, where="evaluation.metrics")
-        if more := sorted(getattr(found, "needs", frozenset()) - {"answers"}):
+        metric = load_named("finray.metrics", name, where="evaluation.metrics")
+        if more := sorted(getattr(metric, "needs", frozenset()) - {"answers"}):
             raise ConfigError(
                 f"`{name}` needs {', '.join(more)}, but during training only answers are available",
                 where="evaluation.metrics",
@@ -350,8 +350,8 @@ def check_start(config: Config) -> None:
     stored = stored_weights(folder, Path(ADAPTER_WEIGHTS).stem)
     saved = [f".{name}." for name in read_settings(folder).modules_to_save or []]
     names = () if stored is None else stored.tensors
-    of_base = [one for one in names if one.endswith(".weight") and ".lora_" not in one]
-    of_base = [one for one in of_base if ".base_layer." in one or not any(name in one for name in saved)]
+    of_base = [weight for weight in names if weight.endswith(".weight") and ".lora_" not in weight]
+    of_base = [weight for weight in of_base if ".base_layer." in weight or not any(name in weight for name in saved)]
     if of_base:
         raise ModelError(
             f"beside the adapter, the file holds weights of its base model, such as {of_base[0]}",
@@ -373,7 +373,7 @@ def check_saved_modules(config: Config, names: list[str]) -> None:
     if config.adapter.method == "none":
         return
     above = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
-    missing = [one for one in config.adapter.modules_to_save if not any(name.endswith(one) for name in above)]
+    missing = [module for module in config.adapter.modules_to_save if not any(name.endswith(module) for name in above)]
     if missing:
         raise unmatched(missing, [name.rpartition(".")[2] for name in names], where="adapter.modules_to_save")
 
@@ -398,7 +398,9 @@ def check_targets(config: Config, names: list[str]) -> None:
             raise ModelError(
                 f"the regular expression `{targets}` matches no module",
                 where="adapter.target_modules",
-                repair="write several names as a list: [" + ", ".join(one.strip() for one in targets.split(",")) + "]"
+                repair="write several names as a list: ["
+                + ", ".join(target.strip() for target in targets.split(","))
+                + "]"
                 if "," in targets
                 else f"it must match a whole name, such as {example}",
             )

@@ -105,7 +105,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MemoryEstimate:
     """The peak of a worker: bytes by part in its ``phase``, and total bytes in each phase."""
 
     parts: Mapping[str, int]
@@ -119,7 +119,7 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Workload) -> Estimate:
+def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Workload) -> MemoryEstimate:
     """Estimate the peak memory of a worker, by part."""
     full, on_cpu = blueprint.adapter == 0, setup.device == "cpu"
     state, offloaded = _state(blueprint, setup, work)
@@ -194,7 +194,7 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
         whole["load"] = {**loaded, "model files": setup.read_bytes}
     totals = {name: sum(parts.values()) for name, parts in whole.items()}
     peak = max(totals, key=lambda name: totals[name])
-    return Estimate(whole[peak], peak, totals, int(offloaded))
+    return MemoryEstimate(whole[peak], peak, totals, int(offloaded))
 
 
 def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str, float], float]:

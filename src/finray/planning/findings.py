@@ -8,7 +8,7 @@ from finray.errors import FinrayError
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PlanFinding:
     """A problem or a warning."""
 
     message: str
@@ -16,7 +16,7 @@ class Finding:
     repair: str | None = None  # what to do about it, if that is known
 
     @classmethod
-    def of(cls, error: FinrayError) -> Finding:
+    def of(cls, error: FinrayError) -> PlanFinding:
         """The finding for an error; problems that it lists become part of the message."""
         return cls("; ".join([error.message, *error.problems]), error.where, error.repair)
 
@@ -30,26 +30,26 @@ def refuse(error: FinrayError) -> None:
 class Findings:
     """Problems, warnings and skipped checks, in the order found; each once."""
 
-    problems: tuple[Finding, ...] = ()
-    warnings: tuple[Finding, ...] = ()
-    unchecked: tuple[Finding, ...] = ()
+    problems: tuple[PlanFinding, ...] = ()
+    warnings: tuple[PlanFinding, ...] = ()
+    unchecked: tuple[PlanFinding, ...] = ()
 
     def problem(self, *errors: FinrayError) -> None:
         """Record a problem that prevents the run from starting."""
-        self.problems = _once(*self.problems, *map(Finding.of, errors))
+        self.problems = _once(*self.problems, *map(PlanFinding.of, errors))
 
     def warn(self, message: str, where: str | None = None, repair: str | None = None) -> None:
         """Record a warning."""
-        self.warnings = _once(*self.warnings, Finding(message, where, repair))
+        self.warnings = _once(*self.warnings, PlanFinding(message, where, repair))
 
     def skip(self, message: str, where: str | None = None) -> None:
         """Record a skipped check."""
-        self.unchecked = _once(*self.unchecked, Finding(message, where))
+        self.unchecked = _once(*self.unchecked, PlanFinding(message, where))
 
 
-def _once(*findings: Finding) -> tuple[Finding, ...]:
+def _once(*findings: PlanFinding) -> tuple[PlanFinding, ...]:
     # Two checks may see the same, each with a list of its own in the repair.
-    found: dict[tuple[str, str | None], Finding] = {}
-    for one in findings:
-        found.setdefault((one.message, one.where), one)
-    return tuple(found.values())
+    unique: dict[tuple[str, str | None], PlanFinding] = {}
+    for finding in findings:
+        unique.setdefault((finding.message, finding.where), finding)
+    return tuple(unique.values())

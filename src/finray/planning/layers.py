@@ -108,7 +108,7 @@ class LayerProbe:
                 width = int(self._model.config.get_text_config().hidden_size)
                 linears = [module for module in self._model.modules() if hasattr(module, "in_features")]
                 # Inputs and outputs of all linear layers, and a few times the hidden states.
-                sides = sum(one.in_features + one.out_features for one in linears) / len(self._counts)
+                sides = sum(linear.in_features + linear.out_features for linear in linears) / len(self._counts)
                 each, layers = element * (4 * width + sides), sum(self._counts.values())
                 stream = element * width
                 per_token = each * layers, each / 2 * layers, stream * layers, 4 * width, 2 * each
@@ -258,8 +258,8 @@ class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
         """The currently saved storages by id, each once."""
-        found = [saved.tensor.untyped_storage() for saved in self._saved]
-        return {id(storage): storage for storage in found}
+        held = [saved.tensor.untyped_storage() for saved in self._saved]
+        return {id(storage): storage for storage in held}
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -334,11 +334,11 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def run(*args: Any, **kwargs: Any) -> Any:
             # Its input requires a gradient, like that of an inner layer; with an adapter the first layer's would not.
             given = args[0] if args else kwargs["hidden_states"]
-            own = given.detach().requires_grad_()
-            args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
+            hidden = given.detach().requires_grad_()
+            args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
             # Masks and positions are created once for all layers.
-            shared = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
-            shared.discard(id(own.untyped_storage()))
+            shared = {id(tensor.untyped_storage()) for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+            shared.discard(id(hidden.untyped_storage()))
             self._graphs.append(given.grad_fn)
             saved = _SavedTensors()
             before, self._products, self._phase = self._now, 0, "forward"
@@ -349,9 +349,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._shared.update({key: storage for key, storage in storages.items() if key in shared})
             kept = self._bytes({key: storage for key, storage in storages.items() if key not in shared})
             self._peak, self._phase = self._now, "backward"
-            torch.autograd.grad(output, [own, *trained], torch.empty_like(output), allow_unused=True)
+            torch.autograd.grad(output, [hidden, *trained], torch.empty_like(output), allow_unused=True)
             self._phase = "outside"
-            self._totals[:3] += count * np.array([kept, self._products, own.nbytes])
+            self._totals[:3] += count * np.array([kept, self._products, hidden.nbytes])
             self._totals[4] = max(self._totals[4], self._peak - before)
             for other in layers:
                 if isinstance(other, _Skipped):
@@ -363,20 +363,20 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [one for one in tree_leaves(result) if torch.is_tensor(one)]
+        tensors = [tensor for tensor in tree_leaves(result) if torch.is_tensor(tensor)]
         if self._phase == "forward" and (is_kept(str(func)) or "grouped_mm" in str(func)):
-            self._products += sum(one.nbytes for one in tensors)
-        for one in tensors:
-            storage = one.untyped_storage()
+            self._products += sum(tensor.nbytes for tensor in tensors)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
             key, size = id(storage), storage.nbytes()
             if key in self._sizes:
                 if func is torch.ops.aten.bernoulli_.float:
                     # A dropout mask has one byte per element; that of fake tensors is as wide as its input.
-                    self._now += one.numel() - self._sizes[key]
-                    self._sizes[key] = one.numel()
+                    self._now += tensor.numel() - self._sizes[key]
+                    self._sizes[key] = tensor.numel()
                 continue
             copied = func is torch.ops.aten._to_copy.default and self._sizes.get(id(args[0].untyped_storage())) == 0
-            if copied or (self._phase == "backward" and tuple(one.shape) in self._shapes):
+            if copied or (self._phase == "backward" and tuple(tensor.shape) in self._shapes):
                 size = 0
             self._sizes[key] = size
 

@@ -17,7 +17,7 @@ from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import ConfigError
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.blueprint import ModelShape
-from finray.planning.estimate import Estimate, Setup, Strategy, Workload, estimate
+from finray.planning.estimate import MemoryEstimate, Setup, Strategy, Workload, estimate
 from finray.planning.findings import Findings
 from finray.planning.placement import GPUS, Device
 from finray.training.cpu_checks import refusals_on_cpu
@@ -31,8 +31,8 @@ _STORED = {"F32": "fp32", "BF16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """What the memory of a run depends on in its data."""
+class RowSample:
+    """The properties of the data on which memory depends."""
 
     lengths: Sequence[int] = ()  # tokens of the rows, or of a sample; none stand for rows as long as they may be
     longest: int = 0  # tokens of the longest
@@ -63,28 +63,28 @@ def plan_memory(
     execution: Execution,
     shape: ModelShape,
     device: Device,
-    rows: Rows,
-    found: Findings,
+    rows: RowSample,
+    findings: Findings,
     *,
     workers: int,
     ray: bool = True,
 ) -> MemoryPlan:
-    """Estimate a worker's peak, and look for a change where it does not fit; ``found`` takes problems and warnings."""
+    """Estimate a worker's peak, and look for a change if it does not fit; problems and warnings go to ``findings``."""
     if execution.precision == "bf16" and not device.bf16:
-        found.warn(f"{device.name} has no bf16 arithmetic: it is emulated and slow", "train.precision")
+        findings.warn(f"{device.name} has no bf16 arithmetic: it is emulated and slow", "train.precision")
     if execution.precision == "fp16" and device.kind == "cpu":
-        found.warn("a CPU works many times slower in fp16 than in bf16 or fp32", "train.precision")
+        findings.warn("a CPU works many times slower in fp16 than in bf16 or fp32", "train.precision")
     if device.kind == "cpu":
         for refusal in refusals_on_cpu(config):
-            found.problem(refusal)
-    now = Choice.of(config, execution, workers)
+            findings.problem(refusal)
+    now = MemoryChoice.of(config, execution, workers)
     peak = _peaks(config, execution, shape, device, rows, now, ray=ray)
     needed, work = peak(now)
     failure = shape.probe.failure
     if failure:
-        found.warn(f"the estimate of activation memory is rough ({failure})", "model.name")
+        findings.warn(f"the estimate of activation memory is rough ({failure})", "model.name")
 
-    def fits(choice: Choice) -> bool:
+    def fits(choice: MemoryChoice) -> bool:
         return device.memory is None or peak(choice)[0].total <= (1 - MARGIN) * device.memory
 
     changes: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ def plan_memory(
             if larger and device.kind == "cuda":
                 repair += f" or a larger GPU, {min(larger, key=lambda gpu: gpu.memory).name} or more"
         has = f"{device.memory / GIB:.1f} GiB{' for each' if device.kind == 'cpu' else ''}"
-        found.problem(
+        findings.problem(
             ConfigError(
                 f"a worker needs about {needed.total / GIB:.1f} GiB, but {device.name} has {has}",
                 where=changes[0].partition("=")[0] if changes else "model.name",
@@ -141,13 +141,20 @@ def worst_peak(
     if checkpointing is not None:
         train = config.train.model_copy(update={"gradient_checkpointing": checkpointing})
         config = config.model_copy(update={"train": train})
-    now = Choice.of(config, execution, workers)
-    return _peaks(config, execution, shape, device, Rows(), now, ray=True)(now)[0].total
+    now = MemoryChoice.of(config, execution, workers)
+    return _peaks(config, execution, shape, device, RowSample(), now, ray=True)(now)[0].total
 
 
 def _peaks(
-    config: Config, execution: Execution, shape: ModelShape, device: Device, rows: Rows, now: Choice, *, ray: bool
-) -> Callable[[Choice], tuple[Estimate, Workload]]:
+    config: Config,
+    execution: Execution,
+    shape: ModelShape,
+    device: Device,
+    rows: RowSample,
+    now: MemoryChoice,
+    *,
+    ray: bool,
+) -> Callable[[MemoryChoice], tuple[MemoryEstimate, Workload]]:
     """A function that estimates the peak for another choice than that of ``now``."""
     # A strategy from outside is taken to keep everything on every worker.
     named: Strategy = "fsdp" if execution.strategy == "fsdp" else "ddp"
@@ -157,7 +164,7 @@ def _peaks(
         given = deepspeed_config.load(config)
         named = stages[deepspeed_config.stage(given, config)]
     steps = rows.steps or decide_steps(config.train, packs=None)
-    in_file = {name for name, one in given.get("zero_optimization", {}).items() if _is_on_cpu(one)}
+    in_file = {name for name, section in given.get("zero_optimization", {}).items() if _is_on_cpu(section)}
     # The number of steps in an epoch is not known here: assume that every step saves.
     saved, judged = config.checkpoint, config.evaluation
     intervals = [saved.every_steps if saved.every_epochs is None else 1]
@@ -167,7 +174,7 @@ def _peaks(
     copies = config.checkpoint.asynchronous and (rows.total_steps is None or rows.total_steps > min(intervals))
     shapes: dict[str, ModelShape] = {config.adapter.method: shape}
 
-    def setup_of(choice: Choice) -> Setup:
+    def setup_of(choice: MemoryChoice) -> Setup:
         stored, trained = shape.stored, choice.adapter == "none"
         # Files in the dtype in which weights are kept are mapped, and not copied.
         weights: Literal["fp32", "bf16"] = "bf16" if choice.precision == "bf16-true" else "fp32"
@@ -213,7 +220,7 @@ def _peaks(
             weigh=weigh,
         )
 
-    def peak(choice: Choice) -> tuple[Estimate, Workload]:
+    def peak(choice: MemoryChoice) -> tuple[MemoryEstimate, Workload]:
         if choice.adapter not in shapes:
             shapes[choice.adapter] = shape.with_lora(config.adapter.rank)
         setup, work = setup_of(choice), workload(choice.micro_batch_size, choice.max_length, choice.num_workers)
@@ -257,11 +264,11 @@ def largest_workload(
     order = permutation(len(plan), "largest-workload").tolist()
     if not lengths:
         order = order * micro_batch_size
-    found = []
+    batches = []
     for start in range(0, min(len(order), _MOST_BATCHES * micro_batch_size), micro_batch_size):
         packs = order[start : start + micro_batch_size]
-        found.append(tuple(rows[row] for pack in packs for row in plan.pack(pack)))
-    heaviest = max(found, key=weigh)
+        batches.append(tuple(rows[row] for pack in packs for row in plan.pack(pack)))
+    heaviest = max(batches, key=weigh)
     tokens = sum(heaviest)
     met = max(1, micro_batches)
     return Workload(
@@ -269,8 +276,8 @@ def largest_workload(
         # Never more than there are; the first token of a row is no target.
         targets=max(1, min(tokens - len(heaviest), round(learned * tokens))),
         accumulates=accumulates,
-        token_counts=min(met, len({sum(batch) for batch in found})),
-        row_lengths=min(met * max(len(batch) for batch in found), len(set(rows))),
+        token_counts=min(met, len({sum(batch) for batch in batches})),
+        row_lengths=min(met * max(len(batch) for batch in batches), len(set(rows))),
     )
 
 
@@ -317,8 +324,8 @@ def relief(config: Config, execution: Execution, device: Device, *, workers: int
     from finray.planning.blueprint import model_shape
 
     shape = model_shape(config.model, config.adapter, packs=execution.packs)
-    now = Choice.of(config, execution, workers)
-    peak = _peaks(config, execution, shape, device, Rows(), now, ray=True)
+    now = MemoryChoice.of(config, execution, workers)
+    peak = _peaks(config, execution, shape, device, RowSample(), now, ray=True)
     most = peak(now)[0].total - less
     better = smallest_change(
         now,
@@ -330,7 +337,7 @@ def relief(config: Config, execution: Execution, device: Device, *, workers: int
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MemoryChoice:
     """The fields that may be changed, as the run has them."""
 
     micro_batch_size: int
@@ -344,7 +351,7 @@ class Choice:
     num_workers: int = 1
 
     @classmethod
-    def of(cls, config: Config, execution: Execution, workers: int) -> Choice:
+    def of(cls, config: Config, execution: Execution, workers: int) -> MemoryChoice:
         """That of a config."""
         train = config.train
         return cls(
@@ -359,27 +366,27 @@ class Choice:
             workers,
         )
 
-    def overrides_from(self, before: Choice) -> tuple[str, ...]:
-        """What differs from another choice, as overrides of the command line."""
+    def overrides_from(self, before: MemoryChoice) -> tuple[str, ...]:
+        """The differences from another choice, as overrides of the command line."""
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(before, field.name)]
         return tuple(f"{_PATHS[name]}={str(getattr(self, name)).lower()}" for name in changed)
 
 
 def _others(config: Config, execution: Execution, device: Device, workers: int) -> dict[str, list[Any]]:
     """What the optimizer, offloading and the number of workers may be changed to where that is of use."""
-    found: dict[str, list[Any]] = {}
+    changes: dict[str, list[Any]] = {}
     if config.train.optimizer == "adamw" and execution.strategy != "deepspeed":
-        found["optimizer"] = ["adamw_8bit"]
+        changes["optimizer"] = ["adamw_8bit"]
         if config.adapter.method == "none" and device.bf16 and execution.weights != "bf16":
-            found["precision"] = ["bf16-true"]
+            changes["precision"] = ["bf16-true"]
     if device.kind == "cuda":
-        found["activation_offload"] = [True]
+        changes["activation_offload"] = [True]
         # Of FSDP2 it was never seen on a GPU.
         if execution.strategy == "deepspeed" and not config.parallel.deepspeed_config:
-            found["cpu_offload"] = [True]
+            changes["cpu_offload"] = [True]
         if execution.strategy != "ddp" or config.parallel.strategy == "auto":
-            found["num_workers"] = [workers * factor for factor in (2, 4, 8)]
-    return found
+            changes["num_workers"] = [workers * factor for factor in (2, 4, 8)]
+    return changes
 
 
 def _is_on_cpu(offload: Any) -> bool:
@@ -387,16 +394,20 @@ def _is_on_cpu(offload: Any) -> bool:
 
 
 def _halved(value: int, least: int) -> list[int]:
-    found = [value]
-    while found[-1] // 2 >= least:
-        found.append(found[-1] // 2)
-    return found
+    values = [value]
+    while values[-1] // 2 >= least:
+        values.append(values[-1] // 2)
+    return values
 
 
 def smallest_change(
-    now: Choice, fits: Callable[[Choice], bool], *, longest: int, others: Mapping[str, Sequence[Any]] | None = None
-) -> Choice | None:
-    """The choice that fits and costs least; None where none does.
+    now: MemoryChoice,
+    fits: Callable[[MemoryChoice], bool],
+    *,
+    longest: int,
+    others: Mapping[str, Sequence[Any]] | None = None,
+) -> MemoryChoice | None:
+    """The cheapest choice that fits; None if none does.
 
     Every combination is tried, from the one that changes least on, so what is returned holds no change that it could
     do without. Packs may become as short as the longest row without losing text.
@@ -408,7 +419,7 @@ def smallest_change(
         others: values of further fields that may be tried.
     """
 
-    def cost(choice: Choice) -> float:
+    def cost(choice: MemoryChoice) -> float:
         total = _ADAPTER * (choice.adapter != now.adapter)
         if choice.micro_batch_size != now.micro_batch_size:
             # The largest that fits: of two smaller ones, the one that is less so.
@@ -432,10 +443,10 @@ def smallest_change(
         "max_length": set(_halved(now.max_length, _SHORTEST)),
         "adapter": {"lora"} if now.adapter == "none" else set(),
     }
-    values |= {name: values.get(name, set()) | set(found) for name, found in (others or {}).items()}
+    values |= {name: values.get(name, set()) | set(options) for name, options in (others or {}).items()}
     names = [field.name for field in fields(now)]
     choices = (
-        Choice(*chosen) for chosen in product(*({getattr(now, name)} | values.get(name, set()) for name in names))
+        MemoryChoice(*chosen) for chosen in product(*({getattr(now, name)} | values.get(name, set()) for name in names))
     )
     # An adapter is trained in fp32, and only AdamW rounds stochastically.
     choices = (
@@ -446,8 +457,10 @@ def smallest_change(
     return next((choice for choice in sorted(choices, key=cost) if fits(choice)), None)
 
 
-def single_changes(now: Choice, fits: Callable[[Choice], bool], others: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    """The overrides each of which is enough by itself: of each field the first of its values."""
+def single_changes(
+    now: MemoryChoice, fits: Callable[[MemoryChoice], bool], others: Mapping[str, Sequence[Any]]
+) -> Iterator[str]:
+    """Overrides that are each enough alone: the first such value of each field."""
     for name, values in others.items():
         choices = (replace(now, **{name: value}) for value in values)
         enough = next((choice for choice in choices if choice != now and fits(choice)), None)
@@ -455,7 +468,7 @@ def single_changes(now: Choice, fits: Callable[[Choice], bool], others: Mapping[
             yield from enough.overrides_from(now)
 
 
-def fastest(now: Choice, fits: Callable[[Choice], bool], *, share: int) -> Choice:
+def fastest(now: MemoryChoice, fits: Callable[[MemoryChoice], bool], *, share: int) -> MemoryChoice:
     """The fastest choice that fits on a GPU and changes nothing that is learned.
 
     Args:
@@ -464,7 +477,7 @@ def fastest(now: Choice, fits: Callable[[Choice], bool], *, share: int) -> Choic
         share: packs (or rows) of a step that a worker has.
     """
 
-    def slowness(choice: Choice) -> float:
+    def slowness(choice: MemoryChoice) -> float:
         # A recomputed forward pass is a third of a step's work; small micro-batches leave the GPU waiting for launches.
         again = {"none": 1.0, "selective": 1.1}.get(choice.gradient_checkpointing, 4 / 3)
         waiting = max(1.0, math.sqrt(math.sqrt(_BUSY / (choice.micro_batch_size * choice.max_length))))

@@ -65,7 +65,7 @@ class PlannedModel:
 
 def plan_model(
     config: Config,
-    found: Findings,
+    findings: Findings,
     *,
     labels: LabelSet | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -76,7 +76,7 @@ def plan_model(
     With ``offline`` a model on an unreachable Hub is not a problem, but listed as not checked. A classifier's head is
     built for ``labels``, or as configured.
     """
-    opened = _open(config, found, environ, labels=labels, offline=offline)
+    opened = _open(config, findings, environ, labels=labels, offline=offline)
     if opened is None:
         return None
     model, tokenizer, packing = opened
@@ -84,13 +84,13 @@ def plan_model(
     if tokenizer is not None:
         sources = [model.config, getattr(model, "generation_config", None)]
         ends = [getattr(source, "eos_token_id", None) for source in sources]
-        stop = {one for end in ends for one in (end if isinstance(end, list) else [end]) if one is not None}
+        stop = {token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None}
         writes = not task_spec(config.model.task).reads_labels
         if (error := not_a_writer(config, model.config.to_dict())) is not None:
-            found.problem(error)
+            findings.problem(error)
         else:
-            check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, found, writes=writes)
-            unused = _check_weights(config, found, environ, offline=offline)
+            check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, findings, writes=writes)
+            unused = _check_weights(config, findings, environ, offline=offline)
     stored = stored_in(config.model)
     layers = [] if stored is None else left_out(model, stored)
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
@@ -99,7 +99,7 @@ def plan_model(
         check_targets(config, names)
         check_saved_modules(config, [name for name, _ in model.named_modules()])
     except FinrayError as error:
-        found.problem(error)
+        findings.problem(error)
         if not isinstance(config.adapter.target_modules, list):
             return None
         unmatched = error
@@ -108,28 +108,28 @@ def plan_model(
         adapter, targets = config.adapter, config.adapter.target_modules
         if isinstance(targets, list):
             odd = matching_none(targets, names)
-            adapter = adapter.model_copy(update={"target_modules": [one for one in targets if one not in odd]})
+            adapter = adapter.model_copy(update={"target_modules": [target for target in targets if target not in odd]})
         added = () if tokenizer is None else new_ids(config.model)
         blueprint = draw_blueprint(model, adapter, added, task_spec(config.model.task).peft_type)
     except FinrayError as error:
         if unmatched is None:
-            found.problem(error)
+            findings.problem(error)
         return None
     if not packing.safe:
-        found.warn(packing.warning, "data.packing")
+        findings.warn(packing.warning, "data.packing")
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     if config.adapter.method != "none" and isinstance(width, int) and config.adapter.rank > width:
-        found.warn(
+        findings.warn(
             f"rank {config.adapter.rank:,} is more than the model's {width:,} columns, so part of it has no effect",
             "adapter.rank",
             "8 to 128 is usual",
         )
     if layers:
-        found.warn(cut_model(layers), "model.name")
+        findings.warn(cut_model(layers), "model.name")
     # The head that a classifier's replaces is not worth a word.
     if (others := sorted(set(unused) - set(layers))) and not task_spec(config.model.task).adds_head:
         shown = ", ".join(others[:2]) + (", ..." if len(others) > 2 else "")
-        found.warn(
+        findings.warn(
             f"of the tensors in the model's files, {len(others):,} {'are' if len(others) > 1 else 'is'} not part of "
             f"the model that is trained: {shown}",
             "model.name",
@@ -149,7 +149,7 @@ def plan_model(
 
 
 def _open(
-    config: Config, found: Findings, environ: Mapping[str, str], *, labels: LabelSet | None, offline: bool
+    config: Config, findings: Findings, environ: Mapping[str, str], *, labels: LabelSet | None, offline: bool
 ) -> tuple[Any, Any | None, Packing] | None:
     """The model without weights, its tokenizer, and whether it may be packed.
 
@@ -162,11 +162,11 @@ def _open(
             packing_of(config.model),
         )
     except FinrayError as error:
-        _not_had(error, "its weights and its tokenizer", config, found, environ, offline=offline)
+        _not_had(error, "its weights and its tokenizer", config, findings, environ, offline=offline)
     shape = None if Path(config.model.name).exists() else bundled_config(config.model)
     if shape is None:
         return None
-    found.warn("its shape comes from the config bundled with finray, not from the Hub", "model.name")
+    findings.warn("its shape comes from the config bundled with finray, not from the Hub", "model.name")
     try:
         model = load_model(shape, dtype=torch.float32, on_meta=True, labels=labels)
     except FinrayError:
@@ -175,7 +175,7 @@ def _open(
     return model, None, packing_of(shape)
 
 
-def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool) -> list[str]:
+def _check_weights(config: Config, findings: Findings, environ: Mapping[str, str], *, offline: bool) -> list[str]:
     """Check that the model would load, as far as headers tell and without downloads; returns the tensors in its files
     that it does not have."""
     path = Path(config.model.name).expanduser()
@@ -186,24 +186,24 @@ def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], 
     except FinrayError as error:
         if path.is_dir() and is_quantized(config.model):
             # The machine of the run may have what this one lacks.
-            found.warn(f"its files are quantized, but {error.message}", "model.name")
+            findings.warn(f"its files are quantized, but {error.message}", "model.name")
         else:
-            _not_had(error, "its weights", config, found, environ, offline=offline)
+            _not_had(error, "its weights", config, findings, environ, offline=offline)
         return []
 
 
 def _not_had(
-    error: FinrayError, what: str, config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool
+    error: FinrayError, part: str, config: Config, findings: Findings, environ: Mapping[str, str], *, offline: bool
 ) -> None:
     """Record that a model is not available, or that ``what`` of it was not checked."""
-    known = explained(error, config, environ)
-    if offline and known.message == _OUT_OF_REACH:
-        found.skip(what, known.where)
+    explanation = explained(error, config, environ)
+    if offline and explanation.message == _OUT_OF_REACH:
+        findings.skip(part, explanation.where)
     else:
-        found.problem(known)
+        findings.problem(explanation)
 
 
-def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings, *, writes: bool = True) -> None:
+def check_tokens(tokenizer: Any, rows: int, stop: set[int], findings: Findings, *, writes: bool = True) -> None:
     """Compare a tokenizer with the embedding and with the model's stop tokens.
 
     Args:
@@ -218,7 +218,7 @@ def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings, *, 
     special = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in ("eos", "pad", "bos")}
     used = [kind for kind, number in special.items() if number is not None and number >= rows]
     if used or any(number not in added for number in beyond.values()):
-        found.problem(
+        findings.problem(
             ModelError(
                 f"{len(beyond):,} of {len(tokenizer):,} tokens have no embedding: the model has {rows:,} rows",
                 where="model.name",
@@ -226,26 +226,26 @@ def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings, *, 
             )
         )
     elif beyond:
-        found.warn(
+        findings.warn(
             f"the model has no embedding for {', '.join(sorted(beyond)[:3])}: rows with these tokens will fail",
             "model.name",
         )
     if not writes:
         return
     if special["eos"] is None:
-        found.warn(
+        findings.warn(
             "the tokenizer has no end-of-sequence token: without a chat template the model cannot learn to stop",
             "model.name",
         )
     elif stop and special["eos"] not in stop:
-        found.warn(
+        findings.warn(
             f"answers end with {tokenizer.eos_token}, which is not an EOS token in the model's configuration: other "
             f"programs may not stop there",
             "model.name",
         )
 
 
-def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None, found: Findings) -> None:
+def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None, findings: Findings) -> None:
     """Compare the model's context length with the rows.
 
     Args:
@@ -258,10 +258,10 @@ def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None,
     if context is None or min(max_length, longest or max_length) <= context:
         return
     if blueprint.learned_positions and longest:
-        found.problem(beyond_positions(context, longest))
+        findings.problem(beyond_positions(context, longest))
     else:
         length = f"the longest row has {longest:,} tokens" if longest else f"rows may have {max_length:,} tokens"
-        found.warn(
+        findings.warn(
             f"{length}, but the model's context length is {context:,}", "data.max_length", f"data.max_length={context}"
         )
 

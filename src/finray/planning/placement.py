@@ -124,7 +124,7 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
 
 
 def elsewhere(cluster: ClusterConfig) -> Placement:
-    """A placement on unknown machines, of which each worker has a GPU."""
+    """A placement on unknown machines, with a GPU for each worker."""
     cpus, share = cluster.cpus_per_worker or 1, cluster.gpus_per_worker
     if not cluster.is_elastic:
         return Placement(cluster.min_workers, cpus, use_gpu=True, gpus_per_worker=share)
@@ -264,18 +264,19 @@ def gpu_named(name: str) -> Gpu:
     """A GPU of the table; its name without the memory is enough where it comes with one size.
 
     Raises:
-        ConfigError: there is none of that name, or several; the message lists those there are.
+        ConfigError: no GPU has this name, or several have; the message lists the known ones.
     """
-    sizes = [gpu for known, gpu in GPUS.items() if known == name.lower() or known.rpartition("-")[0] == name.lower()]
+    lower = name.lower()
+    sizes = [gpu for full_name, gpu in GPUS.items() if lower in (full_name, full_name.rpartition("-")[0])]
     if len(sizes) != 1:
-        what = f"`{name}` comes with several sizes of memory" if sizes else f"no GPU is called `{name}`"
+        message = f"`{name}` comes with several sizes of memory" if sizes else f"no GPU is called `{name}`"
         names = [gpu.name for gpu in sizes] or list(GPUS)
-        raise ConfigError(what, where="--gpu", repair=f"use one of: {', '.join(names)}")
+        raise ConfigError(message, where="--gpu", repair=f"use one of: {', '.join(names)}")
     return sizes[0]
 
 
 def gpu_of(nodes: Sequence[Node]) -> Gpu | None:
-    """The smallest GPU that a Ray cluster names among its resources; None where it names none that is known."""
+    """The smallest GPU among the resources of a Ray cluster; None if it names no known GPU."""
     kinds = {
         key.removeprefix(_ACCELERATOR_KEY)
         for node in nodes
@@ -283,8 +284,8 @@ def gpu_of(nodes: Sequence[Node]) -> Gpu | None:
         for key in node
         if key.startswith(_ACCELERATOR_KEY)
     }
-    known = [GPUS[_ACCELERATORS[kind]] for kind in kinds if kind in _ACCELERATORS]
-    return min(known, key=lambda gpu: gpu.memory) if known and len(known) == len(kinds) else None
+    gpus = [GPUS[_ACCELERATORS[kind]] for kind in kinds if kind in _ACCELERATORS]
+    return min(gpus, key=lambda gpu: gpu.memory) if gpus and len(gpus) == len(kinds) else None
 
 
 def local_gpus() -> list[Gpu]:
@@ -293,9 +294,9 @@ def local_gpus() -> list[Gpu]:
 
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     # Ampere (8.0) is the first with bf16 in hardware; on older ones torch emulates it.
-    return [Gpu(one.name, int(one.total_memory), one.major >= 8) for one in found]
+    return [Gpu(device.name, int(device.total_memory), device.major >= 8) for device in devices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,7 @@ def device_of(placement: Placement, nodes: Sequence[Node] | None = None) -> Devi
     gpus = local_gpus() if nodes is None and placement.use_gpu else []
     nodes = [this_machine(gpus)] if nodes is None else nodes
     if placement.use_gpu:
-        gpu = min(gpus, key=lambda one: one.memory) if gpus else gpu_of(nodes)
+        gpu = min(gpus, key=lambda device: device.memory) if gpus else gpu_of(nodes)
         if gpu is None:
             return Device("cuda", "the cluster's GPU", None)
         return Device("cuda", gpu.name, int(gpu.memory * placement.gpus_per_worker), gpu.bf16)

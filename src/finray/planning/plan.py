@@ -23,7 +23,7 @@ from finray.planning.blueprint import Blueprint
 from finray.planning.checks import check_push, check_task, quick_problems
 from finray.planning.findings import Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
-from finray.planning.memory import Rows, plan_memory
+from finray.planning.memory import RowSample, plan_memory
 from finray.planning.model import PlannedModel, check_context, plan_model
 from finray.planning.placement import (
     GPUS,
@@ -86,26 +86,27 @@ def make_plan(
     """
     named = None if gpu is None else gpu_named(gpu)
     require_trusted(config)
-    config, found = with_absolute_paths(config), Findings()
+    config, findings = with_absolute_paths(config), Findings()
     # Nothing else that could be said of such a run would help.
     check_task(config)
     # GPUs that are named are those of another machine, about which nothing else is known, nor are its packages.
     away = None if _address(config, environ) else named
-    missing = refuse if away is None else _note_missing(found, away)
+    missing = refuse if away is None else _note_missing(findings, away)
     # A source that lies on the Hub is asked for its splits; what of it is out of reach is said with the data.
-    found.problem(*(one for one in quick_problems(config, missing=missing) if not (offline and _is_out_of_reach(one))))
-    _check_push(config, found, offline=offline)
-    _check_trackers(config, found, offline=offline, is_here=away is None)
-    earlier = None if fresh else _earlier(config, found)
+    problems = quick_problems(config, missing=missing)
+    findings.problem(*(problem for problem in problems if not (offline and _is_out_of_reach(problem))))
+    _check_push(config, findings, offline=offline)
+    _check_trackers(config, findings, offline=offline, is_here=away is None)
+    earlier = None if fresh else _earlier(config, findings)
     before = None if earlier is None else earlier.resolved
-    report = _report(config, examine, found)
-    labels = _labels(config, report, found, before)
-    model = plan_model(config, found, labels=labels, environ=environ, offline=offline)
+    report = _report(config, examine, findings)
+    labels = _labels(config, report, findings, before)
+    model = plan_model(config, findings, labels=labels, environ=environ, offline=offline)
     begun = before if earlier is not None and earlier.step else None
-    data, steps = (None, None) if report is None else _data(config, report, model, found, begun, offline=offline)
+    data, steps = (None, None) if report is None else _data(config, report, model, findings, begun, offline=offline)
     if model is not None:
-        _check_length(config, report, model, found)
-    placed, placement, device = _place(config, named, found, environ, ask)
+        _check_length(config, report, model, findings)
+    placed, placement, device = _place(config, named, findings, environ, ask)
     resolved = memory = speed = None
     choices: list[StrategyChoice] = []
     if model is not None and device is not None and placement is not None:
@@ -121,18 +122,18 @@ def make_plan(
                 missing=missing,
             )
         except FinrayError as error:
-            found.problem(error)
+            findings.problem(error)
         else:
             # What is not known of the data is what a run has whose config says nothing.
             resolved = Resolved.of(execution, steps or decide_steps(config.train, packs=None, before=begun), labels)
             rows = _rows(report, data, resolved)
             # Of a number of workers that follows the cluster, the fewest have the largest shares.
-            memory = plan_memory(config, execution, model.shape, device, rows, found, workers=placement.bounds[0])
+            memory = plan_memory(config, execution, model.shape, device, rows, findings, workers=placement.bounds[0])
             speed = _speed(config, placement.num_workers, model.shape.blueprint, device, rows, data)
     return Plan(
-        found.problems,
-        found.warnings,
-        found.unchecked,
+        findings.problems,
+        findings.warnings,
+        findings.unchecked,
         None if model is None else model.plan,
         data,
         resolved,
@@ -149,64 +150,64 @@ def _address(config: Config, environ: Mapping[str, str]) -> str | None:
     return config.cluster.address or environ.get("RAY_ADDRESS") or None
 
 
-def _note_missing(found: Findings, gpu: Gpu) -> Callable[[ConfigError], None]:
+def _note_missing(findings: Findings, gpu: Gpu) -> Callable[[ConfigError], None]:
     def note(error: ConfigError) -> None:
-        found.warn(
+        findings.warn(
             f"{error.message} on this machine: the machine with the {gpu.name} must have it", error.where, error.repair
         )
 
     return note
 
 
-def _check_push(config: Config, found: Findings, *, offline: bool) -> None:
+def _check_push(config: Config, findings: Findings, *, offline: bool) -> None:
     if offline:
         if config.export.push_to_hub is not None:
-            found.skip("whether the Hub accepts the push", "export.push_to_hub")
+            findings.skip("whether the Hub accepts the push", "export.push_to_hub")
         return
     try:
         check_push(config)
     except FinrayError as error:
-        found.problem(error)
+        findings.problem(error)
 
 
-def _check_length(config: Config, report: DataReport | None, model: PlannedModel, found: Findings) -> None:
+def _check_length(config: Config, report: DataReport | None, model: PlannedModel, findings: Findings) -> None:
     longest = max(report.longest, report.longest_held_out) if report is not None and report.complete else None
-    check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
+    check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, findings=findings)
 
 
-def _check_trackers(config: Config, found: Findings, *, offline: bool, is_here: bool) -> None:
+def _check_trackers(config: Config, findings: Findings, *, offline: bool, is_here: bool) -> None:
     if not is_here:
         # The environment of another machine has keys of its own.
         return
     if offline:
         if {"wandb", "mlflow"} & {*config.tracking.trackers}:
-            found.skip("whether the trackers accept their keys", "tracking.trackers")
+            findings.skip("whether the trackers accept their keys", "tracking.trackers")
         return
     try:
         for message in require_access(config.tracking):
-            found.warn(message, "tracking.trackers")
+            findings.warn(message, "tracking.trackers")
     except FinrayError as error:
-        found.problem(error)
+        findings.problem(error)
 
 
-def _earlier(config: Config, found: Findings) -> Earlier | None:
+def _earlier(config: Config, findings: Findings) -> Earlier | None:
     try:
         return earlier_of(config)
     except FinrayError as error:
-        found.problem(error)
+        findings.problem(error)
         return None
 
 
-def _report(config: Config, examine: Callable[[Config], DataReport], found: Findings) -> DataReport | None:
+def _report(config: Config, examine: Callable[[Config], DataReport], findings: Findings) -> DataReport | None:
     try:
         return examine(config)
     except OSError as error:
         # A full disk, say.
-        found.problem(DataError(f"the data cannot be read: {error.strerror or error}", where=error.filename))
+        findings.problem(DataError(f"the data cannot be read: {error.strerror or error}", where=error.filename))
         return None
 
 
-def _labels(config: Config, report: DataReport | None, found: Findings, before: Resolved | None) -> LabelSet | None:
+def _labels(config: Config, report: DataReport | None, findings: Findings, before: Resolved | None) -> LabelSet | None:
     """The label set of a classifier's head: from the run that is continued, the data, or the config alone."""
     section = config.classification
     if not task_spec(config.model.task).reads_labels:
@@ -216,24 +217,24 @@ def _labels(config: Config, report: DataReport | None, found: Findings, before: 
     if report is not None and report.labels is not None:
         if not report.complete and section.labels is None and report.labels.names:
             text = f"the head is sized for the {len(report.labels.names):,} classes in the rows that were read"
-            found.warn(text, "classification.labels", "list all classes if there are more")
+            findings.warn(text, "classification.labels", "list all classes if there are more")
         return report.labels
     if section.problem == "regression":
         return LabelSet("regression", ())
     if section.labels is not None:
         return LabelSet(section.problem or "single_label", tuple(section.labels))
-    found.skip("the number of classes in the data: the head is sized for 2", "classification.labels")
+    findings.skip("the number of classes in the data: the head is sized for 2", "classification.labels")
     return None
 
 
 def _speed(
-    config: Config, workers: int, blueprint: Blueprint, device: Device, rows: Rows, data: DataPlan | None
+    config: Config, workers: int, blueprint: Blueprint, device: Device, rows: RowSample, data: DataPlan | None
 ) -> SpeedPlan | None:
     gpu = GPUS.get(device.name)
     if gpu is None or gpu.tflops is None or config.parallel.cpu_offload or config.train.activation_offload:
         # With offloading the way to the CPU decides.
         return None
-    found = plan_speed(
+    speed = plan_speed(
         blueprint,
         rows.lengths or [config.data.max_length],
         learned=rows.learned,
@@ -242,14 +243,14 @@ def _speed(
         workers=workers,
     )
     if data is None or not data.complete:
-        return found
-    seconds = data.seen_tokens / found.tokens_per_s
-    return replace(found, seconds=seconds, step_seconds=seconds / max(1, data.steps))
+        return speed
+    seconds = data.seen_tokens / speed.tokens_per_s
+    return replace(speed, seconds=seconds, step_seconds=seconds / max(1, data.steps))
 
 
 def step_seconds_on(config: Config, gpu: str, workers: int) -> float | None:
-    """Seconds of a step on GPUs of a name, computed: with rows that are full, all of whose tokens are learned. None
-    where the model cannot be had, or the GPU's rate is not known.
+    """Estimated seconds of a step on GPUs of this name, with full rows in which all tokens are learned. None
+    if the model is not available, or the GPU's rate unknown.
 
     Raises:
         ConfigError: no GPU has that name.
@@ -277,36 +278,36 @@ def _data(
     config: Config,
     report: DataReport,
     model: PlannedModel | None,
-    found: Findings,
+    findings: Findings,
     before: Resolved | None,
     *,
     offline: bool,
 ) -> tuple[DataPlan | None, Steps | None]:
     """The data, and the steps of the run; None if something is wrong with them."""
     if report.problems:
-        for one in report.problems:
+        for problem in report.problems:
             # Without its tokenizer they cannot be tokenized; that has been said.
-            if one.where == f"model.name={config.model.name}" and (model is None or model.plan.tokens is None):
+            if problem.where == f"model.name={config.model.name}" and (model is None or model.plan.tokens is None):
                 if offline:
-                    found.skip("the data, which cannot be tokenized without it", "data.source")
-            elif offline and _is_out_of_reach(one):
-                found.skip("the data, which lies on the Hub", f"data.source={one.where}")
+                    findings.skip("the data, which cannot be tokenized without it", "data.source")
+            elif offline and _is_out_of_reach(problem):
+                findings.skip("the data, which lies on the Hub", f"data.source={problem.where}")
             else:
-                found.problem(one)
+                findings.problem(problem)
         return None, None
     for text in report.warnings:
-        found.warn(text, "data")
+        findings.warn(text, "data")
     train = config.train
     try:
         if before is not None:
             require_room(before, report.longest)
     except FinrayError as error:
-        found.problem(error)
+        findings.problem(error)
     steps = decide_steps(train, packs=_packs(report), pack_length=report.pack_length, before=before)
     total, items = total_steps(max(1, report.packs), steps, max_steps=train.max_steps)
     passes = (items or total * steps.global_batch_size) / max(1, report.packs)
     for warning in step_warnings(config, steps, total=total, packs=_packs(report), continued=before is not None):
-        found.warn(*warning)
+        findings.warn(*warning)
     width = None if model is None else model.shape.blueprint.hidden
     rate = choose_learning_rate(config, hidden_size=width, before=before)
     notes = () if before else chosen_notes(train, steps, rate)
@@ -323,17 +324,17 @@ def _data(
     return plan, steps
 
 
-def _rows(report: DataReport | None, data: DataPlan | None, steps: Steps) -> Rows:
+def _rows(report: DataReport | None, data: DataPlan | None, steps: Steps) -> RowSample:
     """What memory depends on in the data; rows as long as they may be where the data are not known."""
     if report is None or data is None:
-        return Rows(steps=steps)
-    return Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, steps)
+        return RowSample(steps=steps)
+    return RowSample(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, steps)
 
 
 def _place(
-    config: Config, named: Gpu | None, found: Findings, environ: Mapping[str, str], ask: Callable[[Config], Nodes]
+    config: Config, named: Gpu | None, findings: Findings, environ: Mapping[str, str], ask: Callable[[Config], Nodes]
 ) -> tuple[PlacementPlan | None, Placement | None, Device | None]:
-    """Whether the workers can be placed, and what one of them runs on."""
+    """The placement of the workers, and the device of each."""
     address = _address(config, environ)
     device = None if named is None else Device("cuda", named.name, named.memory, named.bf16)
     if named is not None and address is None:
@@ -342,10 +343,10 @@ def _place(
         nodes = [this_machine(local_gpus())] if address is None else ask(config)
         placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
     except FinrayError as error:
-        found.problem(error)
+        findings.problem(error)
         return None, None if named is None else elsewhere(config.cluster), device
     if len(nodes) > 1:
-        found.warn(
+        findings.warn(
             f"the cluster has {len(nodes)} nodes: this directory must be shared by all of them (such as NFS)",
             f"run.output_dir={config.run.output_dir}",
         )
@@ -364,5 +365,5 @@ def _place(
     if device is None:
         device = device_of(placement, None if address is None else nodes)
         if device.kind == "cuda" and device.memory is None:
-            found.warn("the cluster does not report its GPU type: give it with --gpu to check whether the run fits")
+            findings.warn("the cluster does not report its GPU type: give it with --gpu to check whether the run fits")
     return plan, placement, device

@@ -65,7 +65,7 @@ def resolve(
         raise _lost("packed rows", "model.name", packing.warning)
     together = together and (before is None or before.packs)
     liger = config.train.liger
-    found = Execution(
+    execution = Execution(
         precision=precision,
         bits=bits,
         attention=_attention(config.model, device, precision, before, missing) if together else None,
@@ -78,9 +78,9 @@ def resolve(
         ),
         weights="bf16" if config.train.precision == "bf16-true" else "fp32",
     )
-    if found.strategy != "auto":
-        require_whole_weights(config, found)
-        return found
+    if execution.strategy != "auto":
+        require_whole_weights(config, execution)
+        return execution
     # Where the number of workers follows the cluster, one strategy serves all of them, and each has most where they are
     # fewest.
     fewest, most = placement.bounds
@@ -89,7 +89,7 @@ def resolve(
     else:
         choice = estimated_choice(
             config,
-            found,
+            execution,
             device,
             shape,
             workers=fewest,
@@ -97,9 +97,9 @@ def resolve(
             may_grow=most > fewest,
         )
     chose(choice)
-    found = replace(found, strategy=choice.strategy)
-    require_whole_weights(config, found)
-    return found
+    execution = replace(execution, strategy=choice.strategy)
+    require_whole_weights(config, execution)
+    return execution
 
 
 def _precision(config: Config, device: Device, before: Execution | None) -> Precision:
@@ -195,9 +195,9 @@ def _attention(
     return wanted or (FLASH if works else PACKED)
 
 
-def _lost(what: str, where: str, reason: str) -> ConfigError:
+def _lost(setting: str, where: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"the run began with {what}, and cannot continue with it: {reason}",
+        f"the run began with {setting}, and cannot continue with it: {reason}",
         where=where,
         repair="continue it with the hardware and libraries that it began with, or start over with --fresh",
     )

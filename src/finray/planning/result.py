@@ -11,7 +11,7 @@ from rich.console import Console
 
 from finray.config.resolved import Resolved
 from finray.errors import FinrayError
-from finray.planning.findings import Finding
+from finray.planning.findings import PlanFinding
 from finray.planning.flops import UTILIZATION, SpeedPlan, rounded
 from finray.planning.memory import MemoryPlan
 from finray.planning.model import ModelPlan
@@ -72,9 +72,9 @@ class PlacementPlan:
 class Plan(Result):
     """The plan of a run; a part that could not be determined is None, and the problems say why."""
 
-    problems: tuple[Finding, ...] = ()  # what keeps it from starting
-    warnings: tuple[Finding, ...] = ()
-    unchecked: tuple[Finding, ...] = ()  # what an offline plan could not look at
+    problems: tuple[PlanFinding, ...] = ()  # what keeps it from starting
+    warnings: tuple[PlanFinding, ...] = ()
+    unchecked: tuple[PlanFinding, ...] = ()  # what an offline plan could not look at
     model: ModelPlan | None = None
     data: DataPlan | None = None
     resolved: Resolved | None = None
@@ -107,12 +107,12 @@ class Plan(Result):
         console.print(facts)
         if self.memory is not None:
             console.print(memory_table(self.memory, box=box))
-        for kind, style, found in (
+        for kind, style, findings in (
             ("warning", "bold yellow", self.warnings),
             ("not checked", "bold yellow", self.unchecked),
             ("problem", "bold red", self.problems),
         ):
-            _show_findings(console, kind, style, found)
+            _show_findings(console, kind, style, findings)
         count = len(self.problems)
         verdict, style = "the run would start", "bold green"
         if count:
@@ -122,10 +122,10 @@ class Plan(Result):
         console.print(verdict, style=style, highlight=False)
 
 
-def _show_findings(target: Console, kind: str, style: str, found: Iterable[Finding]) -> None:
-    for one in found:
+def _show_findings(target: Console, kind: str, style: str, findings: Iterable[PlanFinding]) -> None:
+    for finding in findings:
         # An error prints as where, message and repair.
-        text = f"{kind}: {FinrayError(one.message, where=one.where, repair=one.repair)}"
+        text = f"{kind}: {FinrayError(finding.message, where=finding.where, repair=finding.repair)}"
         target.print(text, style=style, highlight=False, soft_wrap=True)
 
 

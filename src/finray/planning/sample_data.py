@@ -33,7 +33,7 @@ _LENGTHS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What was found."""
+    """The result of an examination of the data."""
 
     problems: list[FinrayError] = field(default_factory=list)  # what keeps the data from being prepared
     notes: list[str] = field(default_factory=list)  # how it was read, a line per split

@@ -63,7 +63,7 @@ def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Exe
 def step_warnings(
     config: Config, steps: Steps, *, total: int, packs: int | None, continued: bool
 ) -> Iterator[tuple[str, str, str | None]]:
-    """What is odd about steps of so many packs (or rows): message, field and repair.
+    """Warnings about steps of this many packs (or rows): message, field and repair.
 
     Args:
         steps: how the packs form steps.
@@ -114,13 +114,13 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
             "train.learning_rate=2e-5" + (_ANOTHER if continued else ""),
         )
     yield from _without_effect(config)
-    for where, at, what in (
+    for where, at, consequence in (
         ("train.warmup_steps", train.warmup_steps, "the learning rate never reaches its peak"),
         ("evaluation.every_steps", evaluation.every_steps, "it is evaluated at the end only"),
         ("train.profile", None if train.profile is None else train.profile.steps[1], "not all of them are profiled"),
     ):
         if at is not None and at > steps:
-            yield f"step {at:,} is past the end: the run has {steps:,}, so {what}", where, f"{steps:,} or less"
+            yield f"step {at:,} is past the end: the run has {steps:,}, so {consequence}", where, f"{steps:,} or less"
     holds_out = data.eval_ratio or data.eval_split or data.eval_source or data.test_ratio or data.test_split
     if evaluation.max_rows is not None and not holds_out:
         yield "nothing is held out to evaluate on", "evaluation.max_rows", "set data.eval_ratio, or leave it out"
@@ -132,7 +132,7 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
         )
     named = [("data.train_split", data.source, data.train_split), ("data.test_split", data.source, data.test_split)]
     named += [("data.eval_split", data.eval_source or data.source, data.eval_split)]
-    named += [(f"data.mix.{number}.split", one.source, one.split) for number, one in enumerate(data.mix)]
+    named += [(f"data.mix.{number}.split", source.source, source.split) for number, source in enumerate(data.mix)]
     for where, source, split in named:
         wanted = re.match(r"[^\[]*", split or "train")
         if source is not None and _is_of_files(str(source)) and wanted is not None and wanted[0] != "train":
@@ -144,7 +144,7 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
 
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str, str | None]]:
-    """Values with which hardly anything is learned, or what is learned is taken away again; as :func:`unlikely`."""
+    """Values with which hardly anything is learned, or is unlearned again; as :func:`unlikely`."""
     train, adapter = config.train, config.adapter
     is_adam = "adamw" in train.optimizer
     # What finray chooses is about this.
@@ -201,10 +201,10 @@ def _other_base(config: Config) -> str | None:
 
 
 def require_prompts(config: Config, kind: str) -> None:
-    """See that prepared rows of a kind have prompts, where ``evaluation.generate_rows`` asks for answers to them.
+    """Check that rows of this kind have prompts, if ``evaluation.generate_rows`` asks for answers.
 
     Raises:
-        DataError: they are learned as a whole.
+        DataError: the rows have no prompts.
     """
     if config.evaluation.generate_rows is not None and kind not in ("chat", "completion"):
         raise DataError(
@@ -215,7 +215,7 @@ def require_prompts(config: Config, kind: str) -> None:
 
 
 def beyond_positions(positions: int, longest: int) -> ModelError:
-    """What to say of rows with more tokens than the model has learned positions."""
+    """The problem of rows with more tokens than the model has learned positions."""
     return ModelError(
         f"the longest row has {longest:,} tokens, but the model has {positions:,} positions",
         where="data.max_length",
@@ -240,5 +240,5 @@ def step_note(train: TrainConfig, steps: Steps) -> str | None:
     is_longer = steps.epochs != usual.epochs and train.max_steps is None
     if not chosen or (steps.global_batch_size == usual.global_batch_size and not is_longer):
         return None
-    told = "it" if len(chosen) == 1 else "them"
-    return f"there is little data, so finray chose {' and '.join(chosen).rstrip(',')}; set {told} to choose yourself"
+    pronoun = "it" if len(chosen) == 1 else "them"
+    return f"there is little data, so finray chose {' and '.join(chosen).rstrip(',')}; set {pronoun} to choose yourself"

@@ -24,6 +24,7 @@ import torch
 
 from finray.config.environment import accept, secrets_of
 from finray.config.load import Overrides
+from finray.config.requests import EvaluationRequest
 from finray.config.schema import ClusterConfig, ModelConfig
 from finray.errors import ClusterError, ConfigError, FinrayError, ModelError
 from finray.evaluation import compare
@@ -39,7 +40,7 @@ from finray.evaluation.engines import (
 )
 from finray.evaluation.engines.base import Ids, Numbers, OnToken, check_continuations, check_prompts, mute
 from finray.evaluation.outcome import Comparison
-from finray.evaluation.subjects import EvaluationRequest, Progress
+from finray.evaluation.subjects import Progress
 from finray.models.artifacts import Artifact
 from finray.planning.placement import room, share
 from finray.pretrained.tokenizers import load_tokenizer

@@ -36,18 +36,6 @@ def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_command_has_the_common_options(path: tuple[str, ...]) -> None:
-    options = {name for param in COMMANDS[path].params for name in param.opts}
-    assert {"--json", "-q", "--quiet", "-v", "--verbose"} <= options
-    assert runs.finray(*path, "-h")[:2] == runs.finray(*path, "--help")[:2]
-
-
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_option_and_argument_is_explained(path: tuple[str, ...]) -> None:
-    assert [param.name for param in COMMANDS[path].params if not param.help] == []
-
-
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400", "9" * 400])
 @pytest.mark.parametrize(
     "words",
@@ -75,8 +63,13 @@ def test_a_number_that_is_none_is_refused_by_its_option(words: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_command_has_an_example_that_parses_and_no_raw_range(path: tuple[str, ...]) -> None:
+def test_the_help_of_every_command(path: tuple[str, ...]) -> None:
+    """The common options, a text for each option, an example that parses, and no raw range."""
+    options = {name for param in COMMANDS[path].params for name in param.opts}
+    assert {"--json", "-q", "--quiet", "-v", "--verbose"} <= options
+    assert [param.name for param in COMMANDS[path].params if not param.help] == []
     code, out, _ = runs.finray(*path, "--help")
+    assert runs.finray(*path, "-h")[:2] == (code, out)
     example = EXAMPLES[" ".join(path)]
     shown = " ".join(out.replace("│", " ").split())
     assert (code, f"Example: {example}" in shown) == (0, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,12 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from finray.config.identity import FREE, differences, flatten, is_free
 from finray.config.load import build_config, load_config, preset_names, read_preset
-from finray.config.redact import MASK, is_secret_name, redact, redact_saved, redact_text
+from finray.config.redact import MASK, redact, redact_saved, redact_text
 from finray.config.reference import full_yaml, json_schema, reference_markdown, starter_yaml
-from finray.config.schema import AdapterConfig, Config, ModelConfig, sections
+from finray.config.schema import Config, sections
 from finray.errors import ConfigError, FinrayError, from_dict
 
 SMALL: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}}
@@ -55,12 +55,6 @@ def test_all_problems_come_at_once() -> None:
     assert len(caught.value.problems) == 5
     for part in ("model: missing", "data: missing", "train.max_stps", "adapter.rank", "cluster.num_workers"):
         assert part in problems
-
-
-def test_a_config_is_frozen() -> None:
-    config = build_config(SMALL, source="test")
-    with pytest.raises(ValueError, match="frozen"):
-        config.train.learning_rate = 1.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -101,14 +95,12 @@ def test_the_schema_for_editors_takes_a_file_with_a_preset_and_refuses_an_unknow
             jsonschema.validate(wrong, json_schema())
 
 
-def test_the_reference_names_every_field_and_is_the_page_in_the_docs() -> None:
+def test_the_reference_names_and_describes_every_field() -> None:
     text = reference_markdown()
     for section, model in sections().items():
         for field, info in model.model_fields.items():
             assert f"`{section}.{field}`" in text
             assert info.description, f"{section}.{field} has no description"
-    page = Path(__file__).parents[3] / "docs" / "reference" / "config.md"
-    assert page.read_text(encoding="utf-8") == text, "run `make docs`"
 
 
 @pytest.mark.parametrize(
@@ -128,56 +120,33 @@ def test_the_reference_says_which_numbers_a_field_takes(field: str, kind: str) -
     assert row.split(" | ")[1] == kind
 
 
-def test_sections_stay_small() -> None:
-    assert all(len(model.model_fields) <= 23 for model in sections().values())
-
-
 def test_a_saved_configuration_reads_back_as_itself() -> None:
     config = build_config({**SMALL, "cluster": {"env": {"A": "b"}}}, source="test")
     assert build_config(yaml.safe_load(yaml.safe_dump(config.plain())), source="test") == config
 
 
-def test_another_format_is_the_same_run_whose_rows_are_compared() -> None:
-    """So that a run from before `auto` read prompts and completions as a chat can continue."""
-    plain = {"model": {"name": "m"}, "data": {"source": "d"}}
-    old, new = (build_config({**plain, "data": {"source": "d", "format": one}}, source="test") for one in FORMATS)
-    assert differences(old, new) == []
-    other = build_config({**plain, "data": {"source": "d", "system": "s"}}, source="test")
-    assert [path for path, _, _ in differences(old, other)] == ["data.system"]
-
-
-FORMATS = ("auto", "prompt_completion")
-
-
-def test_only_what_cannot_change_what_is_learned_is_free() -> None:
-    old = build_config(SMALL, source="test")
-    free = {"cluster": {"num_workers": 4}, "tracking": {"log_every": 9}, "checkpoint": {"every_steps": 3}}
-    new = build_config({**SMALL, **free, "train": {"micro_batch_size": 2}}, source="test")
-    assert differences(old, new) == []
-    other = build_config({**SMALL, "train": {"learning_rate": 1.0}, "run": {"seed": 3}}, source="test")
-    assert [path for path, _, _ in differences(old, other)] == ["run.seed", "train.learning_rate"]
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ({}, {"cluster.num_workers": 4, "tracking.log_every": 9, "train.micro_batch_size": 2}, []),
+        ({}, {"train.learning_rate": 1.0, "run.seed": 3}, ["run.seed", "train.learning_rate"]),
+        # A run from before `auto` read prompts and completions as a chat can continue: its rows are compared.
+        ({}, {"data.format": "prompt_completion"}, []),
+        ({}, {"data.system": "s"}, ["data.system"]),
+        # What was masked goes on without the variable.
+        ({"data.source": "/data/***/rows.jsonl"}, {"data.source": "/data/training-data/rows.jsonl"}, []),
+        ({"data.source": "/data/***/rows.jsonl"}, {"data.source": "/data/a/others.jsonl"}, ["data.source"]),
+    ],
+)
+def test_only_what_cannot_change_what_is_learned_is_free(
+    old: dict[str, Any], new: dict[str, Any], expected: list[str]
+) -> None:
+    before, after = (load_config(SMALL, changes) for changes in (old, new))
+    assert [path for path, _, _ in differences(before, after)] == expected
     for path in ("data.source", "train.global_batch_size", "adapter.rank", "model.name", "train.precision"):
         assert not is_free(path)
     assert all(path.split(".")[0] in sections() for path in FREE)
-    assert "cluster.env" in flatten(old.plain())
-
-
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "api_key", "AWS_SECRET_ACCESS_KEY", "db.password", "WANDB_API_KEY", "token"]
-)
-def test_names_of_secrets(name: str) -> None:
-    assert is_secret_name(name)
-
-
-def test_layers_are_named_by_a_regular_expression_or_not_at_all() -> None:
-    fields = {"model": {"name": "m"}, "data": {"source": "d"}, "adapter": {"target_modules": ".*(q_proj"}}
-    with pytest.raises(ConfigError, match=r"(?s)adapter\.target_modules.*not a regular expression"):
-        build_config(fields, source="test")
-
-
-@pytest.mark.parametrize("name", ["max_new_tokens", "tokenizer", "target_modules", "keyboard", "NCCL_P2P_DISABLE"])
-def test_names_that_only_look_like_secrets(name: str) -> None:
-    assert not is_secret_name(name)
+    assert "cluster.env" in flatten(before.plain())
 
 
 def test_secrets_are_masked_by_key_by_shape_and_by_environment() -> None:
@@ -197,11 +166,6 @@ def test_a_secret_whose_variable_ends_in_a_newline_is_masked_however_it_is_quote
     assert redact_text(f"invalid: {several['MY_TOKEN']!r}", environ=several) == "invalid: '***\\n'"
     random = "aB3" * 8
     assert redact_saved({"note": random}, environ={"MY_TOKEN": f"{random}\n"}) == {"note": MASK}
-
-
-def test_reading_an_override_twice_changes_nothing() -> None:
-    once = load_config(None, ["model.name=m", "data.source=d", "train.epochs=2"])
-    assert load_config(None, ["model.name=m", "data.source=d", "train.epochs=3", "train.epochs=2"]) == once
 
 
 def test_overrides_of_a_config_give_the_config_that_the_file_with_them_gives(tmp_path: Path) -> None:
@@ -230,6 +194,9 @@ WAYS: dict[str, Callable[[Path], Config]] = {
     "keywords": lambda path: load_config(
         path, {"data.mix.1.weight": 2.0}, train={"max_steps": 7}, model={"revision": "v1"}
     ),
+    "a name alone": lambda path: load_config(
+        path, {"data.mix.1.weight": 2}, train={"max_steps": 7}, model="m", **{"model.revision": "v1"}
+    ),
     "a config": lambda path: load_config(
         load_config(path, model={"revision": "v1"}, train={"max_steps": 7}), ["data.mix.1.weight=2"]
     ),
@@ -255,12 +222,6 @@ def test_a_configuration_is_the_same_however_it_is_said(way: str, tmp_path: Path
     assert config.train.model_fields_set == {"learning_rate", "max_steps"}
 
 
-def test_a_name_alone_is_the_models_and_the_datas(tmp_path: Path) -> None:
-    config = load_config(model=tmp_path / "m", data="d.jsonl", train={"max_steps": 3}, preset="smollm2-lora")
-    assert (config.model.name, config.data.source, config.data.subset) == (str(tmp_path / "m"), "d.jsonl", None)
-    assert (config.train.max_steps, config.train.learning_rate) == (3, 5e-4)
-
-
 def test_a_preset_is_a_config_unless_a_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config("smollm2-lora") == build_config(read_preset("smollm2-lora"), source="test")
@@ -268,20 +229,6 @@ def test_a_preset_is_a_config_unless_a_file_has_its_name(tmp_path: Path, monkeyp
     assert load_config("smollm2-lora").model.name == "mine"
     with pytest.raises(ConfigError, match=r"did you mean `llama3-8b-lora`"):
         load_config("llama-8b-lora")
-
-
-def test_what_is_no_config_is_told_what_one_is() -> None:
-    with pytest.raises(ConfigError, match=r"a list is not a config\s.*data=") as caught:
-        load_config([{"prompt": "p", "completion": "c"}])  # type: ignore[arg-type]
-    assert caught.value.where == "config"
-
-
-def test_nothing_is_finray_yaml_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"finray\.yaml: the file does not exist"):
-        load_config()
-    (tmp_path / "finray.yaml").write_text("model: {name: m}\ndata: {source: here}\n")
-    assert load_config().data.source == "here"
 
 
 def test_what_a_wrong_file_may_mean_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,9 +244,13 @@ def test_what_a_wrong_file_may_mean_is_said(tmp_path: Path, monkeypatch: pytest.
         ("model", "the directory of a model, not a config file\n  repair: `finray init my-run.yaml --model model`"),
         (".", "this is a directory, not a config file"),
         ("rows.csv", "this is a file of data, not a config\n  repair: `finray init my-run.yaml --data rows.csv`"),
+        (None, r"finray\.yaml: the file does not exist"),
+        ([{"prompt": "p", "completion": "c"}], r"a list is not a config\s.*data="),
     ):
         with pytest.raises(ConfigError, match=said):
-            load_config(name)
+            load_config(name)  # type: ignore[arg-type]
+    Path("finray.yaml").write_text("model: {name: m}\ndata: {source: here}\n")
+    assert load_config().data.source == "here"
 
 
 def test_what_is_wrong_in_a_mapping_has_the_path_that_it_has_in_a_file() -> None:
@@ -309,17 +260,6 @@ def test_what_is_wrong_in_a_mapping_has_the_path_that_it_has_in_a_file() -> None
     assert keyword == "`trian` is no option of this function and no section of a config (did you mean `train`?)"
     assert field.startswith("`train.` is not a field:")
     assert any(problem.startswith("train.max_stps: unknown key") for problem in caught.value.problems)
-
-
-def test_overrides_of_a_config_are_checked() -> None:
-    config = build_config(SMALL, source="test")
-    with pytest.raises(ConfigError) as caught:
-        load_config(config, ["train.max_stps=1", "adapter.rank=0", "nonsense"])
-    assert [problem.split(":")[0] for problem in caught.value.problems] == [
-        "`nonsense` is not an override",
-        "adapter.rank",
-        "train.max_stps",
-    ]
 
 
 def test_a_number_sign_in_an_override_begins_no_comment() -> None:
@@ -360,6 +300,30 @@ def test_an_override_reaches_into_a_list() -> None:
             load_config(config, [wrong])
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        # As older files have it.
+        ("train.gradient_checkpointing=true", "full"),
+        ("train.gradient_checkpointing=false", "none"),
+        ("cluster.use_gpu=false", False),
+        ("model.chat_template_arguments={a: true}", {"a": True}),
+        ("adapter.target_modules=q_proj,v_proj", ["q_proj", "v_proj"]),
+        ("adapter.target_modules= q_proj ,v_proj", ["q_proj", "v_proj"]),
+        *((f"adapter.target_modules={text}", text) for text in ("all-linear", r".*\.(q|v)_proj", r".*\.\d{1,2}\..*")),
+        # Tokens of a template are no secrets, and what was masked is read again.
+        *(
+            (f"model.chat_template_arguments={{{name}: {json.dumps(value)}}}", {name: value})
+            for name, value in (("eos_token", "<s>"), ("think_token", "<t>"), ("api_key", MASK), ("max_new_tokens", 5))
+        ),
+    ],
+)
+def test_a_value_is_what_it_is_meant_as(override: str, expected: object) -> None:
+    config = load_config(SMALL, [override]).plain()
+    section, _, field = override.partition("=")[0].partition(".")
+    assert config[section][field] == expected
+
+
 def test_problems_of_nested_fields_have_their_whole_path() -> None:
     overrides = ["data.mix=[{source: a, wieght: 1}]", "data.source=null", "evaluation.early_stopping={patence: 1}"]
     with pytest.raises(ConfigError) as caught:
@@ -384,23 +348,6 @@ def test_errors_survive_a_trip_through_json(kind: type[FinrayError]) -> None:
     assert str(again) == str(error) == "a.b: what\n  repair: do"
 
 
-def test_the_schema_has_no_two_fields_that_a_suggestion_would_confuse() -> None:
-    assert Config.model_fields.keys() == sections().keys()
-
-
-def test_checkpointing_of_older_files_is_understood() -> None:
-    def value(given: Any) -> str:
-        return build_config(
-            {**SMALL, "train": {"gradient_checkpointing": given}}, source="t"
-        ).train.gradient_checkpointing
-
-    assert [value(True), value(False), value("selective")] == ["full", "none", "selective"]
-    with pytest.raises(
-        ConfigError, match=r"train\.gradient_checkpointing: input should be 'none', 'selective' or 'full'"
-    ):
-        value("some")
-
-
 @pytest.mark.parametrize(
     "override",
     [
@@ -414,18 +361,6 @@ def test_a_boolean_is_no_number(override: str) -> None:
     (problem,) = caught.value.problems
     assert override.partition("=")[0] in problem
     assert "must be a number, got" in problem
-
-
-def test_booleans_stay_what_they_are_where_they_are_meant() -> None:
-    overrides = [
-        "train.gradient_checkpointing=true",
-        "cluster.use_gpu=false",
-        "model.chat_template_arguments={a: true}",
-    ]
-    config = load_config(None, ["model.name=m", "data.source=d", *overrides])
-    assert config.train.gradient_checkpointing == "full"
-    assert config.cluster.use_gpu is False
-    assert config.model.chat_template_arguments == {"a": True}
 
 
 @pytest.mark.parametrize(
@@ -444,6 +379,12 @@ def test_booleans_stay_what_they_are_where_they_are_meant() -> None:
         ("data.mix=[{source: a, count: 1000000000}]", "less than or equal to 100000000"),
         ("train.max_steps=99999999999999999999", "less than 2147483648"),
         ("cluster.env={A: hf_aaaaaaaaaaaaaaaaaaaaaaaaaa}", "the value of A looks like a secret"),
+        ("train.gradient_checkpointing=some", "input should be 'none', 'selective' or 'full'"),
+        ("adapter.target_modules='.*(q_proj'", "not a regular expression"),
+        # In every checkpoint, which may be published.
+        ("model.chat_template_arguments={api_key: abc}", "looks like a secret"),
+        ("model.chat_template_arguments={tools_of: {password: 12345678}}", "looks like a secret"),
+        ("model.chat_template_arguments={note: hf_abcdefghijklmnopqrst}", "looks like a secret"),
         # Ray counts in ten-thousandths.
         ("cluster.gpus_per_worker=0.00001", "greater than or equal to 0.0001"),
     ],
@@ -516,30 +457,6 @@ def test_a_variable_does_not_mask_the_path_that_it_is_a_word_of(monkeypatch: pyt
     assert redact({"note": "use training-data"}) == {"note": "use ***"}
 
 
-def test_a_run_whose_config_was_masked_goes_on_without_the_variable() -> None:
-    masked = build_config({**SMALL, "data": {"source": "/data/***/rows.jsonl"}}, source="test")
-    same = build_config({**SMALL, "data": {"source": "/data/training-data/rows.jsonl"}}, source="test")
-    other = build_config({**SMALL, "data": {"source": "/data/training-data/others.jsonl"}}, source="test")
-    assert differences(masked, same) == []
-    assert [path for path, _, _ in differences(masked, other)] == ["data.source"]
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        "X-Amz-Algorithm=A&X-Amz-Credential=C&X-Amz-Date=D&X-Amz-Signature=abcdef",
-        "sv=2022&sig=abcdef%3D",
-        "GoogleAccessId=a&Expires=1&Signature=abcdef",
-        "api_key=abcdef",
-    ],
-)
-def test_the_signature_of_a_url_is_masked(query: str) -> None:
-    url = f"https://host/rows.jsonl?{query}"
-    assert redact({"data": {"source": url}}) == {"data": {"source": "https://host/rows.jsonl?***"}}
-    assert redact_text(f"cannot read {url} at all") == "cannot read https://host/rows.jsonl?*** at all"
-    assert redact_text("https://host/rows.jsonl?versionId=3") == "https://host/rows.jsonl?versionId=3"
-
-
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -560,43 +477,3 @@ def test_bf16_weights_are_refused_where_they_could_not_be_rounded(sections: dict
         build_config({**SMALL, **sections, "train": train}, source="test")
     assert said in str(caught.value)
     assert "train.precision" in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["q_proj,v_proj", "q_proj, v_proj", " q_proj ,v_proj"])
-def test_target_modules_with_commas_are_a_list(text: str) -> None:
-    assert AdapterConfig(target_modules=text).target_modules == ["q_proj", "v_proj"]
-    config = load_config(None, ["model.name=m", "data.source=d.jsonl", f"adapter.target_modules={text}"])
-    assert config.adapter.target_modules == ["q_proj", "v_proj"]
-
-
-@pytest.mark.parametrize("pattern", ["all-linear", r".*\.(q|v)_proj", r".*\.\d{1,2}\..*", "q_proj"])
-def test_a_regular_expression_is_no_list(pattern: str) -> None:
-    assert AdapterConfig(target_modules=pattern).target_modules == pattern
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"api_key": "abc"},
-        {"tools_of": {"password": "abc"}},
-        {"hf_token": "abcdefghijklmnop1"},
-        {"note": "hf_abcdefghijklmnopqrst"},
-    ],
-)
-def test_a_secret_in_the_arguments_of_a_template_is_refused(arguments: dict[str, Any]) -> None:
-    """They are in every checkpoint, which may be published."""
-    with pytest.raises(ValidationError, match="looks like a secret"):
-        ModelConfig(name="m", chat_template_arguments=arguments)
-
-
-def test_tokens_of_a_template_are_no_secrets() -> None:
-    arguments = {"eos_token": "<|im_end|>", "bos_token": "<s>", "think_token": "<think>", "api_key": MASK}
-    arguments |= {"max_new_tokens": 5, "keywords": ["a"], "pad_token": None}
-    assert ModelConfig(name="m", chat_template_arguments=arguments).chat_template_arguments == arguments
-    # What a run's directory holds is read again, and renders the same.
-    for secret in ({"access_token": "anything"}, {"password": 12345678}):
-        with pytest.raises(ValueError, match="looks like a secret"):
-            ModelConfig(name="m", chat_template_arguments=secret)
-    nested = {**arguments, "style": {"think_token": "<t>"}, "turns": [{"end_token": "<e>"}]}
-    assert redact_saved({"chat_template_arguments": nested}) == {"chat_template_arguments": nested}
-    assert redact_saved({"other": {"think_token": "<t>"}}) == {"other": {"think_token": MASK}}

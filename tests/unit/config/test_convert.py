@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tools.foreign_examples import SMOL, look_at, table
 
 from finray.config.convert import convert
 from finray.config.load import load_config
@@ -457,15 +456,6 @@ def test_that_all_weights_are_in_bf16_there_is_said_of_a_full_fine_tuning(tmp_pa
     assert not any("bf16-true" in note for note in converted(LLAMA_FACTORY, tmp_path).notes)
 
 
-def test_that_fewer_checkpoints_are_kept_is_said(tmp_path: Path) -> None:
-    said = "all checkpoints are kept there, and the newest two here: checkpoint.keep_last"
-    assert load_config({}, {"model.name": "m", "data.source": "d"}).checkpoint.keep_last == 2
-    assert said in converted(LLAMA_FACTORY, tmp_path).notes
-    limited = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | {"save_total_limit": 3})
-    for text in (limited, AXOLOTL):
-        assert said not in converted(text, tmp_path).notes
-
-
 def test_a_text_among_conversations_does_not_change_what_is_learned_of_them(tmp_path: Path) -> None:
     sources = [{"path": "org/text", "type": "completion"}, {"path": "org/talk", "type": "chat_template"}]
     found = fields(yaml.safe_dump({"base_model": "m", "datasets": sources}), tmp_path)
@@ -516,29 +506,11 @@ def test_a_table_of_datasets_that_is_none_is_one_message(content: bytes, tmp_pat
     assert "dataset_info.json" in str(caught.value.repair)
 
 
-def test_an_odd_entry_of_another_dataset_does_no_harm(tmp_path: Path) -> None:
-    listed = {"file_name": "a.json", "columns": None, "tags": None, "ranking": True}
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": listed, "theirs": listed, "other": None}))
-    found = fields(LLAMA_FACTORY, tmp_path, dataset_info=tmp_path / "dataset_info.json")["data.mix"][0]
-    assert found["format"] == "alpaca"
-
-
 def test_where_the_datasets_of_llama_factory_are(tmp_path: Path) -> None:
     changed = yaml.safe_load(LLAMA_FACTORY) | {"dataset": "org/rows", "max_samples": None, "dataset_dir": "ONLINE"}
     assert fields(yaml.safe_dump(changed), tmp_path)["data.source"] == "org/rows"
     changed |= {"dataset": "mine", "dataset_dir": "REMOTE:org/all"}
     assert fields(yaml.safe_dump(changed), tmp_path)["data.source"] == "hf://datasets/org/all/mine.json"
-
-
-def test_rows_to_evaluate_are_as_many_as_those_to_train_on(tmp_path: Path) -> None:
-    text = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | {"eval_dataset": "held", "val_size": None})
-    found = fields(text, tmp_path)
-    assert (found["data.eval_source"], found["data.eval_split"]) == ("data/held.json", "train[:1000]")
-
-
-def test_a_misspelt_key_is_told_what_it_is_like(tmp_path: Path) -> None:
-    (lost,) = converted("base_model: m\ndatasets: [{path: d, type: alpaca}]\nsequenc_len: 8\n", tmp_path).lost
-    assert str(lost) == "line 3, `sequenc_len: 8`: finray does not know this key (did you mean `sequence_len`?)"
 
 
 @pytest.mark.parametrize(
@@ -565,37 +537,6 @@ def test_what_cannot_be_converted_is_refused(text: str, said: str, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         converted(text, tmp_path)
     assert said in str(caught.value)
-
-
-def test_examples_that_train_nothing_are_counted_apart_from_what_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "examples").mkdir()
-    for name, text in {
-        "accelerate": "num_processes: 4\n",
-        "export": "model_name_or_path: m\nexport_dir: out\n",
-        "preferences": LLAMA_FACTORY.replace("stage: sft", "stage: dpo"),
-    }.items():
-        (tmp_path / "examples" / f"{name}.yaml").write_text(text)
-    found = look_at(tmp_path)
-    assert (found.files, found.foreign, found.refused.total(), found.converted) == (3, 2, 1, 0)
-
-
-def test_the_table_of_examples_names_what_is_lost_and_what_the_plan_says(tmp_path: Path) -> None:
-    (tmp_path / "examples").mkdir()
-    plain = yaml.safe_load(AXOLOTL) | {"deepspeed": None, "gradient_checkpointing_kwargs": {"a": 1}, "debug": True}
-    fits, large = plain, plain | {"micro_batch_size": 4096, "load_in_4bit": False, "adapter": None}
-    for name, file in {"fits": fits, "large": large}.items():
-        (tmp_path / "examples" / f"{name}.yaml").write_text(yaml.safe_dump(file))
-    head, line, *rows = table(tmp_path, {"fits.yaml": SMOL, "large.yaml": SMOL, "absent.yaml": SMOL})
-    assert head.count("|") == line.count("|") == 6
-    small, big = (row.split(" | ") for row in rows)
-    assert small[:2] == ["| `fits.yaml`", "LoRA, 4bit base, DDP, sharegpt, packing, adamw_8bit, evaluation"]
-    assert (small[2], set(small[3].split(", "))) == (
-        "`debug`",
-        {"`gradient_checkpointing_kwargs`", "`special_tokens.pad_token`"},
-    )
-    assert small[4].startswith("no problem, ")
-    assert big[1].startswith("full, DDP")
-    assert "GiB, but h100-80gb has" in big[4]
 
 
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL])

@@ -246,6 +246,9 @@ def test_digests_stay(content: bytes) -> None:
         ("https://me:p/ss@host/a", "https://me:***@host/a"),
         ("git+https://a1B2c3D4e5F6g7H8i9J0@host/x", "git+https://***@host/x"),
         ("https://h/x?a=1&X-Amz-Signature=abc&b=2 more", "https://h/x?*** more"),
+        ("https://h/x?sv=2022&sig=abcdef%3D", "https://h/x?***"),
+        ("https://h/x?GoogleAccessId=a&Expires=1&Signature=abcdef", "https://h/x?***"),
+        ("https://h/x?api_key=abcdef", "https://h/x?***"),
         ("https://h/x#access_token=abc", "https://h/x#***"),
         ("https://h/x?page=2&sort=key", "https://h/x?page=2&sort=key"),
         ("cluster.env.DB_PASSWORD=hunter22", "cluster.env.DB_PASSWORD=***"),
@@ -294,9 +297,28 @@ def test_only_values_that_are_no_words_are_refused_or_masked_in_what_is_read_aga
 
 
 def test_names_of_secrets_in_any_spelling() -> None:
-    for name in ("HF_TOKEN", "apiKey", "client-secret", "db.password", "AZURE_ACCOUNT_KEY", "accessToken", "x-api-key"):
+    for name in (
+        "HF_TOKEN",
+        "apiKey",
+        "client-secret",
+        "db.password",
+        "AZURE_ACCOUNT_KEY",
+        "accessToken",
+        "x-api-key",
+        "token",
+    ):
         assert is_secret_name(name)
-    for name in ("max_new_tokens", "eos_token", "eosToken", "tokenizer", "key", "keyboard", "TOKEN_FILE", "passing"):
+    for name in (
+        "max_new_tokens",
+        "eos_token",
+        "eosToken",
+        "tokenizer",
+        "key",
+        "keyboard",
+        "TOKEN_FILE",
+        "passing",
+        "NCCL_P2P",
+    ):
         assert not is_secret_name(name)
 
 

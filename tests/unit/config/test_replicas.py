@@ -131,37 +131,34 @@ def test_the_environment_names_runs_of_this_form_alone(monkeypatch: pytest.Monke
     assert load_config(SMALL).export.push_to_hub == "a/b"
 
 
-def test_the_environment_names_a_run_that_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "overrides", "name", "pushed"),
+    [
+        ({}, [], "run-1", "a/b"),
+        # What the config or the command names wins, also that nothing is pushed.
+        ({"run": {"name": "own"}, "export": {"push_to_hub": "my/own"}}, [], "own", "my/own"),
+        ({"export": {"push_to_hub": None}}, ["run.name=told"], "told", None),
+        ({}, ["export.push_to_hub=null"], "run-1", None),
+    ],
+)
+def test_the_environment_names_what_has_no_name(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], overrides: list[str], name: str, pushed: str | None
+) -> None:
     monkeypatch.setenv("RUN_NAME", "run #1")
-    config = load_config(SMALL)
-    assert config.run.name == "run-1"
-    assert "the run is called run-1, from RUN_NAME ('run #1')" in config.notes
-    named = load_config(SMALL | {"run": {"name": "own"}})
-    assert (named.run.name, "RUN_NAME" in str(named.notes)) == ("own", False)
-    told = load_config(SMALL, ["run.name=told"])
-    assert (told.run.name, "RUN_NAME" in str(told.notes)) == ("told", False)
+    monkeypatch.setenv("RESULT_MODEL_ID", "a/b")
+    config = load_config(SMALL | changes, overrides)
+    assert (config.run.name, config.export.push_to_hub, config.export.public) == (name, pushed, False)
+    said = "\n".join(config.notes)
+    assert ("RUN_NAME" in said, "RESULT_MODEL_ID" in said) == (name == "run-1", pushed == "a/b")
     # A configuration is what it is.
-    assert load_config(named).run.name == "own"
+    assert load_config(config).run.name == name
 
 
-def test_a_name_of_which_nothing_is_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_which_nothing_is_left_is_said_and_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_NAME", "###")
     config = load_config(SMALL)
     assert config.run.name == "run"
-    assert "RUN_NAME is '###', of which no directory can be named; it is left out" in config.notes
-
-
-def test_where_the_result_is_pushed_is_said_and_a_config_that_names_it_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESULT_MODEL_ID", "a/b")
-    config = load_config(SMALL)
-    assert (config.export.push_to_hub, config.export.public) == ("a/b", False)
-    assert config.notes[-1].startswith("RESULT_MODEL_ID: the finished model is pushed to a/b")
-    named = load_config(SMALL | {"export": {"push_to_hub": "my/own", "public": True}})
-    assert (named.export.push_to_hub, "pushed" in str(named.notes)) == ("my/own", False)
-    nothing = load_config(SMALL | {"export": {"push_to_hub": None}})
-    assert (nothing.export.push_to_hub, "pushed" in str(nothing.notes)) == (None, False)
-    here = load_config(SMALL, ["export.push_to_hub=null"])
-    assert (here.export.push_to_hub, "pushed" in str(here.notes)) == (None, False)
+    assert any("RUN_NAME" in note and "'###'" in note for note in config.notes)
     monkeypatch.setenv("RESULT_MODEL_ID", "a/b/c")
     with pytest.raises(ConfigError, match="a model name on the Hub"):
         load_config(SMALL)

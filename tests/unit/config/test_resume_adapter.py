@@ -122,16 +122,11 @@ def test_contradictions_name_both_places(folder: Path, fields: dict[str, Any], p
         with_start(config(folder, **fields))
     assert place in str(caught.value.where)
     assert str(folder) in str(caught.value.where)
-
-
-def test_the_same_said_twice_is_no_contradiction(folder: Path) -> None:
-    with_start(config(folder, rank=8, target_modules=["q_proj", "v_proj"], method="rslora"))
-    with_start(config(folder, target_modules="all-linear"))
-
-
-def test_all_contradictions_at_once(folder: Path) -> None:
     with pytest.raises(ConfigError, match="2 fields differ"):
         with_start(config(folder, rank=16, alpha=1.0))
+    # The same said twice is none.
+    with_start(config(folder, rank=8, target_modules=["q_proj", "v_proj"], method="rslora"))
+    with_start(config(folder, target_modules="all-linear"))
 
 
 @pytest.mark.parametrize(
@@ -171,13 +166,6 @@ def test_every_setting_of_peft_is_continued_or_refused_by_its_name(folder: Path)
     plain = LoraConfig(r=4, target_modules=["q_proj"]).to_dict()
     text = json.dumps({**plain, **SETTINGS}, default=lambda one: getattr(one, "value", None) or sorted(one))
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
-    assert with_start(config(folder)).adapter.method == "rslora"
-
-
-def test_variants_that_an_adapter_does_not_use_are_no_obstacle(folder: Path) -> None:
-    """PEFT writes all of its fields."""
-    unused = {"alora_invocation_tokens": None, "kasa_config": None, "arrow_config": None, "use_bdlora": None}
-    (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **unused}), encoding="utf-8")
     assert with_start(config(folder)).adapter.method == "rslora"
 
 

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config import trust
+from finray.config.requests import EvaluationRequest
 from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation import artifacts
@@ -23,7 +24,7 @@ from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.compare import JUDGES
 from finray.evaluation.engines import Answer
 from finray.evaluation.engines.transformers import TransformersEngine
-from finray.evaluation.subjects import Case, EvaluationRequest
+from finray.evaluation.subjects import Case
 from finray.hardware import cpu_has_bf16
 from tests.support import runs, tiny
 from tests.support.evaluated import conversation, evaluate, loss_of, write

@@ -15,13 +15,14 @@ import pytest
 import finray
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir
 from finray.config.paths import PREPARED
+from finray.config.requests import EvaluationRequest
 from finray.config.schema import ModelConfig
 from finray.config.tasks import task_spec
 from finray.config.trust import of_stranger
 from finray.errors import ConfigError, DataError, FinrayError
 from finray.evaluation import subjects
 from finray.evaluation.rows import prepared_beside
-from finray.evaluation.subjects import Case, EvaluationRequest, Subject, _baselines, _folder, files_of
+from finray.evaluation.subjects import Case, Subject, _baselines, _folder, files_of
 from finray.models.artifacts import Artifact
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing

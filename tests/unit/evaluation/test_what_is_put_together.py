@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from finray.config.requests import EvaluationRequest
 from finray.evaluation import compare
 from finray.evaluation.compare import evaluate
 from finray.evaluation.estimates import Judged, Loss
@@ -18,7 +19,6 @@ from finray.evaluation.harness import TaskMetric
 from finray.evaluation.outcome import Comparison, Prediction, Rate
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.scores.base import SummedScore
-from finray.evaluation.subjects import EvaluationRequest
 
 RIGHT = {"small": [0.0] * 20, "large": [1.0] * 2 + [0.0] * 18, "tuned": [0.0] + [1.0] * 12 + [0.0] * 7}
 NAMES = tuple(RIGHT)

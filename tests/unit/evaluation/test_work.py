@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finray.config.requests import EvaluationRequest
 from finray.errors import DataError
 from finray.evaluation import work as module
 from finray.evaluation.engines import Continuation, Likelihood, Sampling
 from finray.evaluation.rows import EvaluationRows
-from finray.evaluation.subjects import EvaluationRequest, Subject
+from finray.evaluation.subjects import Subject
 from finray.evaluation.work import Work
 from finray.models.artifacts import Artifact
 

@@ -126,13 +126,6 @@ def test_good_rows_pass_every_check(tokenizer: Any) -> None:
     assert verdict(findings(found)) == ("ok", "No problems found")
 
 
-def test_an_answer_without_its_end_is_a_problem(tokenizer: Any) -> None:
-    good = _random_rows(tokenizer, 9, seed=5)
-    rows = ListRows([*good, completion_row(tokenizer, "question", " answer")])
-    check = _check(inspect_rows(tokenizer, {"train": rows}).checks, "Learned text ends with an end token")
-    assert (check.level, check.count, check.of, check.where) == ("problem", 1, 10, ("rows.jsonl:10",))
-
-
 def test_an_answer_that_fills_the_row_is_cut_off_and_not_open(tokenizer: Any) -> None:
     ids, mask = completion_row(tokenizer, "question", " one two three four five")
     found = inspect_rows(tokenizer, {"train": ListRows([(ids, mask)])}, max_length=len(ids)).checks
@@ -143,10 +136,15 @@ def test_an_answer_that_fills_the_row_is_cut_off_and_not_open(tokenizer: Any) ->
     assert _check(text, "Learned text that is cut off").level == "ok"
 
 
-def test_each_answer_of_a_conversation_is_looked_at(tokenizer: Any) -> None:
+def test_every_answer_without_its_end_is_a_problem(tokenizer: Any) -> None:
+    good, name = _random_rows(tokenizer, 9, seed=5), "Learned text ends with an end token"
+    rows = ListRows([*good, completion_row(tokenizer, "question", " answer")])
+    check = _check(inspect_rows(tokenizer, {"train": rows}).checks, name)
+    assert (check.level, check.count, check.of, check.where) == ("problem", 1, 10, ("rows.jsonl:10",))
+    # Each answer of a conversation is looked at.
     first, second = chat_row(tokenizer, "one", "two"), completion_row(tokenizer, "three", " four")
-    joined = (first[0] + second[0], first[1] + second[1])
-    check = _check(inspect_rows(tokenizer, {"train": ListRows([joined])}).checks, "Learned text ends with an end token")
+    joined = ListRows([(first[0] + second[0], first[1] + second[1])])
+    check = _check(inspect_rows(tokenizer, {"train": joined}).checks, name)
     assert (check.count, check.of) == (1, 2)
 
 
@@ -273,12 +271,9 @@ def _remember(tokenizer: Any) -> None:
     _TOKENIZERS[:] = [tokenizer]
 
 
-def test_a_character_of_several_tokens_is_shown_once(tokenizer: Any) -> None:
+def test_previews_show_the_last_question(tokenizer: Any) -> None:
     ids = tokenizer("a🙂b", add_special_tokens=False)["input_ids"]
     assert token_texts(ids, tokenizer) == ["a", "", "", "", "🙂", "b"]
-
-
-def test_previews_show_the_last_question(tokenizer: Any) -> None:
     names = special_tokens(tokenizer).names.values()
     prompt = f"<|im_start|>system\none two three{EOS}\n<|im_start|>user\nwhat is a tree{EOS}\n<|im_start|>assistant\n"
     assert last_question(prompt, names) == "user\nwhat is a tree"

@@ -164,6 +164,15 @@ def test_the_form_with_replicas_names_workers_once(name: str, tmp_path: Path) ->
         ({"cluster__use_gpu": True}, {"gpus_per_node": 8}, "1 worker of parallel.strategy ddp use 1"),
         ({"cluster__use_gpu": True, "cluster__num_workers": 8}, {"gpus_per_node": 2, "nodes": 2}, "8 workers use 8"),
         ({"cluster__num_workers": 4, "cluster__cpus_per_worker": 8}, {"cpus_per_node": 16}, "need 32 CPUs"),
+        # Whole shares lie on each GPU: two of 0.4, and one of 0.6.
+        *(
+            (
+                {"cluster__use_gpu": True, "cluster__gpus_per_worker": share, "cluster__num_workers": workers},
+                {"nodes": 1, "gpus_per_node": gpus},
+                f"set cluster.num_workers to {repaired}",
+            )
+            for share, workers, gpus, repaired in ((0.5, 8, 2, 4), (0.6, 8, 3, 3), (0.5, 2, 2, 4), (0.4, 2, 3, 6))
+        ),
         ({}, {"secrets": ("hf_abcdefghijklmnopqrstuv",)}, "not the secret itself"),
         ({}, {"secrets": ("HF_TOKEN=x",)}, "not the secret itself"),
         ({}, {"nodes": 1, "max_nodes": 3}, "3 nodes would not all be used"),
@@ -247,20 +256,6 @@ def test_workers_that_come_and_go_have_bounds_of_machines() -> None:
 )
 def test_machines_with_room_for_the_fewest_workers_are_enough(changes: dict[str, Any], asked: dict[str, Any]) -> None:
     assert make_spec(small(**changes), Machines(**asked)).min_nodes == asked["min_nodes"]
-
-
-@pytest.mark.parametrize(
-    ("share", "workers", "gpus", "repaired"), [(0.5, 8, 2, 4), (0.6, 8, 3, 3), (0.5, 2, 2, 4), (0.4, 2, 3, 6)]
-)
-def test_the_number_of_workers_in_a_repair_uses_the_gpus_of_the_machines(
-    share: float, workers: int, gpus: int, repaired: int
-) -> None:
-    """Whole shares lie on each GPU: two of 0.4, and one of 0.6."""
-    asked = Machines(nodes=1, gpus_per_node=gpus)
-    changes = {"cluster__use_gpu": True, "cluster__gpus_per_worker": share}
-    with pytest.raises(ConfigError, match=rf"set cluster.num_workers to {repaired}\b"):
-        make_spec(small(cluster__num_workers=workers, **changes), asked)
-    make_spec(small(cluster__num_workers=repaired, **changes), asked)
 
 
 @pytest.mark.parametrize(("seconds", "grace"), [(20, 120), (600, 660)])
@@ -399,12 +394,6 @@ def test_a_model_and_a_data_set_are_enough() -> None:
     assert "slurm" in err
 
 
-def test_files_of_this_machine_are_named() -> None:
-    spec = make_spec(small(data__source="data/train.jsonl", model__name="./model"), Machines())
-    assert len(spec.notes) == 3
-    assert all("on every machine" in note for note in spec.notes[:2])
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -459,18 +448,12 @@ def test_what_lies_beside_the_shared_directory_is_not_on_it(tmp_path: Path, monk
     ]
 
 
-@pytest.mark.parametrize(
-    ("use_gpu", "per_node", "said"),
-    [("auto", None, True), ("auto", 1, False), ("auto", 0, False), (False, None, False)],
-)
-def test_a_job_that_requests_no_gpu_by_default_says_so(use_gpu: object, per_node: int | None, said: bool) -> None:
-    notes = make_spec(small(cluster__use_gpu=use_gpu), Machines(gpus_per_node=per_node)).notes
-    note = "no GPU is requested: cluster.use_gpu is auto; set it to true, or give --gpus-per-node"
-    assert (note in notes) is said
-
-
 def test_what_a_job_needs_besides_its_config_is_named() -> None:
     """Its file holds the config alone."""
+    here = make_spec(small(data__source="data/train.jsonl", model__name="./model"), Machines()).notes
+    assert [note.split()[0] for note in here] == ["data.source", "model.name", "no"], "no GPU is requested"
+    assert len(make_spec(small(cluster__use_gpu=False), Machines()).notes) == 0
+    assert len(make_spec(small(), Machines(gpus_per_node=1)).notes) == 0
     fields = {
         "parallel": {"strategy": "deepspeed", "deepspeed_config": "zero.json"},
         "model": {"name": "org/m", "chat_template": "chat.jinja"},
@@ -672,13 +655,6 @@ def test_a_directory_of_any_name_is_one_word_in_every_form(text: str, tmp_path: 
         plain = form(make_spec(small(), Machines(hosts=tuple("abcdefgh"))))
         if form is not slurm or "HF_HOME" not in plain:
             assert abs(len(form(spec).splitlines()) - len(plain.splitlines())) <= 4
-
-
-def test_without_quoting_a_directory_would_be_several_words() -> None:
-    said = subprocess.run(
-        ["bash", "-c", "printf '%s\\n' --volume=/s x"], capture_output=True, text=True, check=True
-    ).stdout
-    assert len(said.splitlines()) == 2
 
 
 @pytest.mark.parametrize("hours", ["inf", "nan", "1e400", "-1", "0", "1e12", "-inf", "soon"])

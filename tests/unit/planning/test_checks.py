@@ -76,11 +76,15 @@ def test_extras_are_named_in_one_line(plain: dict[str, Any]) -> None:
         check_extras(config, installed=lambda package: False)
     assert caught.value.repair == "pip install 'finray[gguf,s3]'"
     assert caught.value.where == "model.name, prepare.dir"
-    eight = with_fields(plain, train={"optimizer": "paged_adamw_8bit"})
-    with pytest.raises(ConfigError, match=r"quantization(.|\n)*pip install 'finray\[quantization\]'"):
-        check_extras(eight, installed=lambda package: False)
-    with pytest.raises(ConfigError, match=r"train\.liger(.|\n)*pip install 'finray\[liger\]'"):
-        check_extras(with_fields(plain, train={"liger": True}), installed=lambda package: False)
+    for field, value, extra in (
+        ("train.optimizer", "paged_adamw_8bit", "quantization"),
+        ("model.quantization", "8bit", "quantization"),
+        ("train.liger", True, "liger"),
+    ):
+        needs = runs.config_of(runs.changed(plain, {field: value}))
+        with pytest.raises(ConfigError) as caught:
+            check_extras(needs, installed=lambda package: False)
+        assert caught.value.repair == f"pip install 'finray[{extra}]'"
     check_extras(config, installed=lambda package: True)
     check_extras(with_fields(plain), installed=lambda package: False)
 
@@ -93,6 +97,10 @@ def test_the_output_directory_is_tried_and_left_as_it_was(plain: dict[str, Any],
     (tmp_path / "deep" / "out").mkdir(parents=True)
     check_output(config)
     assert list((tmp_path / "deep" / "out").iterdir()) == []
+    shutil.rmtree(tmp_path / "deep")
+    (tmp_path / "deep").write_text("a file", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_output(config)
 
 
 def test_commands_that_start_together_do_not_take_the_output_directory_from_each_other(
@@ -117,25 +125,11 @@ def test_commands_that_start_together_do_not_take_the_output_directory_from_each
             assert [one.exception() for one in started] == [None] * 8, number
 
 
-def test_an_output_directory_below_a_file(plain: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "deep").write_text("a file", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        check_output(with_fields(plain))
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_output_directory_without_permission(plain: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir(mode=0o500)
     with pytest.raises(ConfigError, match="cannot be written"):
         check_output(with_fields(plain))
-
-
-def test_target_modules_of_a_list(plain: dict[str, Any]) -> None:
-    check_stored_model(with_fields(plain, adapter={"target_modules": ["q_proj", "lm_head"]}))
-    with pytest.raises(ModelError, match="`kproj` \\(did you mean `k_proj`\\?\\)"):
-        check_stored_model(with_fields(plain, adapter={"target_modules": ["q_proj", "kproj"]}))
-    # Without an adapter they mean nothing.
-    check_stored_model(with_fields(plain, adapter={"method": "none", "target_modules": ["kproj"]}))
 
 
 def test_all_problems_at_once(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -147,12 +141,28 @@ def test_all_problems_at_once(plain: dict[str, Any], tmp_path: Path) -> None:
     assert "3 problems" in str(caught.value)
     assert "no.jsonl" in str(caught.value)
     assert "nothing" in str(caught.value)
-
-
-def test_one_problem_is_itself(plain: dict[str, Any]) -> None:
+    # One alone is itself.
+    (tmp_path / "deep").unlink()
     with pytest.raises(ModelError, match="matches no module"):
         require_startable(with_fields(plain, adapter={"target_modules": ["nothing"]}))
     require_startable(with_fields(plain))
+
+
+@pytest.mark.parametrize(
+    ("field", "right", "wrong", "said"),
+    [
+        ("target_modules", ["q_proj", "lm_head"], ["q_proj", "kproj"], "`kproj` (did you mean `k_proj`?)"),
+        # Names may be endings, and of modules that hold others.
+        ("modules_to_save", ["lm_head", "embed_tokens", "mlp"], ["lm_head", "nope"], "no module: `nope`"),
+    ],
+)
+def test_names_of_modules(plain: dict[str, Any], field: str, right: list[str], wrong: list[str], said: str) -> None:
+    check_stored_model(with_fields(plain, adapter={field: right}))
+    with pytest.raises(ModelError) as caught:
+        check_stored_model(with_fields(plain, adapter={field: wrong}))
+    assert said in str(caught.value)
+    # Without an adapter they mean nothing.
+    check_stored_model(with_fields(plain, adapter={"method": "none", field: wrong}))
 
 
 def test_transformers_is_not_imported(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -179,21 +189,6 @@ def test_packed_bases_that_cannot_be(plain: dict[str, Any]) -> None:
     for parallel in ({**zero, "zero_stage": 2}, {"strategy": "fsdp"}):
         check_quantization(with_fields(plain, **four, parallel=parallel))
     check_quantization(with_fields(plain, parallel=zero))
-
-
-def test_bitsandbytes_is_asked_for(plain: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_extras(with_fields(plain, model={"quantization": "8bit"}), installed=lambda package: False)
-    assert caught.value.repair == "pip install 'finray[quantization]'"
-    assert caught.value.where == "model.quantization"
-
-
-def test_modules_to_save_that_match_nothing(plain: dict[str, Any]) -> None:
-    # Names may be endings, and of modules that hold others.
-    check_stored_model(with_fields(plain, adapter={"modules_to_save": ["lm_head", "embed_tokens", "mlp"]}))
-    with pytest.raises(ModelError, match=r"adapter\.modules_to_save: this matches no module: `nope`"):
-        check_stored_model(with_fields(plain, adapter={"modules_to_save": ["lm_head", "nope"]}))
-    check_stored_model(with_fields(plain, adapter={"method": "none", "modules_to_save": ["nope"]}))
 
 
 def test_an_adapter_to_go_on_from_must_have_its_weights(plain: dict[str, Any], tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.planning.estimate import Workload
-from finray.planning.memory import Choice, fastest, largest_workload, relief, single_changes, smallest_change
+from finray.planning.memory import MemoryChoice, fastest, largest_workload, relief, single_changes, smallest_change
 from finray.planning.placement import Device
 from tests.support import runs
 
@@ -28,47 +29,30 @@ def largest(lengths: list[int], **more: Any) -> Workload:
     return largest_workload(lengths, **{**options, **more})
 
 
-def test_without_packing_the_longest_row() -> None:
+def test_the_largest_micro_batch() -> None:
     found = largest([10, 70, 30], packing=False)
     assert (found.rows, found.targets, found.token_counts, found.row_lengths) == ((70,), 35, 3, 3)
-
-
-def test_packs_are_full_and_rows_are_cut() -> None:
+    # Packs are full, rows are cut, and the heaviest is what weighs most.
     assert sum(largest([60, 40, 10]).rows) == 100
     assert largest([250], packing=False).rows == (100,)
-
-
-def test_the_heaviest_is_what_weighs_most_and_not_what_is_longest() -> None:
     rows = [100] + [10] * 10
     assert largest(rows, weigh=lambda lengths: sum(n * n for n in lengths)).rows == (100,)
     assert largest(rows, weigh=len).rows == (10,) * 10
-
-
-def test_micro_batches_of_several_packs() -> None:
     assert sum(largest([50] * 4, packing=False, micro_batch_size=2).rows) == 100
     assert sum(largest([50] * 4, packing=True, micro_batch_size=2).rows) == 200
-
-
-def test_no_more_shapes_than_micro_batches_are_met() -> None:
-    lengths = list(range(10, 60))
-    assert largest(lengths, packing=False).token_counts == 50
-    assert largest(lengths, packing=False, micro_batches=3).token_counts == 3
-
-
-def test_unknown_lengths_are_full_rows() -> None:
+    # No more shapes than micro-batches are met; unknown lengths are full rows; first tokens are no targets.
+    assert largest(list(range(10, 60)), packing=False).token_counts == 50
+    assert largest(list(range(10, 60)), packing=False, micro_batches=3).token_counts == 3
     assert largest([], micro_batch_size=3).rows == (100, 100, 100)
-
-
-def test_everything_learned_leaves_out_first_tokens() -> None:
     assert largest([60, 40], learned=1.0).targets == 98
 
 
 # --- the smallest change --------------------------------------------------------------------------------------------
 
-NOW = Choice(micro_batch_size=8, gradient_checkpointing="none", precision="fp32", max_length=2048, adapter="none")
+NOW = MemoryChoice(micro_batch_size=8, gradient_checkpointing="none", precision="fp32", max_length=2048, adapter="none")
 
 
-def size(choice: Choice) -> float:
+def size(choice: MemoryChoice) -> float:
     """A memory of our own making: what matters is that every change lessens it."""
     activations = (
         choice.micro_batch_size * choice.max_length * (0.2 if choice.gradient_checkpointing == "full" else 1.0)
@@ -81,30 +65,27 @@ def change(limit: float, longest: int = 2048) -> tuple[str, ...] | None:
     return None if found is None else found.overrides_from(NOW)
 
 
-def test_nothing_is_changed_where_nothing_has_to_be() -> None:
-    assert change(1e9) == ()
-
-
-def test_the_micro_batch_is_the_first_to_shrink_and_no_more_than_needed() -> None:
-    assert change(20_000 + 8192) == ("train.micro_batch_size=4",)
-    assert change(20_000 + 4096) == ("train.micro_batch_size=2",)
-
-
-def test_then_time_then_rounding_and_an_adapter_last() -> None:
-    assert change(20_000 + 2000) == ("train.micro_batch_size=4", "train.gradient_checkpointing=full")
-    assert change(20_000 + 300) == (
-        "train.micro_batch_size=1",
-        "train.gradient_checkpointing=full",
-        "train.precision=bf16",
-    )
-    assert change(17_385) == ("adapter.method=lora",)
-    assert change(10) is None
-
-
-def test_packs_shrink_without_cost_as_far_as_the_longest_row() -> None:
-    limit = 20_000 + 120
-    assert "data.max_length=1024" in (change(limit, longest=900) or ())
-    assert "data.max_length=1024" in (change(limit, longest=2048) or ())
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (1e9, ()),
+        (20_000 + 8192, ("train.micro_batch_size=4",)),
+        (20_000 + 4096, ("train.micro_batch_size=2",)),
+        # Then time, then rounding, and an adapter last.
+        (20_000 + 2000, ("train.micro_batch_size=4", "train.gradient_checkpointing=full")),
+        (
+            20_000 + 300,
+            ("train.micro_batch_size=1", "train.gradient_checkpointing=full", "train.precision=bf16"),
+        ),
+        (17_385, ("adapter.method=lora",)),
+        (10, None),
+    ],
+)
+def test_the_cheapest_change_that_fits(limit: float, expected: tuple[str, ...] | None) -> None:
+    assert change(limit) == expected
+    # Packs shrink without cost as far as the longest row.
+    for longest in (900, 2048):
+        assert "data.max_length=1024" in (change(20_000 + 120, longest=longest) or ())
 
 
 @given(st.integers(1001, 40_000), st.sampled_from([100, 2048]))
@@ -116,20 +97,20 @@ def test_no_change_of_those_proposed_is_needless(limit: int, longest: int) -> No
     changed = [field.name for field in fields(NOW) if getattr(found, field.name) != getattr(NOW, field.name)]
     for name in changed:
         values = {field.name: getattr(found, field.name) for field in fields(NOW)} | {name: getattr(NOW, name)}
-        assert size(Choice(**values)) > limit
+        assert size(MemoryChoice(**values)) > limit
 
 
 def test_a_search_that_takes_the_last_choice_would_be_seen() -> None:
-    needless = Choice(1, True, "bf16", 128, "lora")
+    needless = MemoryChoice(1, True, "bf16", 128, "lora")
     assert size(needless) <= 28_192
     assert needless.overrides_from(NOW) != change(28_192)
 
 
 def test_what_costs_time_comes_before_what_costs_workers_and_those_before_another_experiment() -> None:
-    now = Choice(1, "full", "bf16", 128, "none", num_workers=4)
+    now = MemoryChoice(1, "full", "bf16", 128, "none", num_workers=4)
     others = {"cpu_offload": [True], "num_workers": [8, 16], "optimizer": ["adamw_8bit"]}
 
-    def needs(choice: Choice) -> float:
+    def needs(choice: MemoryChoice) -> float:
         return (2 if choice.optimizer == "adamw" else 1) * (10 if choice.cpu_offload else 64) / choice.num_workers
 
     found = []
@@ -145,10 +126,10 @@ def test_what_costs_time_comes_before_what_costs_workers_and_those_before_anothe
 
 
 def test_weights_in_bf16_come_where_an_8_bit_optimizer_is_not_enough_and_before_an_adapter() -> None:
-    now = Choice(1, "full", "bf16", 128, "none")
+    now = MemoryChoice(1, "full", "bf16", 128, "none")
     others = {"optimizer": ["adamw_8bit"], "precision": ["bf16-true"]}
 
-    def needs(choice: Choice) -> float:
+    def needs(choice: MemoryChoice) -> float:
         return 2 if choice.adapter == "lora" else 8 if choice.precision == "bf16-true" else weights[choice.optimizer]
 
     weights = {"adamw": 16, "adamw_8bit": 10}
@@ -168,9 +149,9 @@ def test_weights_in_bf16_come_where_an_8_bit_optimizer_is_not_enough_and_before_
 
 
 def test_the_fastest_choice_that_fits_changes_nothing_that_is_learned() -> None:
-    now = Choice(1, "full", "bf16", 2048, "lora", activation_offload=True)
+    now = MemoryChoice(1, "full", "bf16", 2048, "lora", activation_offload=True)
 
-    def needs(choice: Choice) -> float:
+    def needs(choice: MemoryChoice) -> float:
         kept = {"full": 1, "selective": 3, "none": 5}[choice.gradient_checkpointing]
         return choice.micro_batch_size * kept * (0.5 if choice.activation_offload else 1.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -30,19 +31,20 @@ def checked(tokenizer: Any, rows: int, stop: set[int], **options: bool) -> Findi
     return found
 
 
-def test_a_tokenizer_that_fits(tokenizer: Any) -> None:
-    found = checked(tokenizer, 384, {tokenizer.eos_token_id})
-    assert found.problems == found.warnings == ()
-
-
-def test_more_tokens_than_embeddings(tokenizer: Any) -> None:
+def test_tokens_and_embeddings(tokenizer: Any) -> None:
+    fits = checked(tokenizer, 384, {tokenizer.eos_token_id})
+    assert fits.problems == fits.warnings == ()
     (problem,) = checked(tokenizer, 100, set()).problems
     assert "have no embedding: the model has 100 rows" in problem.message
+    assert "<|im_end|>" in checked(tokenizer, 384, {0}).warnings[0].message, "an end that the model does not name"
+    without = copy.deepcopy(tokenizer)
+    without.eos_token = None
+    assert "no end-of-sequence token" in checked(without, 384, set()).warnings[0].message
+    # A classifier writes nothing that ends.
+    assert checked(without, 384, set(), writes=False).warnings == ()
 
 
 def test_only_special_tokens_without_an_embedding_are_a_warning(tokenizer: Any) -> None:
-    import copy
-
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["<image>"], special_tokens=True)
     found = checked(larger, len(tokenizer), {larger.eos_token_id})
@@ -50,20 +52,6 @@ def test_only_special_tokens_without_an_embedding_are_a_warning(tokenizer: Any) 
     assert "<image>" in found.warnings[0].message
     larger.eos_token = "<image>"
     assert checked(larger, len(tokenizer), set()).problems
-
-
-def test_an_end_that_the_model_does_not_name(tokenizer: Any) -> None:
-    assert "<|im_end|>" in checked(tokenizer, 384, {0}).warnings[0].message
-
-
-def test_no_end_at_all(tokenizer: Any) -> None:
-    import copy
-
-    without = copy.deepcopy(tokenizer)
-    without.eos_token = None
-    assert "no end-of-sequence token" in checked(without, 384, set()).warnings[0].message
-    # A classifier writes nothing that ends.
-    assert checked(without, 384, set(), writes=False).warnings == ()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +74,7 @@ def blueprint(tiny_model_dir: Path) -> Blueprint:
 def test_context(blueprint: Blueprint, max_length: int, longest: int | None, learned: bool, kind: str) -> None:
     found = Findings()
     shape = replace(blueprint, learned_positions=learned)
-    check_context(shape, max_length=max_length, longest=longest, found=found)
+    check_context(shape, max_length=max_length, longest=longest, findings=found)
     assert bool(found.problems) == (kind == "problem")
     assert bool(found.warnings) == (kind == "warning")
     for one in (*found.problems, *found.warnings):

@@ -76,17 +76,12 @@ def test_odd_steps_are_warned_of_with_a_repair() -> None:
         return "; ".join(" | ".join(map(str, one)) for one in found)
 
     assert said(8, 8) == said(8, None) == ""
-    assert said(8, 5, 1) == (
-        "a step takes 8 packs and there are 5: the run is a single step | train.global_batch_size | "
-        "train.global_batch_size=1, or auto"
-    )
+    assert "a single step | train.global_batch_size | train.global_batch_size=1, or auto" in said(8, 5, 1)
     assert "5: it sees some of them again" in said(8, 5, 20)
     assert "train.global_batch_size=3, or auto" in said(128, 100)
     alone = said(1, 5, cluster={"num_workers": 4}, train={"micro_batch_size": 2})
-    assert alone == (
-        "a step has 1 micro-batch for 4 workers: the rest do nothing | train.global_batch_size | "
-        "train.global_batch_size=8 or more, or cluster.num_workers=1"
-    )
+    assert "1 micro-batch for 4 workers" in alone
+    assert alone.endswith("train.global_batch_size=8 or more, or cluster.num_workers=1")
     # A run that is continued with steps of another size is refused.
     alone = said(1, 5, continued=True, cluster={"num_workers": 4})
     assert alone.endswith("cluster.num_workers=1, or train.global_batch_size=4 or more in a run of another run.name")

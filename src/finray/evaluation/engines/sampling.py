@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from finray.config.requests import AnswerRequest, SamplingRequest
 from finray.errors import ConfigError, ModelError
 from finray.limits import shown
 
@@ -35,6 +36,18 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     repetition_penalty: float | None = None
+
+    @classmethod
+    def of(cls, request: SamplingRequest, max_new_tokens: int) -> Sampling:
+        """The settings that a request names."""
+        return cls(
+            max_new_tokens,
+            request.temperature,
+            request.top_p,
+            request.seed,
+            request.top_k,
+            *((request.stop_texts, request.repetition_penalty) if isinstance(request, AnswerRequest) else ()),
+        )
 
     def __post_init__(self) -> None:
         penalty = self.repetition_penalty
