@@ -101,7 +101,7 @@ def test_a_run_goes_on_from_memory_as_if_nothing_had_been(plain: runs.Plain, tmp
     assert runs.assemble_alone(plain, tmp_path / "run").loop.state.step == 4
 
 
-@pytest.mark.parametrize(("every", "asynchronous"), [(1, True), (2, False), (3, True), (4, True), (5, False)])
+@pytest.mark.parametrize(("every", "asynchronous"), [(1, True), (2, False), (5, True)])
 def test_no_more_steps_than_were_said_are_without_a_checkpoint(
     plain: runs.Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, asynchronous: bool
 ) -> None:

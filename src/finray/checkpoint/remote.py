@@ -35,7 +35,7 @@ FOLLOWING_FOLDERS = ("tensorboard",)
 # Folders to which every machine contributes its own files. A rank may be on another machine in the next attempt, so
 # logs of two attempts have different names.
 PROFILE, LOGS = "profile", "logs"
-# That of the command, in the logs.
+# The log of the command, among them.
 TRAINING_LOG = "training.log"
 _NAME = re.compile(r"^checkpoint-(\d{6,})-[0-9a-f]{8}$")
 _DAMAGED = "damaged-manifest.json"

@@ -75,7 +75,7 @@ class Earlier:
 
     step: int  # of the newest checkpoint; 0 where there is none
     is_finished: bool  # whether nothing is left to be done
-    resolved: Resolved | None  # what every `auto` came to; None for a run that never came so far
+    resolved: Resolved | None  # the value of every `auto`; None if no start got that far
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class RunDir:
         one."""
         text = yaml.safe_dump(redact_saved(config.plain()), sort_keys=False)
         signature = trust.signature_of(text.encode())
-        # A run that cannot be signed is a run; its config is read as that of somebody else.
+        # Without a signature, the config is read like that of another user.
         (self.path / SIGNATURE).unlink(missing_ok=True)
         replace_text(self.config_file, text)
         if signature is not None:
@@ -156,7 +156,7 @@ class RunDir:
         path = self.path / RESOLVED_FILE
         resolved = _RESOLVED.json(path, Resolved) if path.exists() else None
         if resolved is not None and ":" in resolved.strategy != saved_config(self).parallel.strategy:
-            # It is imported, and `auto` never comes to code of anybody's own.
+            # It is imported, and `auto` never resolves to a user's own code.
             raise _RESOLVED.refused(f"names the strategy `{resolved.strategy}`, which its config does not", path)
         return resolved
 

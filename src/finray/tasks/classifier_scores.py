@@ -1,7 +1,7 @@
 """Scores of a classifier: sums that are added up on the device, and scores from them that equal scikit-learn's.
 
-Counts are enough for most. AUROC and the correlations need all rows at once: for these each row has a place of its own
-in the same vector, with its label and its score, and the sum over the ranks puts them together. Logits are not kept.
+Counts are enough for most. AUROC and the correlations need all rows at once: for these each row has a slot in the same
+vector, with its label and its score, and the sum over the ranks puts them together. Logits are not kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from finray.config.resolved import Problem
 
 Array = npt.NDArray[np.float64]
-# Of labels and scores by row (128 MiB); what needs them is left out where there would be more.
+# Maximum number of labels and scores in slots (128 MiB); metrics that need more are left out.
 MAX_SLOTS = 2**24
 
 
@@ -35,7 +35,7 @@ class ClassifierScores:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSums:
-    """Where the numbers of an evaluation are added up.
+    """The vector in which an evaluation is summed.
 
     Args:
         problem: what is predicted.
@@ -46,12 +46,12 @@ class ScoreSums:
     names: tuple[str, ...]
 
     def size(self, rows: int) -> int:
-        """Numbers that are kept for so many rows."""
+        """Length of the vector for this number of rows."""
         counts, width = self._layout()
         return counts + (rows * width if rows * width <= MAX_SLOTS else 0)
 
     def _layout(self) -> tuple[int, int]:
-        """Numbers that are counts, and numbers for each row."""
+        """The number of counts, and of numbers in the slot of a row."""
         classes = len(self.names)
         if self.problem == "regression":
             return 0, 2
@@ -60,7 +60,7 @@ class ScoreSums:
         return classes**2, 2 if classes == 2 else 1 + classes
 
     def add(self, sums: torch.Tensor, rows: Sequence[int], logits_SC: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add rows to ``sums`` (fp64): ``rows`` are their places among the rows that are evaluated, from 0.
+        """Add rows to ``sums`` (fp64): ``rows`` are their indices among the rows that are evaluated, from 0.
 
         Args:
             logits_SC: (S, C), or (S, 1) in a regression.

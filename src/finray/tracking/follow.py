@@ -233,11 +233,6 @@ class Sending:
                 raise CursorNotKept(error.strerror or str(error)) from None
             self._is_kept = True
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the run is known at the service."""
-        return self._cursor is not None
-
     def close(self, *, complete: bool) -> None:
         """Send the totals of the run, and close the service."""
         self.service.close(complete=complete, totals=totals(self.run.run_dir))
