@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.order import Order, micro_batches
 from finray.data.sampling.packing import PackPlan
-from finray.training.task import Batch, WeightArray
+from finray.training.task import TaskBatch, WeightArray
 
-Collate = Callable[[Sequence[int]], Batch]
+Collate = Callable[[Sequence[int]], TaskBatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class StepData:
         items: packs (or rows) of the whole step; the cursor moves by this much.
     """
 
-    micro_batches: list[tuple[int, Batch]]
+    micro_batches: list[tuple[int, TaskBatch]]
     weight: float
     supervised: int
     tokens: int
     samples: tuple[int, ...]
     items: int
-    dummy_batches: tuple[Batch, ...] = ()
+    dummy_batches: tuple[TaskBatch, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -113,7 +113,7 @@ class StepLoader:
                 passes.append((micro_batch.index, rows))
         return passes
 
-    def _batch(self, rows: Sequence[int]) -> Batch:
+    def _batch(self, rows: Sequence[int]) -> TaskBatch:
         batch = self.collate(rows)
         return batch.pin_memory() if self.pin else batch
 
@@ -177,7 +177,7 @@ class EvalLoader:
         """The most forward passes of a rank."""
         return -(-len(self.plan) // self.world_size)
 
-    def batches(self) -> Iterator[tuple[Batch, bool]]:
+    def batches(self) -> Iterator[tuple[TaskBatch, bool]]:
         """Batches; False marks a dummy batch, which is only there because other ranks have one more."""
         own_packs = range(self.rank, len(self.plan), self.world_size)
         for pack in own_packs:

@@ -19,7 +19,7 @@ from finray.records import Confusion
 WeightArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
-class Batch(Protocol):
+class TaskBatch(Protocol):
     """A micro-batch; created and read only by its task."""
 
     def to(self, device: torch.device) -> Self:
@@ -90,7 +90,7 @@ class Task(Protocol):
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""
 
-    def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
+    def collate(self, split: PreparedSplit, rows: Sequence[int]) -> TaskBatch:
         """Collate rows of a prepared split into a micro-batch."""
 
     def weight(self, split: PreparedSplit) -> WeightArray:
