@@ -68,11 +68,11 @@ def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
     """It holds much memory, so the system may choose it where there is none left."""
     import ray
 
-    from finray.runtime.keepers import Keepers, RayMemory, name_of
+    from finray.runtime.memory_actors import MemoryActors, RayMemory, name_of
 
     node = ray.get_runtime_context().get_node_id()
-    keepers = Keepers(ray, "a run", head=lambda: True)
-    keepers.look()
+    actors = MemoryActors(ray, "a run", head=lambda: True)
+    actors.refresh()
     try:
         keeper = ray.get_actor(name_of("a run", node))
         os.kill(ray.get(keeper.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
@@ -90,4 +90,4 @@ def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
         assert sorted(one.step for one in memory.parts()) == [3, 4]
         assert memory.get(later) == {"file": b"more"}
     finally:
-        keepers.close()
+        actors.close()

@@ -85,7 +85,9 @@ def test_replicas_say_what_one_engine_says(
 
         # Where there is no room for another one, that is said instead of waited for.
         monkeypatch.setattr(spread, "_ROOM_S", 0.5)
-        monkeypatch.setattr(replicas, "_make", replicas._ray.remote(resources={"nowhere": 1})(spread._Replica).remote)
+        monkeypatch.setattr(
+            replicas, "_make", replicas._ray.remote(resources={"nowhere": 1})(spread._EngineReplica).remote
+        )
         made = replicas._make
         monkeypatch.setattr(replicas, "_make", lambda: made("transformers", artifact, {}, [], 1, {}))
         replicas._start()
@@ -99,14 +101,15 @@ def test_what_no_replica_can_load_is_its_error(
     tiny_model_dir: Path, tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
-    from ray._private import state
+
+    from finray.runtime import gcs
 
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((tiny_model_dir / name).read_text())
     # Others have a CPU, and for a moment Ray counts all of them as taken, and then a part, as after the end of other
     # replicas: each gets one, and not the two that it would have on an idle cluster.
-    now, late = state.available_resources_per_node, iter([{}, {}, {"node": {"CPU": 4.0}}])
-    monkeypatch.setattr(state, "available_resources_per_node", lambda: next(late, now()))
+    now, late = gcs.available_resources, iter([{}, {}, {"node": {"CPU": 4.0}}])
+    monkeypatch.setattr(gcs, "available_resources", lambda address: next(late, now(address)))
     monkeypatch.setattr(spread, "_ROOM_S", 5)
     taken = ray.util.placement_group([{"CPU": 1}])
     assert taken.wait(60)
@@ -121,9 +124,9 @@ def test_a_machine_that_does_not_see_the_model_is_named(
     """Without a Ray: what an actor on another machine would do."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     artifact = artifact_of(tiny_model_dir)
-    there = spread._Replica("transformers", artifact, {}, [tiny_model_dir], 1, {})
+    there = spread._EngineReplica("transformers", artifact, {}, [tiny_model_dir], 1, {})
     assert there.about().name == "transformers"
-    elsewhere = spread._Replica("transformers", artifact, {}, [tiny_model_dir, tmp_path / "base"], 1, {})
+    elsewhere = spread._EngineReplica("transformers", artifact, {}, [tiny_model_dir, tmp_path / "base"], 1, {})
     with pytest.raises(ModelError, match=f"{socket.gethostname()} does not see the model") as refused:
         elsewhere.about()
     assert str(refused.value.where) == str(tmp_path / "base")

@@ -15,7 +15,7 @@ import torch
 from finray.checkpoint import Checkpoint
 from finray.parallel.ddp import DDPStrategy
 from finray.records import Note, Record, TrainRecord
-from finray.runtime.keepers import STEPS, Keeper
+from finray.runtime.memory_actors import STEPS, CheckpointMemoryActor
 from finray.training import memory as memories
 from finray.training.memory import MemoryPart
 from tests.support import damaged, runs
@@ -179,7 +179,7 @@ def test_damage_of_any_file_in_memory_is_named_and_the_checkpoint_before_is_used
 
 
 def test_a_keeper_keeps_the_newest_steps_and_forgets_what_is_done_again() -> None:
-    keeper = Keeper()
+    keeper = CheckpointMemoryActor()
 
     def put(attempt: str, step: int, rank: int = 0) -> None:
         keeper.put({"attempt": attempt, "step": step, "rank": rank}, {"file": f"{attempt}{step}{rank}".encode()})

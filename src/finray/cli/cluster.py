@@ -32,9 +32,10 @@ def up(
 ) -> None:
     """Start a Ray cluster with this machine as its head. All its processes require the token in ~/.ray/auth_token."""
     from finray.runtime import nodes
+    from finray.runtime.token import token_file
 
     node, made = nodes.up(host=host, dashboard_host=dashboard_host, options=options or ())
-    token = nodes.token_file()
+    token = token_file()
     reached = node.ip if dashboard_host in ("0.0.0.0", "::") else dashboard_host
     dashboard = f"http://{nodes.joined(reached, nodes.dashboard_port(options or ()))}"
     show.lines(

@@ -16,7 +16,7 @@ from finray.config.environment import SECRETS
 from finray.config.own_code import lies_in, own_code, python_files
 from finray.config.paths import sent_by_name, with_contents
 from finray.config.trust import require_trusted
-from finray.runtime.jobs import Job, Server, require_no_secret, secrets_named
+from finray.runtime.jobs import Job, JobServer, require_no_secret, secrets_named
 
 app = typer.Typer(help="Jobs of finray on a Ray cluster.", no_args_is_help=True)
 
@@ -59,7 +59,7 @@ def submit(
     require_no_secret(settings)
     secrets_named(names, os.environ)
     files, left_out = python_files(code, settings) if code is not None else ({}, ())
-    server = Server(address)
+    server = JobServer(address)
     job = server.submit(settings, names, code=files, command=shlex.join(["finray", *sys.argv[1:]]))
     for name in left_out:
         show.remark(f"{name} is not sent: an installed package has this name")
@@ -100,7 +100,7 @@ def list_jobs(address: Address = None) -> None:
     """List jobs, newest first."""
     from finray.runtime.jobs import Jobs
 
-    server = Server(address)
+    server = JobServer(address)
     show.result(Jobs(server.address, server.list()))
 
 
@@ -112,7 +112,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep following until the job ends.")] = False,
 ) -> None:
     """Print the output of a job."""
-    server = Server(address)
+    server = JobServer(address)
     if follow:
         pieces: list[str] = []
         ended = server.follow(job, pieces.append if show.mode().json else show.write)
@@ -129,6 +129,6 @@ def logs(
 @show.command
 def stop(job: JobId, address: Address = None) -> None:
     """Stop a job. The run saves a checkpoint, and `finray submit` continues it."""
-    stopped = Server(address).stop(job)
+    stopped = JobServer(address).stop(job)
     state = stopped.status if stopped.has_ended else "stops after its current step, with a checkpoint"
     show.lines(asdict(stopped), f"{job} {state}")

@@ -11,16 +11,16 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finray.config.environment import set_default, unset_default
+from finray.config.environment import set_default
 from finray.config.schema import ClusterConfig, Config
 from finray.config.trust import require_trusted
 from finray.errors import ClusterError
-from finray.runtime import signals, watch
+from finray.runtime import signals, token, watch
 
 if TYPE_CHECKING:
     from finray.planning.result import Plan
@@ -125,10 +125,8 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
             if not (cluster.dashboard and name in _FOR_NO_DASHBOARD):
                 set_default(name, value)
         if os.environ["RAY_AUTH_MODE"] == "token" and cluster.dashboard:
-            from finray.runtime.nodes import require_token
-
             # A random token would be known to nobody who opens the page.
-            require_token(where="cluster.dashboard=true", create=True)
+            token.require_token(where="cluster.dashboard=true", create=True)
         elif os.environ["RAY_AUTH_MODE"] == "token":
             set_default("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # In a notebook it would ask to install ipywidgets for what finray does not show.
@@ -147,10 +145,7 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
         return
     if was_imported:
         # Ray's core read RAY_AUTH_MODE when it was loaded, as in a notebook that imports Ray first.
-        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+        token.read_again()
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": bool(os.environ.get("FINRAY_VERBOSE"))}
     if address is None:
         options |= {"address": "local", "object_store_memory": OBJECT_STORE_BYTES}
@@ -249,22 +244,22 @@ def _all_ended() -> Iterator[None]:
 
     family: list[psutil.Process] = []
     with suppress(psutil.Error):
-        family = [one for one in psutil.Process().children() if one.name() in ("raylet", "gcs_server")]
+        family = [process for process in psutil.Process().children() if process.name() in ("raylet", "gcs_server")]
     for root in tuple(family):
         with suppress(psutil.Error):
             family += root.children(recursive=True)
     try:
         yield
     finally:
-        for one in family:
+        for process in family:
             with suppress(psutil.Error):
-                one.terminate()
+                process.terminate()
         deadline = time.monotonic() + _END_S
-        while (alive := [one for one in family if _is_alive(one)]) and time.monotonic() < deadline:
+        while (alive := [process for process in family if _is_alive(process)]) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for one in alive:
+        for process in alive:
             with suppress(psutil.Error):
-                one.kill()
+                process.kill()
 
 
 def _is_alive(process: Any) -> bool:
@@ -312,26 +307,24 @@ def require_alive(address: str, *, where: str) -> None:
             "network; from elsewhere, use `finray submit`",
         )
     try:
-        known = canonicalize_bootstrap_address(address)
+        head = canonicalize_bootstrap_address(address)
     except (OSError, ValueError) as error:
         raise _unreachable(str(error).partition(". ")[0], where=where) from None
-    if known is None:
+    if head is None:
         # `local`: Ray starts one.
         return
-    if (refusal := watch.refusal(known, timeout=_CONNECT_S)) is not None:
-        raise _unreachable(f"no answer at {known}: {refusal}", where=where)
+    if (refusal := watch.refusal(head, timeout=_CONNECT_S)) is not None:
+        raise _unreachable(f"no answer at {head}: {refusal}", where=where)
     import grpc
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
     from ray.exceptions import AuthenticationError
 
-    channel = init_grpc_channel(known)
+    from finray.runtime import gcs
+
     try:
-        service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        service.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_ANSWER_S)
+        gcs.check_alive(head, timeout=_ANSWER_S)
     except AuthenticationError:
         raise ClusterError(
-            f"there is no token for the cluster at {known} on this machine",
+            f"there is no token for the cluster at {head} on this machine",
             where=where,
             repair="copy ~/.ray/auth_token from the machine where `finray cluster up` was run, or export "
             "RAY_AUTH_TOKEN with its content",
@@ -339,37 +332,12 @@ def require_alive(address: str, *, where: str) -> None:
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise _unreachable(
-                f"the server at {known} is not a Ray head ({error.code().name.lower()})",
+                f"the server at {head} is not a Ray head ({error.code().name.lower()})",
                 where=where,
             ) from None
-        if not _use_token():
-            mode = os.environ.get("RAY_AUTH_MODE")
-            shown = "the one that was sent is wrong" if mode == "token" else "none was sent"
-            raise ClusterError(
-                f"the cluster at {known} requires a token, and {shown}",
-                where=where,
-                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with the content of ~/.ray/auth_token on "
-                "the machine where `finray cluster up` was run",
-            ) from None
+        if not token.use_token():
+            raise token.refused(f"the cluster at {head}", where=where) from None
         require_alive(address, where=where)
-    finally:
-        channel.close()
-
-
-def _use_token() -> bool:
-    """Send this user's token to a cluster that requires one, unless the user has set the authentication mode.
-
-    Ray's head requires a token as soon as there is one in ~/.ray, which starting Ray once creates; a process that joins
-    by address does not look there by itself.
-    """
-    from ray._private.authentication import authentication_token_setup as setup
-
-    # A Ray of our own, earlier in this process, had a token that nobody else knows.
-    unset_default("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
-    if os.environ.get("RAY_AUTH_MODE") is not None:
-        return False
-    setup.logger.setLevel(logging.ERROR)
-    return bool(setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
 
 
 @contextmanager
@@ -398,7 +366,7 @@ def _without_observers() -> Iterator[None]:
         yield
 
 
-def orphans(groups: Mapping[str, Mapping[str, Any]], jobs: Iterable[Mapping[str, Any]]) -> list[str]:
+def orphans(groups: Mapping[str, Mapping[str, Any]], ended_jobs: Collection[str]) -> list[str]:
     """Ids of finray's placement groups whose driver has ended.
 
     Ray removes the groups of a dead driver once: one that was created a moment later keeps its resources for ever (Ray
@@ -406,24 +374,25 @@ def orphans(groups: Mapping[str, Mapping[str, Any]], jobs: Iterable[Mapping[str,
 
     Args:
         groups: Ray's table, by id; the last eight digits of an id are the job's.
-        jobs: Ray's table; each driver is a job.
+        ended_jobs: their ids; each driver is a job.
     """
-    dead = {one["JobID"] for one in jobs if one["IsDead"]}
     return [
-        one
-        for one, group in groups.items()
-        if group["name"].startswith(("finray ", "finray-")) and group["state"] != "REMOVED" and one[-8:] in dead
+        name
+        for name, group in groups.items()
+        if group["name"].startswith(("finray ", "finray-")) and group["state"] != "REMOVED" and name[-8:] in ended_jobs
     ]
 
 
 def remove_orphans(ray: Any) -> None:
     """Remove the placement groups of runs and replicas whose driver has ended. Does not wait until Ray has done it."""
     with suppress(Exception):
-        from ray._private.state import state
         from ray.util.placement_group import PlacementGroup
 
-        for one in orphans(ray.util.placement_group_table(), state.job_table()):
-            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(one)))
+        from finray.runtime import gcs
+
+        ended = gcs.ended_jobs(ray.get_runtime_context().gcs_address)
+        for name in orphans(ray.util.placement_group_table(), ended):
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(name)))
 
 
 def start_worker_processes(ray: Any, env: Mapping[str, str], count: int) -> None:
@@ -434,27 +403,22 @@ def start_worker_processes(ray: Any, env: Mapping[str, str], count: int) -> None
     processes on demand, and starting takes longer.
     """
     with suppress(Exception):
-        from ray._private.grpc_utils import init_grpc_channel
-        from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+        from finray.runtime import gcs
 
         (node,) = (node for node in ray.nodes() if node["Alive"])
-        request = node_manager_pb2.PrestartWorkersRequest(
-            language=common_pb2.Language.PYTHON,
-            job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
-            num_workers=count,
-            keep_alive_duration_secs=3600,
-        )
-        request.runtime_env_info.serialized_runtime_env = environment_text(env)
-        channel = init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
-        try:
-            node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=5)
-        finally:
-            channel.close()
+        raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+        job = ray.get_runtime_context().get_job_id()
+        gcs.prestart_workers(raylet, job=job, environment=environment_text(env), count=count)
 
 
 def environment_text(env: Mapping[str, str]) -> str:
     """A runtime environment of these variables as Ray's core writes it when it merges an actor's with its parent's."""
     return json.dumps({"env_vars": dict(env)}, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def dashboard_url(ray: Any) -> str:
+    """``host:port`` of the dashboard of a Ray that was started here; the name is private in Ray 2.60."""
+    return str(ray._private.worker.get_dashboard_url())
 
 
 def ask(config: Config) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from finray.config.paths import is_url
 from finray.results import Result
 from finray.runtime import nodes
 from finray.runtime.cluster import connected
-from finray.runtime.probe import Facts, Probe, folder_of
+from finray.runtime.probe import NodeFacts, Probe, folder_of
 
 # Sharded training needs ten gigabits per second between machines.
 WANTED_GBIT, WANTED_DISK = 10.0, 20 * 2**30
@@ -29,7 +29,7 @@ Level = Literal["good", "warning", "problem"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ClusterFinding:
     """The result of one check.
 
     Attributes:
@@ -58,8 +58,8 @@ class Diagnosis(Result):
     """
 
     machines: list[str]
-    findings: list[Finding]
-    facts: list[Facts] = field(default_factory=list)
+    findings: list[ClusterFinding]
+    facts: list[NodeFacts] = field(default_factory=list)
 
     @property
     def is_fit(self) -> bool:
@@ -73,14 +73,14 @@ class Diagnosis(Result):
     def print(self, console: Console) -> None:
         """One line per finding, with the repair below it."""
         marks = {"good": ("ok", "green"), "warning": ("!", "yellow"), "problem": ("X", "red")}
-        for one in self.findings:
-            mark, style = marks[one.level]
-            where = f"{one.node}: " if one.node else ""
-            text = f"{mark:>2}  {one.what}: {where}{one.text}"
-            console.print(text, style=None if one.level == "good" else style, highlight=False, soft_wrap=True)
-            if one.repair:
-                console.print(f"      repair: {one.repair}", highlight=False, soft_wrap=True)
-        bad = sum(one.level == "problem" for one in self.findings)
+        for finding in self.findings:
+            mark, style = marks[finding.level]
+            where = f"{finding.node}: " if finding.node else ""
+            text = f"{mark:>2}  {finding.what}: {where}{finding.text}"
+            console.print(text, style=None if finding.level == "good" else style, highlight=False, soft_wrap=True)
+            if finding.repair:
+                console.print(f"      repair: {finding.repair}", highlight=False, soft_wrap=True)
+        bad = sum(finding.level == "problem" for finding in self.findings)
         summary = f"{bad} problems" if bad else "no problems"
         console.print(f"checked {', '.join(self.machines)}: {summary}", highlight=False)
 
@@ -88,12 +88,12 @@ class Diagnosis(Result):
 # --- decisions -------------------------------------------------------------------------------------------------------
 
 
-def judged(facts: Facts) -> list[Finding]:
+def judged(facts: NodeFacts) -> list[ClusterFinding]:
     """The findings that follow from a machine's facts."""
-    found: list[Finding] = []
+    findings: list[ClusterFinding] = []
 
     def add(level: Level, what: str, text: str, repair: str = "") -> None:
-        found.append(Finding(level, what, facts.name, text, repair))
+        findings.append(ClusterFinding(level, what, facts.name, text, repair))
 
     add("good", "versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
     if facts.torch_error is not None:
@@ -120,90 +120,91 @@ def judged(facts: Facts) -> list[Finding]:
         )
         repair = "give the container more shared memory (--shm-size)" if low and not repair else repair
         add("warning" if low else "good", "free disk", f"{free / 2**30:.1f} GiB in {folder}", repair)
-    for one in facts.open_sockets:
+    for address in facts.open_sockets:
         repair = "start the cluster with `finray cluster up`, which requires a token, or close the port"
-        add("problem", "open ports", f"{one} answers without a token", repair)
+        add("problem", "open ports", f"{address} answers without a token", repair)
     if not facts.open_sockets:
         add("good", "open ports", "no Ray port of this user answers without a token")
-    return found
+    return findings
 
 
-def judged_versions(known: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+def judged_versions(versions: Mapping[str, Mapping[str, str]]) -> list[ClusterFinding]:
     """Whether all nodes have the same versions as the first one."""
-    first = next(iter(known.values()), {})
-    bad = {name: other for name, found in known.items() if (other := nodes.differences(found, first))}
+    first = next(iter(versions.values()), {})
+    bad = {name: other for name, installed in versions.items() if (other := nodes.differences(installed, first))}
     repair = "install the same versions on all nodes"
     if not bad:
-        return [Finding("good", "versions", "", f"the same on {len(known)} nodes")]
-    return [Finding("problem", "versions", name, ", ".join(other), repair) for name, other in bad.items()]
+        return [ClusterFinding("good", "versions", "", f"the same on {len(versions)} nodes")]
+    return [ClusterFinding("problem", "versions", name, ", ".join(other), repair) for name, other in bad.items()]
 
 
-def judged_clocks(samples: Mapping[str, Sequence[tuple[float, float, float]]]) -> list[Finding]:
+def judged_clocks(samples: Mapping[str, Sequence[tuple[float, float, float]]]) -> list[ClusterFinding]:
     """Whether clocks agree: for each node, when it was asked, its answer, and when the answer arrived.
 
     The sample with the shortest round trip is the most accurate; half the round trip is the uncertainty.
     """
     skews = {}
     for name, readings in samples.items():
-        before, remote, after = min(readings, key=lambda one: one[2] - one[0])
+        before, remote, after = min(readings, key=lambda reading: reading[2] - reading[0])
         off = remote - (before + after) / 2
         skews[name] = (off, (after - before) / 2)
     bad = {name: off for name, (off, unsure) in skews.items() if abs(off) - unsure > _SKEW_S}
     if not bad:
         worst = max((abs(off) + unsure for off, unsure in skews.values()), default=0.0)
-        return [Finding("good", "clocks", "", f"within {worst:.3f} s of this machine's")]
+        return [ClusterFinding("good", "clocks", "", f"within {worst:.3f} s of this machine's")]
     repair = "synchronize it with a time service (chrony, systemd-timesyncd): storage and leases compare times"
     return [
-        Finding("problem", "clocks", name, f"{off:+.1f} s from this machine's", repair) for name, off in bad.items()
+        ClusterFinding("problem", "clocks", name, f"{off:+.1f} s from this machine's", repair)
+        for name, off in bad.items()
     ]
 
 
-def judged_bandwidth(links: Mapping[tuple[str, str], float]) -> list[Finding]:
+def judged_bandwidth(links: Mapping[tuple[str, str], float]) -> list[ClusterFinding]:
     """Whether links between nodes (Gbit/s) are fast enough for gradients."""
-    found = []
-    for (one, other), speed in links.items():
+    findings = []
+    for (name, other), speed in links.items():
         slow = speed < WANTED_GBIT
         text = f"{speed:.1f} Gbit/s to {other}" + (f", {WANTED_GBIT:g} are recommended" if slow else "")
         repair = (
             "adapters (LoRA) send little; full fine-tuning and sharding are limited by this network" if slow else ""
         )
-        found.append(Finding("warning" if slow else "good", "bandwidth", one, text, repair))
-    return found
+        findings.append(ClusterFinding("warning" if slow else "good", "bandwidth", name, text, repair))
+    return findings
 
 
-def judged_reduce(backend: str, ranks: Sequence[Mapping[str, Any]]) -> Finding:
+def judged_reduce(backend: str, ranks: Sequence[Mapping[str, Any]]) -> ClusterFinding:
     """The result of an all-reduce."""
-    failed = [str(one["error"]) for one in ranks if "error" in one]
+    failed = [str(rank["error"]) for rank in ranks if "error" in rank]
     what = f"all-reduce ({backend})"
     if failed:
         repair = (
             "check that all ports are open between the nodes; NCCL_DEBUG=INFO prints details, and NCCL_SOCKET_IFNAME "
             "selects the network interface"
         )
-        return Finding("problem", what, "", f"{len(failed)} of {len(ranks)} ranks failed: {failed[0]}", repair)
-    if not all(one["good"] for one in ranks):
-        return Finding("problem", what, "", "the sum is wrong", "check for faulty memory or a wrong driver")
-    speed = median(float(one["gbit_per_s"]) for one in ranks)
-    return Finding("good", what, "", f"{len(ranks)} ranks, {speed:.1f} Gbit/s")
+        return ClusterFinding("problem", what, "", f"{len(failed)} of {len(ranks)} ranks failed: {failed[0]}", repair)
+    if not all(rank["good"] for rank in ranks):
+        return ClusterFinding("problem", what, "", "the sum is wrong", "check for faulty memory or a wrong driver")
+    speed = median(float(rank["gbit_per_s"]) for rank in ranks)
+    return ClusterFinding("good", what, "", f"{len(ranks)} ranks, {speed:.1f} Gbit/s")
 
 
 def judged_storage(
     storage: str, failed: Mapping[str, str | None], unseen: Mapping[str, Sequence[str]]
-) -> list[Finding]:
+) -> list[ClusterFinding]:
     """Whether each node can write to the storage and read what the others wrote."""
-    found = []
+    findings = []
     for name, why in failed.items():
         if why is not None:
             repair = "mount it there, or give this user write permission; run.output_dir may also be a bucket"
-            found.append(Finding("problem", "storage", name, f"{storage} cannot be written: {why}", repair))
+            findings.append(ClusterFinding("problem", "storage", name, f"{storage} cannot be written: {why}", repair))
     written = [name for name, why in failed.items() if why is None]
     for name, missing in unseen.items():
-        if others := [one for one in missing if one in written]:
+        if others := [writer for writer in missing if writer in written]:
             repair = "the directory must be shared by all nodes (such as NFS), or be a bucket"
             text = f"does not see in {storage} what {', '.join(others)} wrote"
-            found.append(Finding("problem", "storage", name, text, repair))
+            findings.append(ClusterFinding("problem", "storage", name, text, repair))
     every = f"written and read by {'all ' if len(failed) > 1 else ''}{len(failed)} node{'s' * (len(failed) > 1)}"
-    return found or [Finding("good", "storage", "", f"{storage}: {every}")]
+    return findings or [ClusterFinding("good", "storage", "", f"{storage}: {every}")]
 
 
 # --- looking ---------------------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ def _diagnose(
         return {name: given for name in ips if name not in lost}
 
     notify(f"asking {len(ips)} nodes for their state")
-    facts: dict[str, Facts] = call("facts", each([] if is_url(storage) else [folder_of(storage)]))
+    facts: dict[str, NodeFacts] = call("facts", each([] if is_url(storage) else [folder_of(storage)]))
     findings = [one for found in facts.values() for one in judged(found)]
     findings += judged_versions({name: found.versions for name, found in facts.items()})
     samples: dict[str, list[tuple[float, float, float]]] = {}
@@ -320,20 +321,20 @@ def _diagnose(
     findings += _reduce([*each()], facts, ips, call)
     for name, why in lost.items():
         repair = "check that the node is alive (finray cluster status) and its ports are open"
-        findings.append(Finding("problem", "node", name, f"did not answer ({why})", repair))
+        findings.append(ClusterFinding("problem", "node", name, f"did not answer ({why})", repair))
     return Diagnosis([*ips], findings, [*facts.values()])
 
 
 def _reduce(
     known: Sequence[str],
-    facts: Mapping[str, Facts],
+    facts: Mapping[str, NodeFacts],
     ips: Mapping[str, str],
     call: Callable[[str, Mapping[str, tuple[Any, ...]]], dict[str, Any]],
-) -> list[Finding]:
+) -> list[ClusterFinding]:
     """An all-reduce over all GPUs of all nodes, if each has one; and over CPUs, with one rank per node."""
     if not known:
-        return [Finding("problem", "all-reduce", "", "no node answers")]
-    host, found = ips[known[0]], list[Finding]()
+        return [ClusterFinding("problem", "all-reduce", "", "no node answers")]
+    host, found = ips[known[0]], list[ClusterFinding]()
     gpus = [facts[name].usable_gpus if name in facts else 0 for name in known]
     # Workers with GPUs use Gloo too, for what is in CPU memory.
     rounds = {"gloo": [1 if len(known) > 1 else 2] * len(known)}

@@ -48,15 +48,15 @@ from finray.records import Note, Record, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
-from finray.runtime.keepers import Keepers
 from finray.runtime.logs import RecordLog
-from finray.runtime.nodes import token_file
+from finray.runtime.memory_actors import MemoryActors
 from finray.runtime.preload import PRELOAD, needed
 from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
 from finray.runtime.pulses import end_hanging
 from finray.runtime.signals import Pending, deferred
-from finray.runtime.watch import Watch, is_refused, refusal, workers_of
+from finray.runtime.token import token_file
+from finray.runtime.watch import RunMonitor, is_refused, refusal, workers_of
 from finray.tracking.access import require_access
 from finray.tracking.jsonl import mean_loss
 
@@ -76,7 +76,7 @@ class Connected:
 
     Attributes:
         ray: the module, connected.
-        is_own: Ray was started on this machine for the run, and ends with it.
+        is_local: Ray was started on this machine for the run, and ends with it.
         placement: of the workers.
         execution: what the config leaves open, except for what depends on the data.
         env: environment variables of the run's processes.
@@ -87,7 +87,7 @@ class Connected:
     """
 
     ray: Any
-    is_own: bool
+    is_local: bool
     placement: Placement
     execution: Execution
     env: dict[str, str]
@@ -129,7 +129,7 @@ def train(
     target = check_push(config) if fresh or _to_push(config, RunDir.of(config)) is not None else None
     with (
         open_run(config, fresh=fresh, notify=lambda message: handle(Note(message))) as run,
-        _saying_what_is_saved(run, config),
+        _note_last_checkpoint(run, config),
         ExitStack() as stack,
     ):
         if (done := run.finished()) is not None:
@@ -190,7 +190,7 @@ def _push(config: Config, run: RunDir, handle: Handle) -> None:
 
 
 @contextmanager
-def _saying_what_is_saved(run: RunDir, config: Config) -> Iterator[None]:
+def _note_last_checkpoint(run: RunDir, config: Config) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -239,11 +239,11 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
         FinrayError: the cluster cannot be reached, or lacks what is asked for.
     """
     started = time.perf_counter()
-    is_own = clusters.starts_one(config.cluster)
+    is_local = clusters.starts_one(config.cluster)
     address = clusters.address_of(config.cluster)
-    if is_own or address is not None:
-        handle(Note("starting Ray on this machine" if is_own else f"joining the Ray cluster at {address}"))
-    if is_own and clusters.running_here() is not None:
+    if is_local or address is not None:
+        handle(Note("starting Ray on this machine" if is_local else f"joining the Ray cluster at {address}"))
+    if is_local and clusters.running_here() is not None:
         handle(Note("a Ray cluster runs on this machine; cluster.address=auto joins it"))
     with clusters.connected(config.cluster) as ray:
         clusters.remove_orphans(ray)
@@ -251,15 +251,15 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
         placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
         env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
         worker_env = env
-        if is_own and not placement.use_gpu:
+        if is_local and not placement.use_gpu:
             # A library that looks for GPUs on import would see all of them, and keep doing so.
-            worker_env = {**_early(config), **env}
+            worker_env = {**prestart_environment(config), **env}
             clusters.start_worker_processes(ray, worker_env, placement.num_workers + placement.evaluator)
         packing = packing_of(config.model)
-        if config.cluster.dashboard and is_own:
+        if config.cluster.dashboard and is_local:
             token = token_file()
             handle(Note(f"Ray's dashboard asks for the content of {'RAY_AUTH_TOKEN' if token is None else token}"))
-            handle(Note(f"Ray's dashboard is at http://{ray._private.worker.get_dashboard_url()}"))
+            handle(Note(f"Ray's dashboard is at http://{clusters.dashboard_url(ray)}"))
         if not packing.safe:
             handle(Note(packing.warning, level="warning"))
         execution = resolve(
@@ -271,10 +271,10 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             chose=lambda choice: handle(Note(choice.note)),
         )
         seconds = time.perf_counter() - started
-        yield Connected(ray, is_own, placement, execution, env, worker_env, started, seconds, packing)
+        yield Connected(ray, is_local, placement, execution, env, worker_env, started, seconds, packing)
 
 
-def _early(config: Config) -> dict[str, str]:
+def prestart_environment(config: Config) -> dict[str, str]:
     """Variables with which a worker's process is started early; :mod:`finray.runtime.preload` reads the last one.
 
     The others are those that Ray Train gives to every worker: the text of the environment must be the same.
@@ -309,7 +309,7 @@ def fit(
             handle(record)
 
     is_early = (
-        connected.is_own
+        connected.is_local
         and not connected.placement.use_gpu
         # DeepSpeed's engine is made with the size of a step, and a classifier's last layer with the number of classes:
         # both may come from the data.
@@ -334,39 +334,41 @@ def fit(
         if not is_early:
             helpers.wait()
             prepared = from_data()
-        watch, listener = _watch(connected, config, group, stack.enter_context(deferred()), shown)
-        keepers = None
+        monitor, listener = _monitor(connected, config, group, stack.enter_context(deferred()), shown)
+        memory = None
         if config.checkpoint.in_memory_every is not None:
-            keepers = Keepers(connected.ray, group, head=watch.reaches_head)
-            stack.callback(keepers.close)
-            keepers.look()
+            memory = MemoryActors(connected.ray, group, head=monitor.reaches_head)
+            stack.callback(memory.close)
+            memory.refresh()
 
-        def look() -> None:
-            watch.look()
-            if keepers is not None:
-                keepers.look()
-            if is_early and not listener.is_prepared and watch.reaches_head() and helpers.look(0):
+        def poll() -> None:
+            monitor.poll()
+            if memory is not None:
+                memory.refresh()
+            if is_early and not listener.is_prepared and monitor.reaches_head() and helpers.look(0):
                 listener.set_prepared(from_data())
 
         trainer = _trainer(
-            connected, prepared, config, run, group=group, look=look, listener=listener.address, target=target
+            connected, prepared, config, run, group=group, poll=poll, listener=listener.address, target=target
         )
-        shown(Note(f"starting {watch.workers}"))
+        shown(Note(f"starting {monitor.workers}"))
         with listener:
-            outcome = _attempts(trainer, watch, connected, config, run, group=group, handle=shown)
+            outcome = _attempts(trainer, monitor, connected, config, run, group=group, handle=shown)
         if outcome.failure is not None:
             raise from_dict(outcome.failure)
         if outcome.summary is None:
-            watch.end()
+            monitor.end()
     assert outcome.summary is not None
     return Fitted(outcome.summary, time.perf_counter() - started, prepared_at - started)
 
 
-def _watch(
+def _monitor(
     connected: Connected, config: Config, group: str, pending: Pending, handle: Handle
-) -> tuple[Watch, Listener]:
-    """What watches the run, and what hears its workers."""
-    watch = Watch(
+) -> tuple[RunMonitor, Listener]:
+    """What watches the run, and what receives its workers' records."""
+    from finray.runtime import gcs
+
+    monitor = RunMonitor(
         connected.ray,
         group,
         connected.placement,
@@ -375,36 +377,45 @@ def _watch(
         hang_s=config.cluster.hang_seconds,
         end_hanging=partial(end_hanging, connected.ray),
         workers=partial(workers_of, connected.ray, group),
-        draining=lambda: connected.ray._private.state.state.get_draining_nodes(),
+        draining=lambda: gcs.draining(connected.ray.get_runtime_context().gcs_address),
         grace_s=config.checkpoint.grace_seconds,
         head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
-        head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
+        head_patience_s=_OWN_HEAD_S if connected.is_local else _HEAD_S,
         raylet=_raylet_probe(connected.ray),
     )
-    host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
-    watch.listener = Listener(host, watch.heard, watch.resize, lambda: watch.began_at, watch.is_evaluating)
-    return watch, watch.listener
+    host = "127.0.0.1" if connected.is_local else connected.ray.util.get_node_ip_address()
+    monitor.listener = Listener(
+        host, monitor.on_record, monitor.resize, lambda: monitor.began_at, monitor.is_evaluating
+    )
+    return monitor, monitor.listener
 
 
 def _raylet_probe(ray: Any) -> Callable[[], bool]:
     """A function that says whether Ray's process on this machine accepts connections."""
     here = ray.get_runtime_context().get_node_id()
-    about = next(one for one in ray.nodes() if one["NodeID"] == here)
-    address = f"{about['NodeManagerAddress']}:{about['NodeManagerPort']}"
+    node = next(node for node in ray.nodes() if node["NodeID"] == here)
+    address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
     # A firewall may forbid what Ray itself does by a socket file.
     asks = refusal(address) is None
     return lambda: not (asks and is_refused(address))
 
 
 def _attempts(
-    trainer: Trainer, watch: Watch, connected: Connected, config: Config, run: RunDir, *, group: str, handle: Handle
+    trainer: Trainer,
+    monitor: RunMonitor,
+    connected: Connected,
+    config: Config,
+    run: RunDir,
+    *,
+    group: str,
+    handle: Handle,
 ) -> Outcome:
     """Run Ray's trainer; again if its controller was lost, up to ``cluster.max_failures`` times.
 
     Ray Train itself restarts workers; nobody restarts its controller.
     """
     from ray.exceptions import RayError
-    from ray.train.v2.api.exceptions import TrainingFailedError
+    from ray.train import TrainingFailedError
 
     from finray.runtime.trainer import remove_groups
 
@@ -414,7 +425,7 @@ def _attempts(
             outcome: Outcome = trainer.fit().return_value
             return outcome
         except (TrainingFailedError, RayError) as error:
-            watch.end_if_due()
+            monitor.raise_if_ending()
             reason = failures.with_relief(
                 failures.explain(error, run.path), config, connected.execution, connected.placement
             )
@@ -424,7 +435,7 @@ def _attempts(
             handle(Note(f"{reason.message}; restarting", level="warning"))
         finally:
             # Without a head process, this call would end the driver.
-            if watch.reaches_head():
+            if monitor.reaches_head():
                 remove_groups(group)
 
 
@@ -435,7 +446,7 @@ def _trainer(
     run: RunDir,
     *,
     group: str,
-    look: Callable[[], None],
+    poll: Callable[[], None],
     listener: Address,
     target: Target | None,
 ) -> Trainer:
@@ -447,14 +458,15 @@ def _trainer(
         config: of the run.
         run: the run directory.
         group: prefix of the name of its placement group.
-        look: called repeatedly while it runs.
+        poll: called repeatedly while it runs.
         listener: where its workers send records and questions.
         target: where checkpoints are pushed.
     """
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
+    from finray.runtime.spec import Pushing, WorkerSpec
     from finray.runtime.trainer import Trainer
-    from finray.runtime.worker import Pushing, WorkerSpec, train_worker
+    from finray.runtime.worker import train_worker
 
     placement = connected.placement
     spec = WorkerSpec(
@@ -474,9 +486,9 @@ def _trainer(
     )
     return Trainer(
         train_worker,
-        alone=connected.is_own,
+        alone=connected.is_local,
         group=group,
-        watch=look,
+        watch=poll,
         listener=listener,
         expected=placement.num_workers,
         evaluator=placement.evaluator,

@@ -15,17 +15,18 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import ray
-from ray.train import FailureConfig, ScalingConfig
+from ray.train import FailureConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
-from ray.train.v2.api.exceptions import WorkerGroupError
 from ray.util.placement_group import placement_group_table
 
 from finray.planning.placement import room
+from finray.runtime import gcs
 from finray.runtime.failures import WouldRepeat
 from finray.runtime.nodes import joined
 from finray.runtime.progress import Address, is_evaluating, resize_to
@@ -139,7 +140,7 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
             afresh: ask all machines, and not only those that did not answer the last time.
             evaluates: an evaluator is running: what it holds is not free, and nothing else is kept for it.
         """
-        alive = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         asked = alive.keys() if afresh else self._silent & alive.keys()
         self._silent = silent(
             {node: joined(alive[node]["NodeManagerAddress"], alive[node]["NodeManagerPort"]) for node in asked}
@@ -173,18 +174,18 @@ def room_for(each: Mapping[str, float], *, nodes: Collection[str], group: str, m
         most: maximum number of workers.
         kept: room for this many workers is left to others.
     """
-    state = ray._private.state.state
-    draining = set(state.get_draining_nodes())
-    free = {
-        node: dict(found)
-        for node, found in state.available_resources_per_node().items()
-        if node in nodes and node not in draining
-    }
-    for one in placement_group_table().values():
+    head = ray.get_runtime_context().gcs_address
+    try:
+        draining, available = gcs.draining(head), gcs.available_resources(head)
+    except grpc.RpcError:
+        # Asked again in a moment.
+        return 0
+    free = {node: amounts for node, amounts in available.items() if node in nodes and node not in draining}
+    for placed in placement_group_table().values():
         # One that has lost a machine is being rescheduled, and has the resources of the others still.
-        if one["name"].startswith(group) and one["state"] != "REMOVED":
-            for index, bundle in one["bundles"].items():
-                node = one["bundles_to_node_id"][index]
+        if placed["name"].startswith(group) and placed["state"] != "REMOVED":
+            for index, bundle in placed["bundles"].items():
+                node = placed["bundles_to_node_id"][index]
                 for name, amount in bundle.items() if node in free else ():
                     free[node][name] = free[node].get(name, 0) + amount
     return room(free.values(), each, most=most + kept) - kept
@@ -209,10 +210,10 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         """Whether the workers start again."""
-        found = list(getattr(training_failed_error, "worker_failures", {}).values())
-        if found and all(caused_by(one, Resize) for one in found):
+        errors = list(getattr(training_failed_error, "worker_failures", {}).values())
+        if errors and all(caused_by(error, Resize) for error in errors):
             return FailureDecision.RETRY
-        if any(caused_by(one, WouldRepeat) for one in found):
+        if any(caused_by(error, WouldRepeat) for error in errors):
             return FailureDecision.RAISE
         if (newest := self._progress()) > self._newest:
             self._newest, self._worker_group_failures = newest, 0
@@ -225,4 +226,5 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
 
 def caused_by(error: BaseException, kind: type[BaseException]) -> bool:
     """Whether a worker ended by an exception of this type, which Ray wraps."""
-    return any(isinstance(one, kind) for one in (error, getattr(error, "_original_exception", None), error.__cause__))
+    causes = error, getattr(error, "_original_exception", None), error.__cause__
+    return any(isinstance(cause, kind) for cause in causes)

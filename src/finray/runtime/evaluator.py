@@ -28,12 +28,13 @@ from finray.errors import DataUnavailable, FinrayError, StorageError
 from finray.files import first_line
 from finray.records import Note, Record
 from finray.runtime import failures
+from finray.runtime.heartbeat import beat
 from finray.runtime.progress import Sender
 from finray.runtime.pulses import EVALUATOR
+from finray.runtime.spec import WorkerSpec
 from finray.training.pulse import Pulse
 
 if TYPE_CHECKING:
-    from finray.runtime.worker import WorkerSpec
     from finray.training.evaluator import CheckpointScores
 
 # How often a task is started whose process died, or that failed in a way that may pass: no file handle was left, or the
@@ -169,8 +170,6 @@ def _evaluate(spec: WorkerSpec, prepared: PreparedRun, step: int, checkpoint: st
 
     It sends heartbeats, so that the driver ends it where it stands still; it is then repeated as a killed one.
     """
-    from finray.runtime.worker import beat
-
     accept(spec.secrets)
     step_back()
     pulse = Pulse()

@@ -33,6 +33,7 @@ from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
 from finray.limits import cut
 from finray.results import Result, Table
+from finray.runtime.token import http_headers, refused, use_token
 
 # Files of a job, in the directory that Ray unpacks for it.
 CONFIG, SECRETS, CODE = "config.yaml", "secrets.json", "code"
@@ -104,14 +105,14 @@ class Jobs(Result):
 
 def address_of(given: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """The address of a job server: the given one, else that in the environment, else that of this machine."""
-    found = given or environ.get("RAY_API_SERVER_ADDRESS")
-    if not found and environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
-        found = environ["RAY_ADDRESS"]
-    found = (found or DEFAULT_ADDRESS).rstrip("/")
-    return found if re.match(r"https?://", found) else f"http://{found}"
+    server = given or environ.get("RAY_API_SERVER_ADDRESS")
+    if not server and environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
+        server = environ["RAY_ADDRESS"]
+    server = (server or DEFAULT_ADDRESS).rstrip("/")
+    return server if re.match(r"https?://", server) else f"http://{server}"
 
 
-class Server:
+class JobServer:
     """A job server that answers and accepts our token.
 
     Attributes:
@@ -152,9 +153,6 @@ class Server:
     def _require_alive(self, *, again: bool = True) -> None:
         # Ray's own client has no timeout.
         import requests
-        from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
-
-        from finray.runtime.cluster import _use_token
 
         url, where = f"{self.address}/api/version", f"--address {redact_text(self.address)}"
         repair = "`finray cluster up` starts a cluster with this machine as its head; or give the address of a head's "
@@ -162,7 +160,7 @@ class Server:
         try:
             answer = requests.get(
                 url,
-                headers=get_auth_headers_if_auth_enabled({}),
+                headers=http_headers(),
                 timeout=(_CONNECT_S, _ANSWER_S),
                 allow_redirects=False,
             )
@@ -170,16 +168,10 @@ class Server:
             why = "it did not answer in time" if isinstance(error, requests.exceptions.Timeout) else "nobody listens"
             raise ClusterError(f"there is no job server: {why}", where=where, repair=repair) from None
         if answer.status_code in (401, 403):
-            if again and _use_token():
+            if again and use_token():
                 self._require_alive(again=False)
                 return
-            shown = "the one that was sent is wrong" if os.environ.get("RAY_AUTH_MODE") == "token" else "none was sent"
-            raise ClusterError(
-                f"the job server requires a token, and {shown}",
-                where=where,
-                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with the content of ~/.ray/auth_token on "
-                "the machine where `finray cluster up` was run",
-            )
+            raise refused("the job server", where=where)
         with suppress(ValueError, TypeError):
             if answer.ok and "ray_version" in answer.json():
                 return

@@ -125,7 +125,7 @@ def tail(path: Path, lines: int = 10) -> list[str]:
     try:
         with opened(path) as stream:
             stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            found = stream.read().decode("utf-8", errors="replace").splitlines()
+            printed = stream.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return found[-lines:]
+    return printed[-lines:]

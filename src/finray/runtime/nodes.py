@@ -25,6 +25,7 @@ from finray.errors import ClusterError
 from finray.files import replace_text
 from finray.runtime import watch
 from finray.runtime.cluster import GAVE_UP, require_alive
+from finray.runtime.token import require_token
 
 HEAD_PORT, DASHBOARD_PORT = 6379, 8265
 # Fixed, so that a firewall can be configured: ports of Ray's processes on each node, and of its workers.
@@ -58,7 +59,7 @@ HEALTH_ENV = {
 # Versions that nodes must share. A torch build for other hardware (2.13.0+cu128) is not another version.
 COMPARED = ("python", "ray", "torch", "transformers", "finray")
 _LABEL, _NODE = "finray/", "finray/node"
-_START_S, _ASK_S, _END_S, _LOOK_S = 120.0, 8.0, 20.0, 0.5
+_START_S, _END_S, _LOOK_S = 120.0, 20.0, 0.5
 
 
 # --- versions --------------------------------------------------------------------------------------------------------
@@ -66,13 +67,13 @@ _START_S, _ASK_S, _END_S, _LOOK_S = 120.0, 8.0, 20.0, 0.5
 
 def versions() -> dict[str, str]:
     """The installed versions; nothing is imported."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in COMPARED[1:]:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+            installed[name] = "none"
+    return installed
 
 
 def differences(here: Mapping[str, str], head: Mapping[str, str]) -> list[str]:
@@ -87,60 +88,15 @@ def differences(here: Mapping[str, str], head: Mapping[str, str]) -> list[str]:
     ]
 
 
-def labels_of(found: Mapping[str, str]) -> str:
+def labels_of(installed: Mapping[str, str]) -> str:
     """Versions as labels of a Ray node, which cannot contain `+`."""
-    return ",".join(f"{_LABEL}{name}={version.replace('+', '__')}" for name, version in found.items())
+    return ",".join(f"{_LABEL}{name}={version.replace('+', '__')}" for name, version in installed.items())
 
 
 def versions_in(labels: Mapping[str, str]) -> dict[str, str]:
     """The versions that :func:`labels_of` wrote; empty for a node that finray did not start."""
-    own = {name.removeprefix(_LABEL): value for name, value in labels.items() if name.startswith(_LABEL)}
-    return {name: own[name].replace("__", "+") for name in COMPARED if name in own}
-
-
-# --- the token -------------------------------------------------------------------------------------------------------
-
-
-def token_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file with the token of this user's clusters; None if a variable holds the token itself."""
-    if environ.get("RAY_AUTH_TOKEN"):
-        return None
-    return Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-
-
-def require_token(*, where: str, create: bool) -> bool:
-    """Make sure that there is a token that only this user can read; returns whether it was created.
-
-    Raises:
-        ClusterError: there is none and ``create`` is false, or others can read it.
-    """
-    file = token_file()
-    if file is None:
-        return False
-    try:
-        mode = file.stat().st_mode
-        if not file.read_text(encoding="utf-8").strip():
-            raise ClusterError(f"the token file {file} is empty", where=where, repair="delete it, or copy the head's")
-    except FileNotFoundError:
-        if not create:
-            raise ClusterError(
-                f"the cluster requires a token, and there is none in {file}",
-                where=where,
-                repair="copy ~/.ray/auth_token from the head's machine to this one (mode 600), or set RAY_AUTH_TOKEN "
-                "to its content",
-            ) from None
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-            stream.write(secrets.token_hex(32))
-        return True
-    if mode & 0o077:
-        raise ClusterError(
-            f"others on this machine can read the token in {file} (mode {mode & 0o777:o})",
-            where=where,
-            repair=f"chmod 600 {file}; if anyone else may have read it, delete it on all machines and start the "
-            f"cluster again",
-        )
-    return False
+    ours = {name.removeprefix(_LABEL): value for name, value in labels.items() if name.startswith(_LABEL)}
+    return {name: ours[name].replace("__", "+") for name in COMPARED if name in ours}
 
 
 # --- what runs here --------------------------------------------------------------------------------------------------
@@ -173,8 +129,8 @@ def state_dir() -> Path:
     """
     folder = Path(tempfile.gettempdir()) / f"finray-cluster-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
         raise ClusterError("other users have access to this directory", where=str(folder), repair="delete it")
     return folder
 
@@ -183,34 +139,34 @@ def running() -> Running | None:
     """What `up` or `join` started here and still runs; None if there is nothing."""
     try:
         plain = json.loads((state_dir() / "node.json").read_text(encoding="utf-8"))
-        found = Running(**{**plain, "processes": [(int(pid), float(at)) for pid, at in plain["processes"]]})
+        node = Running(**{**plain, "processes": [(int(pid), float(at)) for pid, at in plain["processes"]]})
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None
-    return found if _alive(found.processes) else None
+    return node if _alive(node.processes) else None
 
 
 def _alive(processes: Sequence[tuple[int, float]]) -> list[Any]:
     """Those that still run; a process that reused the id of an ended one has another start time."""
     import psutil
 
-    found = []
+    alive = []
     for pid, started in processes:
         with suppress(psutil.Error):
             process = psutil.Process(pid)
             if abs(process.create_time() - started) < 1 and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                alive.append(process)
+    return alive
 
 
 def _family(processes: Sequence[Any]) -> list[Any]:
     """Processes and all their descendants, each once."""
     import psutil
 
-    found = {process.pid: process for process in processes}
+    family = {process.pid: process for process in processes}
     for process in processes:
         with suppress(psutil.Error):
-            found |= {child.pid: child for child in process.children(recursive=True)}
-    return list(found.values())
+            family |= {child.pid: child for child in process.children(recursive=True)}
+    return list(family.values())
 
 
 # --- up, join, down --------------------------------------------------------------------------------------------------
@@ -246,8 +202,8 @@ def up(
             where=where,
             repair="stop the cluster there with `finray cluster down`, or with the tool that started it",
         )
-    own = ["--head", f"--port={HEAD_PORT}", "--include-dashboard=true", f"--dashboard-host={dashboard_host}"]
-    return _start(address, ip, [*own, "--no-monitor"], options, where=where, is_head=True), made
+    head = ["--head", f"--port={HEAD_PORT}", "--include-dashboard=true", f"--dashboard-host={dashboard_host}"]
+    return _start(address, ip, [*head, "--no-monitor"], options, where=where, is_head=True), made
 
 
 def join(
@@ -271,15 +227,15 @@ def join(
     _require_usable(options, ("--address", "--node-ip-address", "--port"), where=where)
     require_token(where=where, create=False)
     head = [node for node in gcs_nodes(address, where=where) if node["is_head"] and node["alive"]]
-    known = versions_in(head[0]["labels"]) if head else {}
-    other = differences(versions(), known)
+    required = versions_in(head[0]["labels"]) if head else {}
+    other = differences(versions(), required)
     if other and not any_version:
         raise ClusterError(
             "this machine has different versions from the head of the cluster",
             where=where,
             repair="install the head's versions here: "
-            + " ".join(f"{name}=={version.partition('+')[0]}" for name, version in known.items() if name != "python")
-            + f", in Python {known['python']}; or use --any-version if you know that they work together",
+            + " ".join(f"{name}=={version.partition('+')[0]}" for name, version in required.items() if name != "python")
+            + f", in Python {required['python']}; or use --any-version if you know that they work together",
             problems=tuple(other),
         )
     return _start(address, host or _own_address(address), [f"--address={address}"], options, where=where), other
@@ -287,8 +243,8 @@ def join(
 
 def dashboard_port(options: Sequence[str]) -> int:
     """The port of the dashboard with these options of `ray start`; the last one wins."""
-    found, _ = _taken(options, "--dashboard-port")
-    return int(found[-1]) if found and found[-1].isdecimal() else DASHBOARD_PORT
+    ports, _ = _taken(options, "--dashboard-port")
+    return int(ports[-1]) if ports and ports[-1].isdecimal() else DASHBOARD_PORT
 
 
 def _taken(options: Sequence[str], name: str) -> tuple[list[str], list[str]]:
@@ -312,12 +268,12 @@ def _require_usable(options: Sequence[str], refused: Sequence[str], *, where: st
         refused: names of options, or an option with a value.
         where: the command.
     """
-    for one in refused:
-        name, _, value = one.partition("=")
-        found, _ = _taken(options, name)
-        if found and value in ("", *found):
+    for option in refused:
+        name, _, value = option.partition("=")
+        values, _ = _taken(options, name)
+        if values and value in ("", *values):
             raise ClusterError(
-                f"{one} is not possible after --",
+                f"{option} is not possible after --",
                 where=where,
                 repair="--host takes the address of this machine, `finray cluster join ADDRESS` that of the head, and "
                 "`finray cluster up -- --port=NUMBER` the head's port",
@@ -339,12 +295,12 @@ def down(*, within_s: float = 0.0, notify: Callable[[str], None] = lambda text: 
     """
     import psutil
 
-    found = running()
-    if found is None:
+    node = running()
+    if node is None:
         (state_dir() / "node.json").unlink(missing_ok=True)
         return 0
-    known = len(_family(_alive(found.processes)))
-    if within_s and found.is_head:
+    before = len(_family(_alive(node.processes)))
+    if within_s and node.is_head:
         raise ClusterError(
             "this machine is the head, and all runs of its cluster end with it",
             where="--within",
@@ -353,15 +309,15 @@ def down(*, within_s: float = 0.0, notify: Callable[[str], None] = lambda text: 
     if within_s:
         deadline = time.monotonic() + within_s
         try:
-            announce_end(found.address, found.ip, within_s, where="--within")
+            announce_end(node.address, node.ip, within_s, where="--within")
             notify(f"the runs that use this machine have {within_s:g} s to save a checkpoint")
         except ClusterError as error:
             # The machine goes all the same.
             notify(f"the runs were not told that this machine goes: {error.message}")
             deadline = 0.0
-        while time.monotonic() < deadline and any(map(_trains, _family(_alive(found.processes)))):
-            psutil.wait_procs(_alive(found.processes), timeout=min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-    count = max(known, _end(_alive(found.processes)))
+        while time.monotonic() < deadline and any(map(_trains, _family(_alive(node.processes)))):
+            psutil.wait_procs(_alive(node.processes), timeout=min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+    count = max(before, _end(_alive(node.processes)))
     # Another `down` may have been here meanwhile.
     (state_dir() / "node.json").unlink(missing_ok=True)
     return count
@@ -395,23 +351,23 @@ def _end(processes: Sequence[Any]) -> int:
 
 
 def _start(
-    address: str, ip: str, own: Sequence[str], options: Sequence[str], *, where: str, is_head: bool = False
+    address: str, ip: str, role: Sequence[str], options: Sequence[str], *, where: str, is_head: bool = False
 ) -> Running:
     """Run `ray start` until the head knows the node; once more if the machine was too slow for Ray."""
     import psutil
 
     folder = state_dir()
     log = folder / "ray.log"
-    words = [*own, f"--node-ip-address={ip}", *(f"--{name}={port}" for name, port in PORTS.items())]
+    words = [*role, f"--node-ip-address={ip}", *(f"--{name}={port}" for name, port in PORTS.items())]
 
     def keep(processes: Sequence[Any]) -> Running:
         kept = []
-        for one in processes:
+        for process in processes:
             with suppress(psutil.Error):
-                kept.append((one.pid, one.create_time()))
-        found = Running(address, ip, is_head, kept, str(log))
-        replace_text(folder / "node.json", json.dumps(asdict(found)))
-        return found
+                kept.append((process.pid, process.create_time()))
+        node = Running(address, ip, is_head, kept, str(log))
+        replace_text(folder / "node.json", json.dumps(asdict(node)))
+        return node
 
     try:
         me = _run_node(address, [*words, *options], log, keep, where=where)
@@ -420,7 +376,7 @@ def _start(
             raise
         # The second start is faster: the files that it reads are in memory.
         me = _run_node(address, [*words, *options], log, keep, where=where)
-    return keep([me, *(one for one in _family([me]) if one.pid != me.pid)])
+    return keep([me, *(process for process in _family([me]) if process.pid != me.pid)])
 
 
 def _run_node(
@@ -481,8 +437,8 @@ def _is_known(address: str, mark: str) -> bool:
 
 
 def _require_none(where: str) -> None:
-    if (found := running()) is not None:
-        what = "the head of a cluster" if found.is_head else f"a node of the cluster at {found.address}"
+    if (node := running()) is not None:
+        what = "the head of a cluster" if node.is_head else f"a node of the cluster at {node.address}"
         raise ClusterError(f"this machine is already {what}", where=where, repair="stop it first: finray cluster down")
 
 
@@ -505,29 +461,13 @@ def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
         )
         raise ClusterError(error.message, where=where, repair=repair) from None
     import grpc
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
 
-    channel = init_grpc_channel(address)
+    from finray.runtime import gcs
+
     try:
-        service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-        reply = service.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=_ASK_S)
+        return gcs.nodes(address)
     except grpc.RpcError as error:
         raise ClusterError(f"the head does not list its nodes ({error.code().name.lower()})", where=where) from None
-    finally:
-        channel.close()
-    return [
-        {
-            "id": node.node_id,
-            "started": node.start_time_ms,
-            "ip": node.node_manager_address,
-            "name": node.node_manager_hostname,
-            "labels": dict(node.labels),
-            "alive": node.state == gcs_pb2.GcsNodeInfo.ALIVE,
-            "is_head": node.is_head_node,
-        }
-        for node in reply.node_info_list
-    ]
 
 
 def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
@@ -536,37 +476,29 @@ def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
     Raises:
         ClusterError: the head does not answer, or does not know the node.
     """
-    here = [one for one in gcs_nodes(address, where=where) if one["ip"] == ip and one["alive"]]
+    here = [node for node in gcs_nodes(address, where=where) if node["ip"] == ip and node["alive"]]
     if not here:
         raise ClusterError(f"the head knows no node {ip}", where=where)
     import grpc
-    from ray._private.grpc_utils import init_grpc_channel
-    from ray.core.generated import autoscaler_pb2, autoscaler_pb2_grpc
 
-    request = autoscaler_pb2.DrainNodeRequest(
-        # One that died a moment ago may still be listed.
-        node_id=max(here, key=lambda one: int(one["started"]))["id"],
-        reason=autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION,
-        reason_message="finray cluster down",
-        deadline_timestamp_ms=int((time.time() + within_s) * 1000),
-    )
-    channel = init_grpc_channel(address)
+    from finray.runtime import gcs
+
+    # One that died a moment ago may still be listed.
+    node = max(here, key=lambda node: int(node["started"]))["id"]
     try:
-        reply = autoscaler_pb2_grpc.AutoscalerStateServiceStub(channel).DrainNode(request, timeout=_ASK_S)
+        refusal = gcs.drain(address, node, within_s, message="finray cluster down")
     except grpc.RpcError as error:
         raise ClusterError(f"the head does not answer ({error.code().name.lower()})", where=where) from None
-    finally:
-        channel.close()
-    if not reply.is_accepted:
-        raise ClusterError(f"the head refuses: {reply.rejection_reason_message}", where=where)
+    if refusal:
+        raise ClusterError(f"the head refuses: {refusal}", where=where)
 
 
 def _own_address(other: str | None) -> str:
     """The address of this machine on the route to another one, or on the default route."""
-    from ray._private.services import get_node_ip_address
+    import ray.util
 
-    found: str = get_node_ip_address(*([] if other is None else [other]))
-    return found
+    address: str = ray.util.get_node_ip_address(*([] if other is None else [other]))
+    return address
 
 
 def no_cluster() -> ClusterError:

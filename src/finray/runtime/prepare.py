@@ -71,7 +71,7 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
     config = with_absolute_paths(config)
     # A converter of the user's may want a model.
     with (
-        _saying_what_is_kept(),
+        _note_finished_parts(),
         start_preparation(config, hide_torch=hide_torch and config.data.converter is None) as preparation,
     ):
         while not preparation.wait(_POLL_S, handle=handle):
@@ -119,7 +119,7 @@ def prepare_and_report(
 
 
 @contextmanager
-def _saying_what_is_kept() -> Iterator[None]:
+def _note_finished_parts() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:

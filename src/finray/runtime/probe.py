@@ -1,4 +1,4 @@
-"""Facts that `finray doctor` collects on one machine, or on a node of a cluster through an actor."""
+"""NodeFacts that `finray doctor` collects on one machine, or on a node of a cluster through an actor."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _QUESTIONS = ("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeSt
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about a machine.
+class NodeFacts:
+    """NodeFacts about a machine.
 
     Attributes:
         name: of the machine.
@@ -58,7 +58,7 @@ class Probe:
     def __init__(self) -> None:
         self._listening: socket.socket | None = None
 
-    def facts(self, folders: list[str]) -> Facts:
+    def facts(self, folders: list[str]) -> NodeFacts:
         """What this machine is.
 
         Args:
@@ -80,7 +80,7 @@ class Probe:
         for folder in (*folders, tempfile.gettempdir(), "/dev/shm"):
             with suppress(OSError):
                 free[folder] = shutil.disk_usage(folder).free
-        return Facts(
+        return NodeFacts(
             socket.gethostname(), nodes.versions(), gpus, cuda, int(usable), failed, free, open_sockets(listening())
         )
 
@@ -196,34 +196,34 @@ def listening() -> list[tuple[str, int]]:
     """Addresses at which processes of this user's Ray listen, except loopback."""
     import psutil
 
-    found = set()
+    addresses = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             words = " ".join(process.cmdline())
             if process.uids().real != os.getuid() or not ("/ray/" in words or words.startswith("ray::")):
                 continue
-            for one in process.net_connections(kind="tcp"):
-                if one.status == psutil.CONN_LISTEN and not one.laddr.ip.startswith(("127.", "::1")):
-                    found.add((one.laddr.ip, int(one.laddr.port)))
-    return sorted(found)
+            for connection in process.net_connections(kind="tcp"):
+                if connection.status == psutil.CONN_LISTEN and not connection.laddr.ip.startswith(("127.", "::1")):
+                    addresses.add((connection.laddr.ip, int(connection.laddr.port)))
+    return sorted(addresses)
 
 
-def open_sockets(known: list[tuple[str, int]]) -> list[str]:
+def open_sockets(addresses: list[tuple[str, int]]) -> list[str]:
     """Addresses that answer without a token: HTTP, or Ray's gRPC (its head process, a raylet)."""
-    found = []
-    for ip, port in known:
+    without_token = []
+    for ip, port in addresses:
         host = "127.0.0.1" if ip in ("0.0.0.0", "::") else ip
         try:
             with urllib.request.urlopen(f"http://{nodes.joined(host, port)}/", timeout=5) as answer:
-                found.append(f"{nodes.joined(ip, port)} (HTTP {answer.status})")
+                without_token.append(f"{nodes.joined(ip, port)} (HTTP {answer.status})")
         except urllib.error.HTTPError as error:
             if error.code not in (401, 403):
-                found.append(f"{nodes.joined(ip, port)} (HTTP {error.code})")
+                without_token.append(f"{nodes.joined(ip, port)} (HTTP {error.code})")
         except Exception:
             # It speaks another protocol.
             if (method := _answered(nodes.joined(host, port))) is not None:
-                found.append(f"{nodes.joined(ip, port)} (gRPC {method})")
-    return found
+                without_token.append(f"{nodes.joined(ip, port)} (gRPC {method})")
+    return without_token
 
 
 def _answered(address: str) -> str | None:

@@ -32,6 +32,10 @@ _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRec
 Heard = Record | Beat
 _PATIENCE_S = 5.0
 _AGAIN_S = 1.0
+# How long a worker may take to introduce itself after it has connected, how long one that ends tries to deliver its
+# last records, and how long the driver reads what has arrived from workers that have ended. On a busy machine a thread
+# may wait for seconds until it runs.
+_INTRODUCE_S, _DELIVER_S, _DRAIN_S = 60.0, 30.0, 60.0
 _WAITS, _RESIZES, _PROGRESS, _EVALUATES = "waits", "resizes", "progress", "evaluates"
 # The last line of a rank that ends normally.
 _BYE = "bye"
@@ -79,7 +83,7 @@ class Listener:
         self._prepared: Future[PreparedRun] = Future()
         self._workers: list[socket.socket] = []
         self._workers_change = threading.Lock()
-        self._readers: list[threading.Thread] = []
+        self._readers: list[tuple[threading.Thread, socket.socket]] = []
         self._acceptor = threading.Thread(target=self._accept, name="finray-listener", daemon=True)
         # The acceptor ends when the first is closed; by then it has accepted every earlier connection.
         self._open, self._closed = socket.socketpair()
@@ -93,9 +97,17 @@ class Listener:
         self._prepared.cancel()
         self._open.close()
         self._acceptor.join()
-        deadline = time.monotonic() + _PATIENCE_S
-        for reader in self._readers:
-            # The workers have ended, and their connections with them; a lost machine does not close its connection.
+        # The workers have ended, and their connections with them; a lost machine does not close its connection.
+        self._join(_PATIENCE_S)
+        for _reader, connection in self._readers:
+            # What has arrived is still read.
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)
+        self._join(_DRAIN_S)
+
+    def _join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for reader, _ in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
 
     @property
@@ -149,14 +161,14 @@ class Listener:
                     continue
                 reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
                 reader.start()
-                self._readers.append(reader)
+                self._readers.append((reader, connection))
 
     def _read(self, connection: socket.socket) -> None:
         last: Beat | None = None
         end = "lost"
         try:
             with connection, connection.makefile(encoding="utf-8") as lines:
-                connection.settimeout(_PATIENCE_S)
+                connection.settimeout(_INTRODUCE_S)
                 token, _, asks = lines.readline(100).strip().partition(" ")
                 if not secrets.compare_digest(token.encode(), self.address.token.encode()):
                     return
@@ -266,6 +278,7 @@ class Sender:
         self._thread: threading.Thread | None = None
         self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._has_given_up = threading.Event()
 
     @property
     def is_closed(self) -> bool:
@@ -296,11 +309,12 @@ class Sender:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait for pending records, up to a timeout."""
+        """Deliver pending records; gives up after a timeout, or when the driver's process has ended."""
         self._closed.set()
         self._records.put(None)
         if self._thread is not None:
-            self._thread.join(_PATIENCE_S)
+            self._thread.join(_DELIVER_S)
+            self._has_given_up.set()
 
     def _send(self) -> None:
         line = ""
@@ -322,8 +336,9 @@ class Sender:
                     # Closing alone would wait for the receiving thread.
                     connection.shutdown(socket.SHUT_RDWR)
                     return
-            except OSError:
-                if self._closed.wait(_AGAIN_S):
+            except OSError as error:
+                is_over = isinstance(error, ConnectionRefusedError) or line == _BYE
+                if self._closed.wait(_AGAIN_S) and (is_over or self._has_given_up.wait(_AGAIN_S)):
                     return
 
     def _receive(self, connection: socket.socket) -> None:

@@ -91,22 +91,22 @@ class Pulses:
             # If one rank ends, Ray ends all of them.
             self.forget()
             return
-        known = self._ranks.get(beat.rank)
+        before = self._ranks.get(beat.rank)
         if beat.phase == "lost":
-            if known is not None:
-                known.is_lost = True
+            if before is not None:
+                before.is_lost = True
             return
-        same = known is not None and (known.beat.step, known.beat.phase) == (beat.step, beat.phase)
-        self._ranks[beat.rank] = _Rank(beat, now, known.since if same and known is not None else now)
+        same = before is not None and (before.beat.step, before.beat.phase) == (beat.step, beat.phase)
+        self._ranks[beat.rank] = _Rank(beat, now, before.since if same and before is not None else now)
 
     def _hear_evaluation(self, beat: Beat, now: float) -> None:
-        known = self._evaluation
+        before = self._evaluation
         if beat.phase in ("gone", "lost"):
-            if known is not None and known.beat.pid == beat.pid:
+            if before is not None and before.beat.pid == beat.pid:
                 self._evaluation = None
             return
-        same = known is not None and known.beat == beat
-        self._evaluation = _Rank(beat, now, known.since if same and known is not None else now)
+        same = before is not None and before.beat == beat
+        self._evaluation = _Rank(beat, now, before.since if same and before is not None else now)
 
     def forget(self) -> None:
         """The attempt is over."""
@@ -115,30 +115,29 @@ class Pulses:
 
     def expect(self, workers: Sequence[Beat], now: float) -> None:
         """Wait for reports of these workers, which Ray has started, and of no others."""
-        found = {(one.node, one.pid): one for one in workers}
-        self._heard &= found.keys()
-        self._mute = {
-            key: self._mute.get(key) or _Rank(one, now, now) for key, one in found.items() if key not in self._heard
-        }
+        expected = {(beat.node, beat.pid): beat for beat in workers}
+        self._heard &= expected.keys()
+        mute = {key: beat for key, beat in expected.items() if key not in self._heard}
+        self._mute = {key: self._mute.get(key) or _Rank(beat, now, now) for key, beat in mute.items()}
 
     def ended(self, hang: Hang, now: float) -> None:
         """Hanging ranks were ended. If that failed, they are noticed again."""
-        for one in hang.ranks:
-            self._mute.pop((one.node, one.pid), None)
-            if one.rank == EVALUATOR:
+        for beat in hang.ranks:
+            self._mute.pop((beat.node, beat.pid), None)
+            if beat.rank == EVALUATOR:
                 self._evaluation = None
-            if one.rank in self._ranks and self._ranks[one.rank].beat.pid == one.pid:
-                del self._ranks[one.rank]
+            if beat.rank in self._ranks and self._ranks[beat.rank].beat.pid == beat.pid:
+                del self._ranks[beat.rank]
         self._restart_clocks(now)
 
     def _restart_clocks(self, now: float) -> None:
-        for one in (*self._ranks.values(), *self._mute.values(), *filter(None, [self._evaluation])):
-            one.heard = one.since = now
+        for rank in (*self._ranks.values(), *self._mute.values(), *filter(None, [self._evaluation])):
+            rank.heard = rank.since = now
 
     @property
     def is_training(self) -> bool:
         """Whether a rank has loaded: then all have reported."""
-        return any(one.beat.step != LOADING and not one.is_lost for one in self._ranks.values())
+        return any(rank.beat.step != LOADING and not rank.is_lost for rank in self._ranks.values())
 
     @property
     def is_evaluating(self) -> bool:
@@ -147,7 +146,7 @@ class Pulses:
 
     def hosts(self) -> dict[str, str]:
         """Machines with workers: Ray's node id and the host name."""
-        return {one.beat.node: one.beat.host for one in self._ranks.values()}
+        return {rank.beat.node: rank.beat.host for rank in self._ranks.values()}
 
     def hung(self, now: float) -> Hang | None:
         """The ranks that hang."""
@@ -160,58 +159,60 @@ class Pulses:
             self._restart_clocks(now)
         first_s = _FIRST * self._hang_s
         start_s = max(first_s, START_S)
-        if mute := [one.beat for one in self._mute.values() if now - one.since > start_s]:
+        if mute := [rank.beat for rank in self._mute.values() if now - rank.since > start_s]:
             return Hang(mute, f"has not reported since it started {start_s:g} s ago")
-        if (found := self._evaluation) is not None:
+        if (evaluation := self._evaluation) is not None:
             # Loading and, after the last answer, scores have as much time as they need.
-            is_counted = found.beat.part and found.beat.share < 1
-            if now - (found.since if is_counted else found.heard) > start_s:
-                return Hang([found.beat], f"has made no progress for {start_s:g} s")
-        if all(one.is_lost for one in ranks):
+            is_counted = evaluation.beat.part and evaluation.beat.share < 1
+            if now - (evaluation.since if is_counted else evaluation.heard) > start_s:
+                return Hang([evaluation.beat], f"has made no progress for {start_s:g} s")
+        if all(rank.is_lost for rank in ranks):
             # All processes or the network are gone: as far as we know, no rank is waiting.
             return None
         silent = [
-            one.beat for one in ranks if now - one.heard > (start_s if one.beat.step == LOADING else self._hang_s)
+            rank.beat for rank in ranks if now - rank.heard > (start_s if rank.beat.step == LOADING else self._hang_s)
         ]
         if silent:
             return Hang(silent, f"has not reported for {start_s if silent[0].step == LOADING else self._hang_s:g} s")
         # Loading itself may wait for a download, or for the data: there only silence is a hang.
-        starting = [one for one in ranks if one.beat.step == LOADING and one.beat.phase != "other"]
+        starting = [rank for rank in ranks if rank.beat.step == LOADING and rank.beat.phase != "other"]
         # Those that have not reported are known a little later, and the others may wait for them.
-        if not self._mute and (late := [one.beat for one in starting if now - one.since > start_s]):
-            behind = [one for one in late if one.phase == "computing"] or late
+        if not self._mute and (late := [rank.beat for rank in starting if now - rank.since > start_s]):
+            behind = [beat for beat in late if beat.phase == "computing"] or late
             return Hang(behind, f"has not joined the other workers {start_s:g} s after its start")
-        is_first = not all(one.beat.steps for one in ranks)
+        is_first = not all(rank.beat.steps for rank in ranks)
         least_s = first_s if is_first else self._hang_s
-        limit = max([least_s, *(_LONGER * one.beat.longest_s for one in ranks)])
+        limit = max([least_s, *(_LONGER * rank.beat.longest_s for rank in ranks)])
         stuck = [
-            one for one in ranks if now - one.since > limit and one.beat.phase != "other" and one.beat.step != LOADING
+            rank
+            for rank in ranks
+            if now - rank.since > limit and rank.beat.phase != "other" and rank.beat.step != LOADING
         ]
-        waiting = [one for one in stuck if one.beat.phase == "waiting"]
-        if waiting and (behind := [one.beat for one in ranks if one.beat.phase != "waiting"]):
-            # A rank with a GPU may wait one step later, for a number of this one.
-            step = min(one.step for one in behind)
+        waiting = [rank for rank in stuck if rank.beat.phase == "waiting"]
+        if waiting and (behind := [rank.beat for rank in ranks if rank.beat.phase != "waiting"]):
+            # A rank with a GPU may wait rank step later, for a number of this rank.
+            step = min(beat.step for beat in behind)
             return Hang(behind, f"has not reached the all-reduce of step {step} for {limit:g} s, where the others wait")
-        if stuck and all(now - one.since > limit and one.beat.phase != "other" for one in ranks):
+        if stuck and all(now - rank.since > limit and rank.beat.phase != "other" for rank in ranks):
             where = "wait for each other in its all-reduce" if waiting else "compute"
             return Hang(
-                [one.beat for one in stuck], f"has been in step {stuck[0].beat.step} for {limit:g} s; all {where}"
+                [rank.beat for rank in stuck], f"has been in step {stuck[0].beat.step} for {limit:g} s; all {where}"
             )
         return None
 
     def slow(self) -> Note | None:
         """A note about a rank whose own part of a step takes much longer than the others', once."""
-        beats = [one.beat for one in self._ranks.values()]
-        if len(beats) < 2 or any(one.steps < SLOW_STEPS for one in beats):
+        beats = [rank.beat for rank in self._ranks.values()]
+        if len(beats) < 2 or any(beat.steps < SLOW_STEPS for beat in beats):
             return None
-        own = {one: one.work_s / one.steps for one in beats}
-        slowest = max(own, key=lambda one: own[one])
-        others = statistics.median(seconds for one, seconds in own.items() if one is not slowest)
+        step_s = {beat: beat.work_s / beat.steps for beat in beats}
+        slowest = max(step_s, key=lambda beat: step_s[beat])
+        others = statistics.median(seconds for beat, seconds in step_s.items() if beat is not slowest)
         key = (self._attempt, slowest.rank)
-        if own[slowest] < SLOW * others or key in self._named_slow:
+        if step_s[slowest] < SLOW * others or key in self._named_slow:
             return None
         self._named_slow.add(key)
-        times = f"its part of a step takes {own[slowest]:.3g} s, the others take {others:.3g} s and wait for it"
+        times = f"its part of a step takes {step_s[slowest]:.3g} s, the others take {others:.3g} s and wait for it"
         text = f"{named(slowest)} is slow: {times}"
         return Note(text, slowest.step, "warning")
 
@@ -231,19 +232,19 @@ def end_hanging(ray: Any, hang: Hang) -> list[str]:
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    seen = []
+    descriptions = []
     for beat in hang.ranks[:_SHOWN]:
-        found = ""
+        description = ""
         with suppress(Exception):
             if beat.node == ray.get_runtime_context().get_node_id():
-                found = examine(beat.pid, has_log=beat.rank != UNKNOWN)
+                description = examine(beat.pid, has_log=beat.rank != UNKNOWN)
             else:
                 # A node that is cut off does not answer, and Ray notices the loss of its workers itself.
                 where = NodeAffinitySchedulingStrategy(beat.node, soft=False)
                 task = ray.remote(num_cpus=0, max_retries=0)(examine).options(scheduling_strategy=where)
-                found = ray.get(task.remote(beat.pid, has_log=beat.rank != UNKNOWN), timeout=_EXAMINE_S)
-        seen.append(f"{named(beat)}: {found or 'its machine does not answer'}")
-    return seen
+                description = ray.get(task.remote(beat.pid, has_log=beat.rank != UNKNOWN), timeout=_EXAMINE_S)
+        descriptions.append(f"{named(beat)}: {description or 'its machine does not answer'}")
+    return descriptions
 
 
 def examine(pid: int, *, has_log: bool = True) -> str:

@@ -153,8 +153,9 @@ def _has_died(ray_serve: Any) -> bool:
 
 def _drain(ray_serve: Any, grace: float, notify: Callable[[str], None]) -> None:
     """Let running answers end. The model may answer some time before :func:`ray.serve.run` has returned."""
-    found = ray_serve.status().applications.get(_APP)
-    if found is None or not any(one.replica_states.get("RUNNING") for one in found.deployments.values()):
+    application = ray_serve.status().applications.get(_APP)
+    deployments = () if application is None else application.deployments.values()
+    if not any(deployment.replica_states.get("RUNNING") for deployment in deployments):
         return
     notify(f"stopping: running answers have {grace:g} s to finish; a second signal stops them")
     try:
@@ -196,17 +197,17 @@ class Replica:
 
             self._server = ApiServer(settings, self._notes.append)
         except Exception as error:
-            known = explained(error)
-            if known is None:
+            reason = explained(error)
+            if reason is None:
                 # Raised here, it would be Ray Serve's, which says less of it.
                 sys.stderr.write(redact_error(error))
-                known = ModelError(
+                reason = ModelError(
                     "the model cannot be loaded, for a reason that finray does not know: "
                     f"{type(error).__name__}: {first_line(error)[:300]}",
                     where=settings.model,
                     repair="FINRAY_VERBOSE=1 shows where it failed; please report that",
                 )
-            self._error = known.to_dict()
+            self._error = reason.to_dict()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The web application; Ray Serve asks for it under this name."""

@@ -67,16 +67,16 @@ def owned() -> Iterator[None]:
     if not _state.depth:
         _state.received = 0
         _state.ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    before = {one: signal.getsignal(one) for one in _NAMES}
+    before = {signum: signal.getsignal(signum) for signum in _NAMES}
     _state.depth += 1
     try:
         take_back()
         yield
     finally:
         _state.depth -= 1
-        for one, handler in before.items():
+        for signum, handler in before.items():
             # None: the handler was not set from Python.
-            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 def take_back() -> None:

@@ -106,15 +106,17 @@ class SpreadEngine:
         self._stack = ExitStack()
         with ExitStack() as stack:
             self._ray = ray = stack.enter_context(connected(cluster))
-            from ray._private.state import available_resources_per_node
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+            from finray.runtime import gcs
+
+            address = ray.get_runtime_context().gcs_address
             remove_orphans(ray)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             # For a moment Ray counts what the replicas of the model before had as theirs, and frees it node by node.
             least = {"CPU": 1} | ({"GPU": 1} if any(node.get("GPU") for node in nodes) else {})
             fit, before, until = room(nodes, least, most=replicas), None, time.monotonic() + _SETTLE_S
-            while (free := [*available_resources_per_node().values()]) != before or room(free, least, most=fit) < fit:
+            while (free := [*gcs.available_resources(address).values()]) != before or room(free, least, most=fit) < fit:
                 if time.monotonic() > until:
                     break
                 before = free
@@ -131,7 +133,7 @@ class SpreadEngine:
                     where=WHERE,
                     repair="try again when they have ended, or ask for fewer",
                 )
-            made = ray.remote(_Replica).options(
+            made = ray.remote(_EngineReplica).options(
                 num_cpus=each["CPU"],
                 num_gpus=each.get("GPU", 0),
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group),
@@ -296,7 +298,7 @@ class _About:
     pid: int
 
 
-class _Replica:
+class _EngineReplica:
     """The actor: an engine on one machine. It loads on the first call, so that a failure to load is reported."""
 
     def __init__(

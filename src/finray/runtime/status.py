@@ -91,14 +91,13 @@ def status(address: str | None = None) -> ClusterStatus:
     """
     config = cluster_here(address)
     with connected(config) as ray:
-        from ray._private.state import available_resources_per_node, state
-        from ray.core.generated import gcs_pb2
+        from finray.runtime import gcs
 
-        free = available_resources_per_node()
+        head = ray.get_runtime_context().gcs_address
+        free = gcs.available_resources(head)
         groups = {identity: group["name"] for identity, group in ray.util.placement_group_table().items()}
         actors = []
-        for plain in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
-            actor = gcs_pb2.ActorTableData.FromString(plain)
+        for actor in gcs.actors(head, state=gcs.ALIVE):
             group = groups.get(actor.placement_group_id.hex(), "")
             actors.append((actor.address.node_id.hex(), group or actor.name or actor.class_name))
         return status_of(address_of(config) or "", ray.nodes(), free, actors)
@@ -110,8 +109,8 @@ def cluster_here(address: str | None) -> ClusterConfig:
     Raises:
         ClusterError: none is named and none was started or joined here.
     """
-    found = nodes.running()
-    named = address or (None if found is None else found.address)
+    node = nodes.running()
+    named = address or (None if node is None else node.address)
     config = ClusterConfig(address=None if named is None else nodes.with_port(named))
     if address_of(config) is None:
         raise nodes.no_cluster()

@@ -15,19 +15,19 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import grpc
 import psutil
 import ray
-from ray._private.state import actors
 from ray.train import BackendConfig
 from ray.train.backend import Backend
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from finray.runtime import gcs
 from finray.runtime.elastic import Elastic, Failures
 from finray.runtime.progress import Address, is_gone, progress_of
 
@@ -69,14 +69,14 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         evaluator: bool,
         **options: Any,
     ) -> None:
-        super().__init__(function, backend_config=_Config(), **options)
+        super().__init__(function, backend_config=_BackendConfig(), **options)
         self._alone = alone
         self._group = group
         self._watch = watch
         self._listener, self._expected, self._evaluator = listener, expected, evaluator
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [one for one in super()._create_default_callbacks() if type(one).__name__ not in _UNUSED]
+        return [callback for callback in super()._create_default_callbacks() if type(callback).__name__ not in _UNUSED]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         if self.scaling_config.elasticity_enabled:
@@ -88,23 +88,18 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
                 evaluator=self._evaluator,
                 autoscaled=not self._alone,
             )
-        elif self._alone and type(arguments.get("scaling_policy")) is FixedScalingPolicy:
-            arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         arguments["failure_policy"] = Failures(self.run_config.failure_config, partial(progress_of, self._listener))
         arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group, self._listener)]
         # As in Ray, except for the wait: Ray's has a signal handler that ends the process with exit code 1.
-        here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
         environment = {"env_vars": {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}}
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": environment}
         controller = ray.remote(**options)(TrainController).remote(**arguments)
         process: psutil.Process | None = None
-        pid = 0
         try:
             run = controller.run.remote()
             while not ray.wait([run], timeout=_POLL_S)[0]:
-                if not pid and (pid := actors(controller._actor_id.hex()).get("Pid", 0)):
-                    with suppress(psutil.NoSuchProcess):
-                        process = psutil.Process(pid)
+                process = process or _process_of(controller)
                 self._watch()
             ray.get(run)
             return ray.get(controller.get_result.remote())
@@ -116,6 +111,16 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
                 # It may be creating a placement group at this moment, which `remove_groups` would not see yet.
                 with suppress(psutil.TimeoutExpired):
                     process.wait(_END_S)
+
+
+def _process_of(actor: Any) -> psutil.Process | None:
+    """The process of an actor on this machine; None if it has none yet, or none any more, or nobody can be asked."""
+    head = ray.get_runtime_context().gcs_address
+    with suppress(grpc.RpcError, psutil.NoSuchProcess):
+        for record in gcs.actors(head, actor_id=actor._actor_id.binary()):
+            if record.pid:
+                return psutil.Process(record.pid)
+    return None
 
 
 def remove_groups(name: str) -> None:
@@ -150,22 +155,12 @@ class _NamedGroup(ControllerCallback):  # type: ignore[misc]
         worker_group.placement_group = create_named
 
 
-class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
-    """Asks no autoscaler for nodes: there is none, and the controller would wait for the actor that is asked."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Nothing is asked for."""
-
-    def _maybe_send_resource_request(self) -> None:
-        """Nothing is asked for."""
-
-
 class _Devices(Backend):  # type: ignore[misc]
     # As Ray's torch back end: NCCL reaches the GPUs of the other workers on a node.
     share_cuda_visible_devices = True
 
 
-class _Config(BackendConfig):  # type: ignore[misc]
+class _BackendConfig(BackendConfig):  # type: ignore[misc]
     @property
     def backend_cls(self) -> type[Backend]:
         return _Devices

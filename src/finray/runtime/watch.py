@@ -31,12 +31,12 @@ KINDS = ("CPU", "GPU")
 _NODES_SHOWN = 8
 
 
-class Watch:
+class RunMonitor:
     """Watches a run while Ray Train executes it.
 
     Attributes:
         workers: description of the workers.
-        listener: receives their records and sends them requests to stop; set before the first look.
+        listener: receives their records and sends them requests to stop; set before the first poll.
         is_lost: Ray's head process is unreachable.
         began_at: the step that the workers last started from; -1 before the first start.
 
@@ -85,18 +85,17 @@ class Watch:
             self.workers += f" ({fewest} to {most}, as there is room)"
         self._pulses = Pulses(hang_s)
         self._pulses_change = threading.Lock()
-        self._ranks_at, self._ranks_every_s = (
-            clock(),
-            _RANKS_EVERY_S if hang_s is None else min(_RANKS_EVERY_S, hang_s / 10),
-        )
-        self._end_hanging, self._workers = end_hanging, workers
-        self._workers_at, self._hung_starts, self._looks_for_hangs = clock(), 0, hang_s is not None
-        self._draining, self._wall = draining, wall
+        self._ranks_every_s = _RANKS_EVERY_S if hang_s is None else min(_RANKS_EVERY_S, hang_s / 10)
+        self._end_hanging = end_hanging
+        self._workers = workers
+        self._looks_for_hangs = hang_s is not None
+        self._hung_starts = 0
+        self._draining = draining
         # How often a checkpoint was requested because of a machine.
         self._saved_for: dict[str, int] = {}
         self._world_size: int | None = None
         # The number of workers that the current ones were last asked to make room for.
-        self._said_room = 0
+        self._announced_workers = 0
         self.began_at = -1
         self.listener: Listener | None = None
         # An elastic run begins with the fewest.
@@ -107,16 +106,30 @@ class Watch:
         self._pending = pending
         self._handle = handle
         self._grace_s = grace_s
-        self._head, self._raylet = head, raylet
+        self._head = head
         self._head_patience_s = head_patience_s
-        self._clock = clock
-        self._has_begun = self.is_lost = self._is_missed = False
+        self._raylet = raylet
+        self._raylet_misses = 0
+        self._has_begun = False
+        self.is_lost = False
+        self._is_missed = False
         self._deadline: float | None = None
-        self._step, self._is_late, self._misses = 0, False, 0
-        self._answered = self._probe_at = self._connected_at = now = clock()
-        self._say_at, self._pause_s, self._waiting_at = now + SILENCE_S, SILENCE_S, now + SILENCE_S / 2
+        self._is_late = False
+        self._step = 0
+        self._clock = clock
+        self._wall = wall
+        now = clock()
+        self._answered = now
+        self._connected_at = now
+        # When the next check of each kind is due.
+        self._probe_at = now
+        self._ranks_at = now
+        self._workers_at = now
+        self._waiting_at = now + SILENCE_S / 2
+        self._say_at = now + SILENCE_S
+        self._pause_s = SILENCE_S
 
-    def heard(self, record: Heard) -> None:
+    def on_record(self, record: Heard) -> None:
         """Show a record of the workers; heartbeats are kept for :class:`Pulses`, and show how an evaluation goes on."""
         if isinstance(record, Beat):
             with self._pulses_change:
@@ -125,7 +138,10 @@ class Watch:
                 self._handle(EvalProgress(record.step, record.part, record.share))
             return
         if isinstance(record, RunHeader):
-            self._has_begun, self.began_at, self._hung_starts, self._said_room = True, record.step, 0, 0
+            self._has_begun = True
+            self.began_at = record.step
+            self._hung_starts = 0
+            self._announced_workers = 0
             before, self._world_size = self._world_size, record.world_size
             if before not in (None, record.world_size):
                 self._handle(Note(f"continuing with {record.world_size} workers, after {before}", record.step))
@@ -139,9 +155,9 @@ class Watch:
         This is repeated until they do, because they may be busy, or the request lost with a connection.
         """
         if self._deadline is None and self._has_begun and self.listener is not None:
-            if count != self._said_room:
+            if count != self._announced_workers:
                 self._handle(Note(f"there is room for {count} workers: saving a checkpoint to continue with them"))
-            self._said_room = count
+            self._announced_workers = count
             self.listener.ask(RESIZE)
 
     def is_evaluating(self) -> bool:
@@ -149,7 +165,7 @@ class Watch:
         with self._pulses_change:
             return self._pulses.is_evaluating
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Check once; called repeatedly during the run.
 
         Raises:
@@ -173,14 +189,14 @@ class Watch:
                     self._handle(Note("Ray's head process answers again"))
                 self._answered, self._is_missed = now, False
                 # Where the head is gone as well, the workers still save a checkpoint.
-                self._misses = 0 if self._raylet() else self._misses + 1
-                if self._misses > 1:
+                self._raylet_misses = 0 if self._raylet() else self._raylet_misses + 1
+                if self._raylet_misses > 1:
                     raise ClusterError(
                         "Ray's process on this machine (the raylet) is gone: it has crashed, or was killed by a user "
                         "or by the kernel for lack of memory",
                         repair="check the kernel log (`dmesg`); the same command continues from the last checkpoint",
                     )
-                if not self._misses:
+                if not self._raylet_misses:
                     self._look_at_nodes()
             self.is_lost = now - self._answered >= self._head_patience_s
             if not (self.is_lost or self._is_missed) and now - self._answered > _PROBE_EVERY_S:
@@ -230,7 +246,7 @@ class Watch:
             self._handle(slow)
         if hang is None or not self._head():
             return False
-        who = ", ".join(named(one) for one in hang.ranks[:4])
+        who = ", ".join(named(rank) for rank in hang.ranks[:4])
         more = f" and {len(hang.ranks) - 4} more" if len(hang.ranks) > 4 else ""
         restart = "so that the workers restart from the last checkpoint"
         then = "and repeated" if hang.ranks[0].rank == EVALUATOR else restart
@@ -291,7 +307,7 @@ class Watch:
         """Whether Ray's head process answers; asked now, because nobody looks at it while a checkpoint is saved."""
         return not self.is_lost and self._head()
 
-    def end_if_due(self) -> None:
+    def raise_if_ending(self) -> None:
         """Raise the reason if the run failed while it was to end early, or because of that."""
         if self._ends():
             self.end()
@@ -331,7 +347,9 @@ def refusal(address: str, *, timeout: float = 2.0) -> str | None:
 
 def amounts(resources: Mapping[str, float]) -> str:
     """CPUs and GPUs in words: ``4 CPUs, 1 GPU``."""
-    return ", ".join(f"{resources[one]:g} {one}{'s' * (resources[one] != 1)}" for one in KINDS if resources.get(one))
+    return ", ".join(
+        f"{resources[kind]:g} {kind}{'s' * (resources[kind] != 1)}" for kind in KINDS if resources.get(kind)
+    )
 
 
 def waiting_text(
@@ -357,27 +375,27 @@ def waiting_text(
     for who, resources in held:
         if part := amounts(resources):
             counts[f"{who} ({part})"] += 1
-    holders = [f"{count} x {one}" if count > 1 else one for one, count in counts.most_common(8)]
+    holders = [f"{count} x {holder}" if count > 1 else holder for holder, count in counts.most_common(8)]
     rest = "; held by " + ", ".join(holders) if holders else ""
-    alive = [one for one in nodes if one["Alive"] and amounts(one["Resources"])]
+    alive = [node for node in nodes if node["Alive"] and amounts(node["Resources"])]
     if len(alive) > 1:
         each = []
-        for one in alive[:_NODES_SHOWN]:
-            has = (free_there or {}).get(one["NodeID"], {})
+        for node in alive[:_NODES_SHOWN]:
+            has = (free_there or {}).get(node["NodeID"], {})
             part = ", ".join(
-                f"{has.get(kind, 0):g} of {one['Resources'][kind]:g} {kind}s"
+                f"{has.get(kind, 0):g} of {node['Resources'][kind]:g} {kind}s"
                 for kind in KINDS
-                if one["Resources"].get(kind)
+                if node["Resources"].get(kind)
             )
-            each.append(f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']}) has {part}")
+            each.append(f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) has {part}")
         more = f" and {len(alive) - _NODES_SHOWN} more nodes" if len(alive) > _NODES_SHOWN else ""
         rest += "; " + ", ".join(each) + more
     # To Ray, a node that came back is a new one.
-    there = {one["NodeManagerAddress"] for one in nodes if one["Alive"]}
+    there = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     gone = {
-        f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})"
-        for one in nodes
-        if not one["Alive"] and one["NodeManagerAddress"] not in there
+        f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node in nodes
+        if not node["Alive"] and node["NodeManagerAddress"] not in there
     }
     rest += f"; lost: {', '.join(sorted(gone)[:_NODES_SHOWN])}" if gone else ""
     return f"waiting for {what}: {left} are free{rest}"
@@ -385,21 +403,19 @@ def waiting_text(
 
 def holders(ray: Any) -> list[tuple[str, dict[str, float]]]:
     """Holders of resources of the cluster: placement groups, and actors outside of them. Ray has no table of tasks."""
-    from ray._private.state import state
-    from ray.core.generated import gcs_pb2
+    from finray.runtime import gcs
 
-    found: list[tuple[str, dict[str, float]]] = []
+    holding: list[tuple[str, dict[str, float]]] = []
     for identity, group in ray.util.placement_group_table().items():
         if group["state"] == "CREATED":
             whole: Counter[str] = Counter()
             for bundle in group["bundles"].values():
                 whole.update(bundle)
-            found.append((f"placement group {group['name'] or identity[:8]}", dict(whole)))
-    for plain in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
-        actor = gcs_pb2.ActorTableData.FromString(plain)
+            holding.append((f"placement group {group['name'] or identity[:8]}", dict(whole)))
+    for actor in gcs.actors(ray.get_runtime_context().gcs_address, state=gcs.ALIVE):
         if not actor.placement_group_id.strip(b"\xff"):
-            found.append((f"actor {actor.name or actor.class_name}", dict(actor.required_resources)))
-    return found
+            holding.append((f"actor {actor.name or actor.class_name}", dict(actor.required_resources)))
+    return holding
 
 
 def workers_of(ray: Any, group: str) -> list[Beat]:
@@ -409,28 +425,27 @@ def workers_of(ray: Any, group: str) -> list[Beat]:
         ray: the module, connected.
         group: prefix of the name of the run's placement groups.
     """
-    from ray._private.state import state
-    from ray.core.generated import gcs_pb2
+    from finray.runtime import gcs
 
-    groups = {one for one, about in ray.util.placement_group_table().items() if about["name"].startswith(group)}
+    groups = {
+        identity for identity, placed in ray.util.placement_group_table().items() if placed["name"].startswith(group)
+    }
     hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-    found = []
-    for plain in state._connect_and_get_accessor().get_actor_table(job, None):
-        actor = gcs_pb2.ActorTableData.FromString(plain)
-        is_alive = actor.state in (gcs_pb2.ActorTableData.PENDING_CREATION, gcs_pb2.ActorTableData.ALIVE)
-        if is_alive and actor.pid and actor.placement_group_id.hex() in groups and actor.class_name == "RayTrainWorker":
+    context = ray.get_runtime_context()
+    beats = []
+    for actor in gcs.actors(context.gcs_address, job_id=bytes.fromhex(context.get_job_id())):
+        if actor.pid and actor.placement_group_id.hex() in groups and actor.class_name == "RayTrainWorker":
             node = actor.address.node_id.hex()
-            found.append(Beat("", UNKNOWN, hosts.get(node, ""), actor.pid, node, LOADING))
-    return found
+            beats.append(Beat("", UNKNOWN, hosts.get(node, ""), actor.pid, node, LOADING))
+    return beats
 
 
 def waiting_for(ray: Any, what: str) -> str | None:
     """:func:`waiting_text` for the connected cluster; None if it cannot be queried."""
     with suppress(Exception):
-        from ray._private.state import available_resources_per_node
+        from finray.runtime import gcs
 
-        nodes, there = ray.nodes(), available_resources_per_node()
+        nodes, there = ray.nodes(), gcs.available_resources(ray.get_runtime_context().gcs_address)
         total, free = ray.cluster_resources(), ray.available_resources()
         return waiting_text(what, total=total, free=free, held=holders(ray), nodes=nodes, free_there=there)
     return None
@@ -448,11 +463,12 @@ def workers_wait(ray: Any, group: str, what: str, each: Mapping[str, float], cou
         count: how many there are at least.
     """
     with suppress(Exception):
-        groups = [one for one in ray.util.placement_group_table().values() if one["name"].startswith(group)]
-        if not any(one["state"] == "CREATED" for one in groups):
-            from ray._private.state import available_resources_per_node
+        groups = [placed for placed in ray.util.placement_group_table().values() if placed["name"].startswith(group)]
+        if not any(placed["state"] == "CREATED" for placed in groups):
+            from finray.runtime import gcs
 
-            if room(available_resources_per_node().values(), each, most=count) >= count:
+            free = gcs.available_resources(ray.get_runtime_context().gcs_address)
+            if room(free.values(), each, most=count) >= count:
                 return f"Ray has room for {what}, and is starting {'it' if count == 1 else 'them'}"
             return waiting_for(ray, what)
     return None

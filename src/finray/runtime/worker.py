@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import socket
 import struct
 import sys
@@ -15,7 +14,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,16 +24,17 @@ from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.paths import run_path, run_url
 from finray.config.redact import redact_error
-from finray.config.resolved import Execution, PreparedRun
+from finray.config.resolved import PreparedRun
 from finray.config.schema import Config
 from finray.errors import DataUnavailable, FinrayError, StorageError
 from finray.files import replace_text
-from finray.publishing.hub import Target
-from finray.records import Beat, Note, Record, RunSummary
+from finray.records import Note, Record, RunSummary
 from finray.runtime import failures
+from finray.runtime.heartbeat import Heart, beat
 from finray.runtime.logs import LogCopy
 from finray.runtime.preload import import_all, needed
-from finray.runtime.progress import RESIZE, Address, Sender, wait_for_data
+from finray.runtime.progress import RESIZE, Sender, wait_for_data
+from finray.runtime.spec import Pushing, WorkerSpec
 from finray.training.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -50,66 +50,10 @@ if TYPE_CHECKING:
 _LAST_PUSH_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pushing:
-    """Where rank 0 pushes checkpoints, and under which account; determined where the run was started."""
-
-    target: Target
-    endpoint: str
-    token: str = field(repr=False)
-
-    @classmethod
-    def here(cls, target: Target) -> Pushing:
-        """With the token and the Hub of this process."""
-        from huggingface_hub import constants, get_token
-
-        return cls(target, constants.ENDPOINT, get_token() or "")
-
-
-# The shortest interval between a rank's heartbeats where a long hang timeout allows it, and what each rank adds: the
-# driver gets no more messages from many ranks than from eight.
-_BEAT_S, _BEAT_RANK_S = 10.0, 1.25
-# Their pause is a share of `cluster.hang_seconds`; of this where it is null.
-_HANG_S = 300.0
 # How long a worker that exits waits for Ray to accept its checkpoint reports.
 _REPORTS_S = 5.0
 # Linux's request for the address of an interface.
 _SIOCGIFADDR = 0x8915
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What the driver hands to every worker.
-
-    Attributes:
-        config: of the run, as plain types.
-        execution: what the config leaves open; with what depends on the data, if these are prepared.
-        prepared: None while the data are being prepared; then the worker waits for the driver's.
-        run_dir: the run directory.
-        start: identifies this `finray train`.
-        threads: number of threads of this worker.
-        shared_gpus: whether several workers may share a GPU.
-        listener: address at which the driver receives records.
-        hang_s: how long the driver waits for a rank; None means forever.
-        secrets: of the user, set in the worker's environment.
-        memory: name prefix of the actors that keep checkpoints in memory; None if there are none.
-        evaluator: Ray resources for evaluations during training; None if there are none.
-        push: where checkpoints are pushed; None if they are not.
-    """
-
-    config: dict[str, Any]
-    execution: Execution
-    prepared: PreparedRun | None
-    run_dir: str
-    start: str
-    threads: int
-    listener: Address
-    hang_s: float | None = None
-    shared_gpus: bool = False
-    secrets: dict[str, str] = field(default_factory=dict, repr=False)
-    evaluator: dict[str, float] | None = None
-    memory: str | None = None
-    push: Pushing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +115,17 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
     step, loop = failures.LOADING, None
 
     def failed(error: BaseException) -> failures.Failure:
-        described, end = failures.describe(error), failures.end_of(error)
-        who = attempt, step, described, strategy.rank, socket.gethostname(), end
-        return failures.Failure(*who, spec.start, time.time(), "\n".join(log.last()))
+        return failures.Failure(
+            attempt=attempt,
+            from_step=step,
+            error=failures.describe(error),
+            rank=strategy.rank,
+            host=socket.gethostname(),
+            traceback=failures.end_of(error),
+            start=spec.start,
+            time=time.time(),
+            printed="\n".join(log.last()),
+        )
 
     try:
         before = [one for part in strategy.all_gather_object(failures.known(run_dir, spec.start)) for one in part]
@@ -263,7 +215,7 @@ def _loop(
 
         answering = TrainingAnswers(config, spec.execution.precision)
     if spec.memory is not None:
-        from finray.runtime.keepers import RayMemory
+        from finray.runtime.memory_actors import RayMemory
 
         nodes = strategy.all_gather_object(ray.get_runtime_context().get_node_id())
         memory = RayMemory(spec.memory, nodes, strategy.rank)
@@ -424,41 +376,6 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
         checkpoint_dir_name=path.name,
         checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
     )
-
-
-@dataclass
-class Heart:
-    """What the heartbeats of this rank tell."""
-
-    pulse: Pulse
-
-
-def beat(sender: Sender, attempt: str, rank: int, pulse: Pulse, *, hang_s: float | None, world_size: int = 1) -> Heart:
-    """Start a thread that sends heartbeats to the driver; SIGUSR1 writes the stacks of all threads."""
-    import faulthandler
-
-    import ray
-
-    # Also where no hang is looked for: the driver learns from heartbeats where the ranks are, and which one is slow.
-    pause_s = beat_pause(_HANG_S if hang_s is None else hang_s, world_size)
-    heart = Heart(pulse)
-    who = attempt, rank, socket.gethostname(), os.getpid(), ray.get_runtime_context().get_node_id()
-    with suppress(ValueError, OSError, RuntimeError):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-    def go_on() -> None:
-        while not sender.is_closed:
-            now = heart.pulse
-            sender.put(Beat(*who, now.step, now.phase, now.steps, now.work_s, now.longest_s, now.part, now.share))
-            sender.wait_closed(pause_s)
-
-    threading.Thread(target=go_on, name="finray-beat", daemon=True).start()
-    return heart
-
-
-def beat_pause(hang_s: float, world_size: int) -> float:
-    """Seconds between a rank's heartbeats."""
-    return min(hang_s / 5, max(_BEAT_S, _BEAT_RANK_S * world_size))
 
 
 def _record_processes(run_dir: Path, strategy: Any) -> None:

@@ -2,7 +2,7 @@
 
 The format is that of any checkpoint, so any number of ranks can resume from one. It is complete when the parts of all
 ranks for one step are there and intact; training needs no coordination. The storage that outlives the workers is passed
-in: see ``runtime/keepers.py``.
+in: see ``runtime/memory_actors.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from finray.config import environment
 from finray.config.environment import accept, secrets_of, set_default, trim_secrets, unset_default, with_defaults
-from finray.runtime.worker import WorkerSpec
+from finray.runtime.spec import WorkerSpec
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 NEW, OLD = ALLOCATOR

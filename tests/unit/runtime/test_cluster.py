@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,6 +223,18 @@ def test_groups_of_ended_drivers_are_removed_and_no_others() -> None:
         # Of a job that Ray's table does not have.
         "0003000000": group("finray third 0123abcd 4567cdef"),
     }
-    jobs = [{"JobID": "01000000", "IsDead": True}, {"JobID": "02000000", "IsDead": False}]
-    assert cluster.orphans(groups, jobs) == ["aa01000000", "bb01000000"]
-    assert cluster.orphans(groups, []) == []
+    assert cluster.orphans(groups, {"01000000"}) == ["aa01000000", "bb01000000"]
+    assert cluster.orphans(groups, ()) == []
+
+
+def test_only_a_head_that_listens_is_found_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert cluster.running_here() is None
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        file.write_text(f"127.0.0.1:{server.getsockname()[1]}", encoding="utf-8")
+        assert cluster.running_here() == file.read_text()
+    assert cluster.running_here() is None
+    file.write_text("no address", encoding="utf-8")
+    assert cluster.running_here() is None

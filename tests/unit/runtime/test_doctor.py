@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from finray.runtime import doctor, probe
-from finray.runtime.doctor import Finding
+from finray.runtime.doctor import ClusterFinding
 from tests.support import runs
 
 pytestmark = pytest.mark.long
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 GIB = 2**30
 
 
-def facts(**changed: object) -> probe.Facts:
+def facts(**changed: object) -> probe.NodeFacts:
     known: dict[str, object] = {
         "name": "m1",
         "versions": {"python": "3.11.7", "torch": "2.13.0"},
@@ -32,10 +32,10 @@ def facts(**changed: object) -> probe.Facts:
         "free_disk": {"/runs": 400 * GIB, "/dev/shm": 60 * GIB},
         "open_sockets": [],
     }
-    return probe.Facts(**{**known, **changed})  # type: ignore[arg-type]
+    return probe.NodeFacts(**{**known, **changed})  # type: ignore[arg-type]
 
 
-def bad(found: list[Finding]) -> list[tuple[str, str, str]]:
+def bad(found: list[ClusterFinding]) -> list[tuple[str, str, str]]:
     assert all(one.repair for one in found if one.level != "good")
     return [(one.level, one.what, one.text) for one in found if one.level != "good"]
 

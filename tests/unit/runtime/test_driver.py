@@ -107,7 +107,7 @@ def fitted(
     monkeypatch: pytest.MonkeyPatch,
     outcome: str | DataError,
     *,
-    is_own: bool,
+    is_local: bool,
     strategy: str = "ddp",
     use_gpu: bool = False,
 ) -> list[str]:
@@ -129,12 +129,12 @@ def fitted(
         did.append(f"prepared {location}")
         return PreparedRun(location, Resolved.of(execution, Steps(5)))
 
-    def make(connected: Any, known: PreparedRun | None, *rest: Any, look: Any, listener: Any, **options: Any) -> Any:
+    def make(connected: Any, known: PreparedRun | None, *rest: Any, poll: Any, listener: Any, **options: Any) -> Any:
         def fit() -> Any:
             did.append("workers start")
             got = pool.submit(wait_for_data, listener) if known is None else None
             while got is not None and not got.done():
-                look()
+                poll()
                 time.sleep(0.01)
             size = (known if got is None else got.result()).resolved.global_batch_size
             did.append(f"steps of {size}")
@@ -149,14 +149,14 @@ def fitted(
     monkeypatch.setattr("finray.runtime.trainer.remove_groups", lambda group: None)
     monkeypatch.setattr("finray.runtime.prepare._is_worth_help", lambda preparation: False)
     slow.config, slow.cancel = asked, lambda: did.append("cancelled")
-    connected = driver.Connected(ray, is_own, place, execution, {}, {}, 0.0, 0.0, Packing(True, "llama"))
+    connected = driver.Connected(ray, is_local, place, execution, {}, {}, 0.0, 0.0, Packing(True, "llama"))
     with ThreadPoolExecutor(1) as pool, suppress(DataError):
         driver.fit(connected, slow, asked, RunDir(tmp_path / "out" / "run"), lambda record: None)
     return did
 
 
 @pytest.mark.parametrize(
-    ("is_own", "use_gpu", "strategy", "early"),
+    ("is_local", "use_gpu", "strategy", "early"),
     [
         (True, False, "ddp", True),
         (True, True, "ddp", False),
@@ -165,10 +165,10 @@ def fitted(
     ],
 )
 def test_workers_start_before_the_data_are_prepared_where_that_holds_no_gpu_and_nothing_of_a_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool, use_gpu: bool, strategy: str, early: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool, use_gpu: bool, strategy: str, early: bool
 ) -> None:
     first = ["workers start", "prepared there"] if early else ["prepared there", "workers start"]
-    assert fitted(tmp_path, monkeypatch, "there", is_own=is_own, use_gpu=use_gpu, strategy=strategy) == [
+    assert fitted(tmp_path, monkeypatch, "there", is_local=is_local, use_gpu=use_gpu, strategy=strategy) == [
         *first,
         "steps of 5",
         "cancelled",
@@ -179,8 +179,8 @@ def test_data_that_cannot_be_prepared_end_a_run_whose_workers_have_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = DataError("a row is not right")
-    assert fitted(tmp_path, monkeypatch, error, is_own=True) == ["workers start", "cancelled"]
-    assert fitted(tmp_path, monkeypatch, error, is_own=False) == ["cancelled"]
+    assert fitted(tmp_path, monkeypatch, error, is_local=True) == ["workers start", "cancelled"]
+    assert fitted(tmp_path, monkeypatch, error, is_local=False) == ["cancelled"]
 
 
 @pytest.mark.parametrize("use_gpu", [False, True])
@@ -221,7 +221,7 @@ def test_a_stop_tells_what_is_saved_and_what_the_time_was_too_short_for(
     saved: list[int], late: int | None, said: list[str], tmp_path: Path
 ) -> None:
     run: Any = SimpleNamespace(store=lambda: SimpleNamespace(steps=lambda: saved))
-    with pytest.raises(Interrupted) as caught, driver._saying_what_is_saved(run, config(tmp_path)):
+    with pytest.raises(Interrupted) as caught, driver._note_last_checkpoint(run, config(tmp_path)):
         raise Interrupted(signal.SIGINT, late=late)
     notes = caught.value.__notes__
     assert [note.partition(" checkpoint.grace_seconds=20")[0] for note in notes] == said

@@ -42,18 +42,23 @@ class Cluster:
     """Stands for what Ray says of a cluster of three machines with two CPUs each, of which a run holds two."""
 
     def __init__(self, state: str, places: dict[int, str]) -> None:
-        self._private = self.state = self
+        self.gcs_address = "head:6379"
         self.held = {
             "mine": {"name": "finray run 1", "state": state, "bundles": {0: TWO, 1: TWO}, "bundles_to_node_id": places},
             "old": {"name": "finray run 0", "state": "REMOVED", "bundles": {0: TWO}, "bundles_to_node_id": {0: "a"}},
             "other": {"name": "other", "state": "CREATED", "bundles": {0: TWO}, "bundles_to_node_id": {0: "a"}},
         }
 
-    def get_draining_nodes(self) -> dict[str, int]:
-        return {}
+    def get_runtime_context(self) -> Cluster:
+        return self
 
-    def available_resources_per_node(self) -> dict[str, dict[str, float]]:
-        return {"a": {"memory": 9.0}, "b": {"memory": 9.0}, "c": {"CPU": 2.0, "memory": 9.0}}
+
+class Head:
+    """Stands for :mod:`finray.runtime.gcs`."""
+
+    def __init__(self, free: dict[str, dict[str, float]], leaving: dict[str, int] | None = None) -> None:
+        self.available_resources = lambda address: free
+        self.draining = lambda address: leaving or {}
 
 
 TWO = {"CPU": 2.0}
@@ -79,7 +84,9 @@ def test_a_run_has_room_where_it_holds_resources_and_where_they_are_free(
     from finray.runtime import elastic
 
     cluster = Cluster(state, places)
+    free = {"a": {"memory": 9.0}, "b": {"memory": 9.0}, "c": {"CPU": 2.0, "memory": 9.0}}
     monkeypatch.setattr(elastic, "ray", cluster)
+    monkeypatch.setattr(elastic, "gcs", Head(free))
     monkeypatch.setattr(elastic, "placement_group_table", lambda: cluster.held)
     assert elastic.room_for(TWO, nodes=set(nodes), group="finray run", most=8, kept=0) == room
 
@@ -103,16 +110,16 @@ def test_a_machine_that_joins_gets_a_worker_whether_or_not_an_evaluation_is_runn
     from finray.runtime import elastic
 
     cluster = Cluster("CREATED", {0: "a", 1: "b"})
-    cluster.available_resources_per_node = lambda: {one: {"CPU": free.get(one, 0.0)} for one in "abcd"}  # type: ignore[method-assign]
     node = {"Alive": True, "Resources": TWO, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1}
     cluster.nodes = lambda: [{**node, "NodeID": one} for one in "abcd"]  # type: ignore[attr-defined]
     monkeypatch.setattr(elastic, "ray", cluster)
+    monkeypatch.setattr(elastic, "gcs", Head({name: {"CPU": free.get(name, 0.0)} for name in "abcd"}))
     monkeypatch.setattr(elastic, "placement_group_table", lambda: cluster.held)
     monkeypatch.setattr(elastic, "refusal", lambda address: None)
     run, counts = Run(monkeypatch), list[int]()
     if evaluates:
-        run.watch.heard(Beat("", EVALUATOR, "host", 1, "c", 4, "other"))
-    with Listener("127.0.0.1", run.watch.heard, counts.append, is_evaluating=run.watch.is_evaluating) as listener:
+        run.watch.on_record(Beat("", EVALUATOR, "host", 1, "c", 4, "other"))
+    with Listener("127.0.0.1", run.watch.on_record, counts.append, is_evaluating=run.watch.is_evaluating) as listener:
         policy = elastic.Elastic(
             ScalingConfig(num_workers=(1, 8), resources_per_worker=TWO, elastic_resize_monitor_interval_s=0),
             group="finray run",
@@ -136,33 +143,19 @@ def test_a_machine_that_accepts_no_connection_is_silent() -> None:
     assert silent({}) == set()
 
 
-def test_who_says_that_there_is_room_needs_the_token_and_the_driver() -> None:
+def test_a_controller_asks_the_driver_how_far_the_run_has_come_and_says_that_there_is_room(run: Run) -> None:
+    """With the token, and while the driver is there."""
     counts: list[int] = []
-    with Listener("127.0.0.1", lambda record: None, counts.append) as listener:
-        assert resize_to(listener.address, 3)
-        wrong = type(listener.address)(listener.address.host, listener.address.port, "0" * 32)
-        assert not resize_to(wrong, 4)
-        address = listener.address
-    assert not resize_to(address, 5)
-    assert counts == [3]
-
-
-def test_how_far_the_run_has_come_is_asked_of_the_driver_wherever_its_checkpoints_are() -> None:
-    steps = [-1]
-    with Listener("127.0.0.1", lambda record: None, progress=lambda: steps[-1]) as listener:
+    with Listener("127.0.0.1", run.watch.on_record, counts.append, lambda: run.watch.began_at) as listener:
+        wrong = replace(listener.address, token="0" * 32)
         assert progress_of(listener.address) == -1
-        steps.append(12)
-        assert progress_of(listener.address) == 12
-        wrong = type(listener.address)(listener.address.host, listener.address.port, "0" * 32)
-        assert progress_of(wrong) == -1
-    assert progress_of(listener.address) == -1
-
-
-def test_the_driver_knows_from_which_step_the_workers_started(run: Run) -> None:
-    assert run.watch.began_at == -1
-    for step in (0, 20):
-        run.watch.heard(replace(HEADER, step=step))
-        assert run.watch.began_at == step
+        for step in (0, 20):
+            run.watch.on_record(replace(HEADER, step=step))
+            assert progress_of(listener.address) == step
+        assert resize_to(listener.address, 3)
+        assert (progress_of(wrong), resize_to(wrong, 4)) == (-1, False)
+    assert (progress_of(listener.address), resize_to(listener.address, 5)) == (-1, False)
+    assert counts == [3]
 
 
 def test_wishes_come_to_the_worker_once() -> None:
@@ -180,31 +173,23 @@ def test_wishes_come_to_the_worker_once() -> None:
         sender.close()
 
 
-def test_a_group_makes_place_unless_the_run_is_ending(run: Run) -> None:
+def test_a_group_makes_place_unless_the_run_is_ending_and_that_is_said_once(run: Run) -> None:
+    """Workers that evaluate or load are asked again, because a request may be lost with a connection."""
     asked: list[str] = []
     run.ask = asked.append  # type: ignore[attr-defined]
     run.watch.resize(3)
     assert asked == []
-    run.watch.heard(HEADER)
-    run.watch.resize(3)
-    assert asked == [RESIZE]
+    run.watch.on_record(HEADER)
+    for count in (3, 3, 4, 4):
+        run.watch.resize(count)
+    run.watch.on_record(HEADER)
+    run.watch.resize(4)
+    notes = [note.message.partition(":")[0] for note in run.heard if isinstance(note, Note)]
+    assert notes == [f"there is room for {count} workers" for count in (3, 4, 4)]
+    assert asked == [RESIZE] * 5
     run.pending.signum = 15
     run.at(1)
     run.watch.resize(4)
-    assert asked == [RESIZE]
-
-
-def test_room_is_said_once_while_the_workers_have_no_time_for_it(run: Run) -> None:
-    """They may be evaluating or loading. They are asked again, because a request may be lost with a connection."""
-    asked: list[str] = []
-    run.ask = asked.append  # type: ignore[attr-defined]
-    run.watch.heard(HEADER)
-    for count in (3, 3, 4, 4):
-        run.watch.resize(count)
-    run.watch.heard(HEADER)
-    run.watch.resize(4)
-    said = [one.message for one in run.heard if isinstance(one, Note)]
-    assert [text.partition(":")[0] for text in said] == [f"there is room for {one} workers" for one in (3, 4, 4)]
     assert asked == [RESIZE] * 5
 
 

@@ -108,11 +108,6 @@ def test_failures_that_lie_on_several_machines_count_together_and_once(tmp_path:
     check([first, replace(first), first], 4, tmp_path)
 
 
-def test_errors_are_described_in_one_line() -> None:
-    assert describe(ValueError("one\ntwo")) == "ValueError: one"
-    assert describe(RuntimeError()) == "RuntimeError"
-
-
 # As Ray 2.60 writes them, shortened.
 NO_MEMORY = """2 worker(s) were killed due to the node running low on memory. \
 Memory on the node (IP: 192.0.2.2, ID: eef1f) was 22.20GB used / 23.54GB limit (0.943076)
@@ -154,22 +149,22 @@ def test_a_process_that_ray_lost_is_told_in_one_sentence(text: str, message: str
     assert "the same command continues" in found[1]
 
 
-def test_what_a_node_lacks_is_what_was_used_above_the_share_at_which_ray_kills() -> None:
-    found = lost_process(NO_MEMORY.replace("22.20GB used", "22.80GB used"))
-    assert found is not None
-    assert bytes_missing(found[0]) == pytest.approx((22.80 - 0.95 * 23.54) * 2**30, abs=1)
-    # Others may have freed memory since.
-    below = lost_process(NO_MEMORY)
-    assert below is not None
-    assert bytes_missing(below[0]) == 1
-    assert bytes_missing("a machine of the cluster was lost") == 0
-
-
-def test_an_exception_is_no_lost_process_and_named_by_its_last_line() -> None:
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        (NO_MEMORY.replace("22.20GB used", "22.80GB used"), (22.80 - 0.95 * 23.54) * 2**30),
+        # Others may have freed memory since.
+        (NO_MEMORY, 1),
+        (NODE, 0),
+    ],
+)
+def test_what_a_node_lacks_is_what_was_used_above_the_share_at_which_ray_kills(text: str, missing: float) -> None:
+    lost = lost_process(text)
+    assert lost is not None
+    assert bytes_missing(lost[0]) == pytest.approx(missing, abs=1)
+    # An exception is no lost process, and named by its last line.
     text = "Traceback (most recent call last):\n  File x\n\nValueError: no\n"
-    assert lost_process(text) is None
-    assert last_line(text) == "ValueError: no"
-    assert last_line("") == ""
+    assert (lost_process(text), last_line(text), last_line("")) == (None, "ValueError: no", "")
 
 
 @pytest.mark.parametrize(
@@ -199,21 +194,20 @@ CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to all
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "missing"),
+    ("error", "told", "missing"),
     [
         (GPU, "rank 3 ran out of memory after step 7: it asked for 2.50 GiB more, and 512.00 MiB were free", 2 * 2**30),
         (CPU, "rank 3 ran out of memory after step 7: it asked for 4096 bytes more", 4096),
+        (RuntimeError("Tried to allocate 2 GiB of luck"), None, 0),
+        (OutOfMemoryError("no"), None, 0),
     ],
 )
-def test_memory_that_is_lacking_is_told_with_how_much_was_asked_for(error: Exception, said: str, missing: int) -> None:
-    found = out_of_memory(error, "rank 3", 7)
-    assert found is not None
-    assert (found.message, bytes_missing(found.message)) == (said, missing)
-
-
-def test_another_error_is_not_one_of_memory() -> None:
-    assert out_of_memory(RuntimeError("Tried to allocate 2 GiB of luck"), "rank 3", 7) is None
-    assert out_of_memory(OutOfMemoryError("no"), "rank 3", 7) is None
+def test_memory_that_is_lacking_is_told_with_how_much_was_asked_for(
+    error: Exception, told: str | None, missing: int
+) -> None:
+    memory = out_of_memory(error, "rank 3", 7)
+    assert (None if memory is None else memory.message) == told
+    assert bytes_missing(told or "") == missing
 
 
 def test_before_the_first_step_only_storage_without_an_answer_is_tried_again() -> None:

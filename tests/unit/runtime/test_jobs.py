@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from finray.runtime.jobs import (
     DEFAULT_ADDRESS,
     SECRETS,
     Job,
-    Server,
+    JobServer,
     address_of,
     require_no_secret,
     secrets_named,
@@ -29,51 +30,28 @@ from finray.runtime.jobs import (
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
+    ("changes", "repair"),
     [
-        ({"data.source": "https://me:hf_abcdefghijklmnopqrstuv@host/x"}, "HF_TOKEN"),
-        ({"data.system": "use AKIAABCDEFGHIJKLMNOP"}, "AWS_ACCESS_KEY_ID"),
+        ({"data.source": "https://me:hf_abcdefghijklmnopqrstuv@host/x"}, "--env HF_TOKEN"),
+        ({"data.system": "use AKIAABCDEFGHIJKLMNOP"}, "--env AWS_ACCESS_KEY_ID"),
         # The beginning of another word says nothing of the token.
-        ({"data.system": "the neighbours of disk-1 use hf_abcdefghijklmnopqrstuv"}, "HF_TOKEN"),
+        ({"data.system": "the neighbours of disk-1 use hf_abcdefghijklmnopqrstuv"}, "--env HF_TOKEN"),
+        # No variable would be read for these, and none is known for a token of an unknown service.
+        ({"data.source": "https://neighbours.example.com/disk-1.jsonl?token=anything"}, "an address without a key"),
+        ({"data.source": "s3://bucket/rows.jsonl?x=1&X-Amz-Signature=anything"}, "an address without a key"),
+        ({"data.source": "https://me:anything@example.com/hf_rows.jsonl"}, "an address without a key"),
+        ({"data.system": "xoxb-1234567890-abc, of the neighbours"}, "data.system: remove it"),
     ],
 )
-def test_a_secret_in_a_config_is_refused_with_the_name_to_use(changes: dict[str, Any], name: str) -> None:
-    config = load_config("smollm2-lora", changes)
+def test_a_secret_in_a_config_is_refused_with_the_name_to_use(changes: dict[str, Any], repair: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        require_no_secret(config)
+        require_no_secret(load_config("smollm2-lora", changes))
     said = str(caught.value)
-    assert f"--env {name}" in said
+    assert repair in said
     assert next(iter(changes)) in said
-    for value in ("hf_abc", "anything", "AKIAABC"):
+    assert ("export" in said) == ("--env" in repair)
+    for value in ("hf_abc", "anything", "AKIAABC", "xoxb-"):
         assert value not in said
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "https://neighbours.example.com/disk-1.jsonl?token=anything",
-        "s3://bucket/rows.jsonl?x=1&X-Amz-Signature=anything",
-        "https://me:anything@example.com/hf_rows.jsonl",
-    ],
-)
-def test_for_an_address_with_a_key_no_variable_is_proposed(source: str) -> None:
-    """None of them would be read."""
-    with pytest.raises(ConfigError) as caught:
-        require_no_secret(load_config("smollm2-lora", {"data.source": source}))
-    said = str(caught.value)
-    assert "data.source: use an address without a key" in said
-    assert "export" not in said
-    assert "anything" not in said
-
-
-def test_for_a_token_of_no_known_service_no_variable_is_proposed() -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_no_secret(load_config("smollm2-lora", {"data.system": "xoxb-1234567890-abc, of the neighbours"}))
-    assert str(caught.value).endswith("data.system: remove it")
-
-
-def test_a_config_without_secrets_is_sent() -> None:
-    require_no_secret(load_config("smollm2-lora", {"data.field_mapping": {"prompt": "token"}}))
 
 
 def test_the_value_of_a_secret_variable_of_this_shell_is_refused() -> None:
@@ -93,16 +71,15 @@ def test_the_value_of_a_secret_variable_of_this_shell_is_refused() -> None:
             assert "remove it, and add --env MY_JOB_TOKEN" in str(caught.value)
             assert "s3cr3t" not in str(caught.value)
     require_no_secret(load_config("smollm2-lora", {"data.system": "gr33n-more model /a/path/1"}), environ=environ)
+    require_no_secret(load_config("smollm2-lora", {"data.field_mapping": {"prompt": "token"}}))
     # So without the environment, it would have been sent.
     require_no_secret(load_config("smollm2-lora", {"data.system": "use s3cr3t-value"}), environ={})
 
 
-@pytest.mark.parametrize(
-    "identity", ["", "..", ".", "a/b", "../x", "a b", "a\nb", "\x1b[31m", "a" * 5000, "a?b", "a#b", "é"]
-)
-def test_what_can_be_no_job_is_none_and_the_server_is_not_asked(server: Server, identity: str) -> None:
+@pytest.mark.parametrize("identity", ["", "..", "a/b", "../x", "a b", "a\nb", "\x1b[31m", "a" * 5000, "a?b", "é"])
+def test_what_can_be_no_job_is_none_and_the_server_is_not_asked(server: JobServer, identity: str) -> None:
     server._client = None
-    for ask in (server.job, server.logs, server.stop, lambda one: server.follow(one, print)):
+    for ask in (server.job, server.logs, server.stop, lambda name: server.follow(name, print)):
         with pytest.raises(ClusterError, match="there is no job") as caught:
             ask(identity)
         assert len(str(caught.value)) < 400
@@ -115,20 +92,22 @@ def _refusing(error: Exception) -> Any:
     return call
 
 
-ODD = (
-    TypeError("JobDetails() argument after ** must be a mapping, not list"),
-    json.JSONDecodeError("Expecting value", "<html>", 0),
-    KeyError("status"),
-    AttributeError("'str' object has no attribute 'get'"),
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (TypeError("JobDetails() argument after ** must be a mapping, not list"), "something that is not about jobs"),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), "something that is not about jobs"),
+        (KeyError("status"), "something that is not about jobs"),
+        (AttributeError("'str' object has no attribute 'get'"), "something that is not about jobs"),
+        (RuntimeError("Request failed with status code 500: oh"), "http://head:8265 reports an internal error: .*500"),
+    ],
+    ids=lambda value: type(value).__name__,
 )
-
-
-@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-def test_an_answer_of_another_shape_is_no_defect_of_finrays(server: Server, error: Exception) -> None:
+def test_an_odd_answer_of_the_server_is_no_defect_of_finrays(server: JobServer, error: Exception, message: str) -> None:
     client: Any = server._client
-    client.get_job_info = client.list_jobs = client.get_job_logs = _refusing(error)
+    client.get_job_info = client.list_jobs = client.get_job_logs = Mock(side_effect=error)
     for ask in (lambda: server.job("a"), server.list, lambda: server.logs("a"), lambda: server.stop("a")):
-        with pytest.raises(ConnectionError, match="answers with something that is not about jobs"):
+        with pytest.raises(ConnectionError, match=message):
             ask()
     # Records of which a field is of another type.
     client.list_jobs = lambda: [SimpleNamespace(submission_id="a", metadata={"finray_run": "x"}, start_time="soon")]
@@ -136,7 +115,7 @@ def test_an_answer_of_another_shape_is_no_defect_of_finrays(server: Server, erro
         server.list()
 
 
-def test_a_log_is_shown_without_secrets(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_shown_without_secrets(server: JobServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "very-secret-1")
     client: Any = server._client
     identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
@@ -222,14 +201,14 @@ class Client:
 
 
 @pytest.fixture
-def server() -> Server:
-    found = Server.__new__(Server)
+def server() -> JobServer:
+    found = JobServer.__new__(JobServer)
     found.address, found._client = "http://head:8265", Client()
     return found
 
 
 def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment_of_the_job(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: JobServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").touch()
@@ -266,7 +245,7 @@ def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment
     ],
 )
 def test_a_running_job_of_other_content_is_not_taken_for_the_submitted_one(
-    server: Server, changes: dict[str, Any], names: tuple[str, ...], code: dict[str, str] | None
+    server: JobServer, changes: dict[str, Any], names: tuple[str, ...], code: dict[str, str] | None
 ) -> None:
     client: Any = server._client
     server.option = " --address head"
@@ -286,7 +265,7 @@ def test_a_running_job_of_other_content_is_not_taken_for_the_submitted_one(
     assert server.submit(load_config("smollm2-lora", {**base, **changes}), names, environ, code=code).id == job.id
 
 
-def test_a_log_is_followed_over_connections_that_break(server: Server) -> None:
+def test_a_log_is_followed_over_connections_that_break(server: JobServer) -> None:
     client: Any = server._client
     identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
     client.connections = [["one\n", "tw"], [], ["one\ntwo\n", "three\n"]]
@@ -303,33 +282,33 @@ SILENT = (
 )
 
 
-def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(server: Server) -> None:
+def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(server: JobServer) -> None:
     client: Any = server._client
     identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
     client.connections, client.log = [["one\n"]], "one\n"
     client.answers = [*SILENT, *SILENT]
     said: list[str] = []
-    job = server.follow(identity, said.append, pause=lambda seconds: None, clock=lambda: 0.0)
+    quick: dict[str, Any] = {"pause": lambda seconds: None, "clock": lambda: 0.0}
+    job = server.follow(identity, said.append, **quick)
     assert (job.status, "".join(said)) == ("succeeded", "one\n")
-    # One that stays silent is an error, which says that the job may continue.
+    # One that stays silent is an error, which says that the job may continue, and how to follow it.
     client.jobs[identity].status = "RUNNING"
     client.answers = [SILENT[0]] * 100
+    server.option = " --address http://head:8265"
     times = iter(range(0, 1000, 10))
-    with pytest.raises(ClusterError, match=r"not answered for 60 s(?s:.*)the job may still be running"):
+    with pytest.raises(ClusterError, match=r"not answered for 60 s(?s:.*)the job may still be running") as caught:
         server.follow(identity, said.append, pause=lambda seconds: None, clock=lambda: next(times))
+    assert f"finray jobs logs {identity} --follow --address http://head:8265" in str(caught.value.repair)
     # There is no waiting for a job that is not there.
     client.answers = []
-    with pytest.raises(ClusterError, match="there is no job `other`"):
-        server.follow("other", said.append, pause=lambda seconds: None, clock=lambda: 0.0)
-    # An error of the server's own does not say so, and is no defect of finray's.
-    client.answers = [SILENT[1]]
-    with pytest.raises(ConnectionError, match=r"http://head:8265 reports an internal error: .*503"):
-        server.job(identity)
+    with pytest.raises(ClusterError, match="there is no job `other`") as caught:
+        server.follow("other", said.append, **quick)
+    assert caught.value.repair == "`finray jobs list --address http://head:8265` shows all jobs"
 
 
 @pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("FAILED", 3), ("STOPPED", 143)])
 def test_a_job_that_is_followed_for_a_program_is_one_document_at_its_end_and_has_its_exit_code(
-    server: Server, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+    server: JobServer, monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
     from finray.cli import jobs
     from tests.support.runs import finray
@@ -343,50 +322,14 @@ def test_a_job_that_is_followed_for_a_program_is_one_document_at_its_end_and_has
         yield "one\n"
 
     client.tail_job_logs = tail
-    monkeypatch.setattr(jobs, "Server", lambda address: server)
+    monkeypatch.setattr(jobs, "JobServer", lambda address: server)
     found, out, _ = finray("jobs", "logs", identity, "--follow", "--json")
     told = json.loads(out)
     assert (found, told["job"], told["logs"]) == (code, identity, client.log)
     assert (told["status"], told["exit_code"]) == (status.lower(), code)
 
 
-def test_commands_in_messages_name_the_server_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Server, "_require_alive", lambda self: None)
-    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: Client())
-    for address, option in (("http://head:8265", " --address http://head:8265"), (None, "")):
-        server = Server(address)
-        client: Any = server._client
-        with pytest.raises(ClusterError) as caught:
-            server.job("other")
-        assert caught.value.repair == f"`finray jobs list{option}` shows all jobs"
-        identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
-        client.answers = [SILENT[0]] * 9
-        times = iter((0.0, 99.0))
-        with pytest.raises(ClusterError) as caught:
-            server.follow(identity, print, pause=lambda seconds: None, clock=lambda times=times: next(times))
-        assert str(caught.value.repair).endswith(f"finray jobs logs {identity} --follow{option}")
-
-
-@pytest.mark.parametrize("name", ["list_jobs", "get_job_logs", "stop_job"])
-def test_an_internal_error_of_the_job_server_is_none_of_finrays(
-    server: Server, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("Request failed with status code 500: Internal Server Error")
-
-    monkeypatch.setattr(server._client, name, fail, raising=False)
-    actions: dict[str, Callable[[], object]] = {
-        "list_jobs": server.list,
-        "get_job_logs": lambda: server.logs(identity),
-        "stop_job": lambda: server.stop(identity),
-    }
-    with pytest.raises(ConnectionError, match=r"http://head:8265 reports an internal error: .*500"):
-        actions[name]()
-
-
-def test_a_job_is_sent_again_until_a_cluster_that_has_just_started_takes_it(server: Server) -> None:
+def test_a_job_is_sent_again_until_a_cluster_that_has_just_started_takes_it(server: JobServer) -> None:
     client: Any = server._client
     config = load_config("smollm2-lora", {"run.output_dir": "/runs"})
     no_agent = "Request failed with status code 500: No available agent to submit job, please try again later.."
@@ -406,57 +349,47 @@ def test_a_job_is_sent_again_until_a_cluster_that_has_just_started_takes_it(serv
     assert len(client.refusals) == 1
 
 
-def test_the_machines_of_the_workers_do_not_get_the_secrets_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_code", [False, True])
+def test_a_job_runs_its_config_and_its_workers_get_its_code_and_no_secret(
+    has_code: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray unpacks the directory of a job wherever it has workers, unless the driver of the job says otherwise."""
     from finray.cli import job_entry, start
 
     (tmp_path / SECRETS).write_text(json.dumps({"FINRAY_TEST_SECRET": "s3cret"}))
+    code = tmp_path / CODE
+    if has_code:
+        code.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FINRAY_TEST_SECRET", "")
-    told = {"runtime_env": {"working_dir": "gcs://pkg.zip", "env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(told))
+    given = {"runtime_env": {"working_dir": "gcs://pkg.zip", "env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(given))
     monkeypatch.setattr("sys.argv", ["entry"])
     seen: list[Any] = []
-    monkeypatch.setattr(start, "main", lambda: seen.append((sys.argv, dict(os.environ), (tmp_path / SECRETS).exists())))
+    monkeypatch.setattr(
+        start, "main", lambda: seen.append((sys.argv, Path.cwd(), dict(os.environ), (tmp_path / SECRETS).exists()))
+    )
     job_entry.main()
-    ((argv, environ, is_there),) = seen
+    ((argv, cwd, environ, is_there),) = seen
     assert argv == ["finray", "train", str(tmp_path / CONFIG)]
+    assert cwd == (code if has_code else tmp_path)
     assert environ["FINRAY_TEST_SECRET"] == "s3cret"
     assert not is_there
-    expected = {"runtime_env": {"env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
+    folder = {"working_dir": str(code)} if has_code else {}
+    expected = {"runtime_env": {"env_vars": {"A": "b"}, **folder}, "metadata": {"x": "y"}}
     assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == expected
-
-
-def test_code_of_a_job_is_the_directory_of_its_driver_and_of_its_workers_without_the_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from finray.cli import job_entry, start
-
-    (tmp_path / CODE).mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "gcs://pkg.zip"}}))
-    monkeypatch.setattr("sys.argv", ["entry"])
-    seen: list[Any] = []
-    monkeypatch.setattr(start, "main", lambda: seen.append((sys.argv, Path.cwd(), dict(os.environ))))
-    job_entry.main()
-    ((argv, cwd, environ),) = seen
-    assert argv == ["finray", "train", str(tmp_path / CONFIG)]
-    assert cwd == tmp_path / CODE
-    assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == {"runtime_env": {"working_dir": str(tmp_path / CODE)}}
 
 
 def submitting(monkeypatch: pytest.MonkeyPatch, see: Callable[[Any, Any], object]) -> None:
     """A job server that takes every job."""
     from finray.cli import jobs
 
-    def submit(self: Server, config: object, names: object, *, code: object, command: str) -> Any:
+    def submit(self: JobServer, config: object, names: object, *, code: object, command: str) -> Any:
         see(config, code)
         return Job("finray-1", "/runs/run", "running")
 
-    monkeypatch.setattr(jobs.Server, "__init__", lambda self, address: None)
-    monkeypatch.setattr(jobs.Server, "submit", submit)
+    monkeypatch.setattr(jobs.JobServer, "__init__", lambda self, address: None)
+    monkeypatch.setattr(jobs.JobServer, "submit", submit)
 
 
 def test_a_chat_template_and_deepspeeds_json_are_sent_with_the_config(

@@ -57,15 +57,3 @@ def test_what_a_worker_needs_follows_from_the_config(
     assert found == ["ray.train.torch", "finray.training.assemble", *expected]
     for name in found[1:]:
         importlib.import_module(name)
-
-
-def test_a_command_collects_garbage_less_often_and_a_training_worker_as_python_does() -> None:
-    """A worker's garbage may hold tensors."""
-    script = "import gc; from finray.runtime.preload import {}; {}; print(gc.get_threshold())"
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", script.format(name, call)], capture_output=True, text=True, timeout=500, check=True
-        ).stdout.strip()
-        for name, call in (("collect_seldom", "collect_seldom()"), ("import_all", "import_all(['colorsys'])"))
-    ]
-    assert found == ["(2000, 20, 100)", "(700, 10, 10)"]

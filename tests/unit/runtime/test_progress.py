@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, fields, replace
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,51 @@ def test_a_connection_that_breaks_is_made_again_and_wishes_come(monkeypatch: pyt
     assert heard[-1] == replace(later, phase="gone")
 
 
+@pytest.mark.parametrize("patience_s", [0.05, 60.0])
+def test_a_worker_that_runs_late_and_ends_at_once_loses_no_record(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the thread that sends may wait for seconds between its connection and its first line: the
+    driver waits for it, and where it has given up meanwhile, the worker connects again."""
+    monkeypatch.setattr(progress, "_INTRODUCE_S", patience_s)
+    monkeypatch.setattr(progress, "_AGAIN_S", 0.01)
+    connect, late = socket.create_connection, iter([0.5])
+
+    def connect_late(*arguments: Any) -> socket.socket:
+        connection = connect(*arguments)
+        time.sleep(next(late, 0))
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", connect_late)
+    heard: list[Record] = []
+    with Listener("127.0.0.1", heard.append) as listener:
+        sender = Sender(listener.address)
+        for record in RECORDS:
+            sender.put(record)
+        sender.close()
+    assert heard == RECORDS
+
+
+def test_what_has_arrived_is_read_after_the_workers_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is slow; and one connection is that of a lost machine, which did not close it."""
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.05)
+    heard: list[Record] = []
+
+    def handle(record: Record) -> None:
+        time.sleep(0.05)
+        heard.append(record)
+
+    with Listener("127.0.0.1", handle) as listener:
+        lost = socket.create_connection((listener.address.host, listener.address.port))
+        lost.sendall(f"{listener.address.token}\n".encode())
+        sender = Sender(listener.address)
+        for record in RECORDS:
+            sender.put(record)
+        sender.close()
+    assert heard == RECORDS
+    lost.close()
+
+
 def test_a_process_that_was_killed_is_lost_and_one_that_ends_in_order_is_gone() -> None:
     heard: list[object] = []
     with Listener("127.0.0.1", heard.append) as listener:
@@ -177,13 +223,3 @@ def test_a_wish_to_stop_reaches_the_workers_that_are_connected_and_those_that_co
         assert not silent.has_request()
         first.close()
         later.close()
-
-
-def test_a_sender_is_not_stopped_where_nobody_asks() -> None:
-    heard: list[Record] = []
-    with Listener("127.0.0.1", heard.append) as listener:
-        sender = Sender(listener.address)
-        sender.put(Note("here"))
-        sender.close()
-    assert heard == [Note("here")]
-    assert not sender.has_request()

@@ -44,36 +44,60 @@ class Ranks:
         return None
 
 
-def test_the_rank_that_does_not_come_to_the_sum_is_named() -> None:
-    ranks = Ranks(beat(0, 7, "waiting"), beat(1, 7, "computing"), beat(2, 7, "waiting"))
-    assert ranks.after(HANG_S - 10) is None
-    hang = ranks.after(20)
+@pytest.mark.parametrize(
+    ("beats", "seconds", "ranks", "why"),
+    [
+        (
+            (beat(0, 7, "waiting"), beat(1, 7, "computing"), beat(2, 7, "waiting")),
+            HANG_S,
+            [1],
+            "has not reached the all-reduce of step 7 for 100 s",
+        ),
+        # The collectives of a GPU return at once, and its numbers are read a step later.
+        (
+            (beat(0, 8, "waiting"), beat(1, 7, "computing"), beat(2, 8, "waiting")),
+            HANG_S,
+            [1],
+            "has not reached the all-reduce of step 7",
+        ),
+        ((beat(0, 7, "waiting"), beat(1, 7, "waiting")), HANG_S, [0, 1], "wait for each other"),
+        # A first step compiles, and a start imports: both have six times as long.
+        (
+            (beat(0, 1, "waiting", steps=0), beat(1, 1, "waiting", steps=0)),
+            6 * HANG_S,
+            [0, 1],
+            "has been in step 1 for 600 s; all wait for each other in its all-reduce",
+        ),
+        (
+            (beat(0, -1, "waiting", steps=0), beat(1, -1, "computing", steps=0)),
+            6 * HANG_S,
+            [1],
+            "has not joined the other workers 600 s after its start",
+        ),
+        # All have imported, and none joins.
+        ((beat(0, -1, "waiting", steps=0), beat(1, -1, "waiting", steps=0)), 6 * HANG_S, [0, 1], ""),
+    ],
+)
+def test_the_ranks_that_others_wait_for_are_named(
+    beats: tuple[Beat, ...], seconds: float, ranks: list[int], why: str
+) -> None:
+    watched = Ranks(*beats)
+    assert watched.after(seconds - 10) is None
+    hang = watched.after(20)
     assert hang is not None
-    assert [one.rank for one in hang.ranks] == [1]
-    assert "has not reached the all-reduce of step 7 for 100 s" in hang.why
+    assert [named.rank for named in hang.ranks] == ranks
+    assert why in hang.why
 
 
-def test_a_rank_that_others_wait_for_a_step_later_is_named_with_its_own_step() -> None:
-    """The collectives of a GPU return at once, and its numbers are read a step later."""
-    hang = Ranks(beat(0, 8, "waiting"), beat(1, 7, "computing"), beat(2, 8, "waiting")).after(HANG_S + 10)
-    assert hang is not None
-    assert [one.rank for one in hang.ranks] == [1]
-    assert "has not reached the all-reduce of step 7" in hang.why
-
-
-def test_a_rank_that_says_nothing_is_named() -> None:
-    ranks = Ranks(beat(0, 7, "other"), beat(1, 7, "other"))
+@pytest.mark.parametrize(("step", "seconds"), [(7, HANG_S), (-1, 6 * HANG_S)])
+def test_a_rank_that_says_nothing_is_named(step: int, seconds: float) -> None:
+    ranks = Ranks(beat(0, step, "other", steps=0), beat(1, step, "other", steps=0))
     ranks.after(10)
-    ranks.say(beat(0, 7, "other"))
-    hang = ranks.after(HANG_S + 10)
+    ranks.say(beat(0, step, "other", steps=0))
+    assert ranks.after(seconds - 20) is None
+    hang = ranks.after(40)
     assert hang is not None
-    assert [one.rank for one in hang.ranks] == [1]
-
-
-def test_all_that_wait_for_each_other_are_named() -> None:
-    hang = Ranks(beat(0, 7, "waiting"), beat(1, 7, "waiting")).after(HANG_S + 10)
-    assert hang is not None
-    assert (len(hang.ranks), "wait for each other" in hang.why) == (2, True)
+    assert [rank.rank for rank in hang.ranks] == [1]
 
 
 @pytest.mark.parametrize(
@@ -145,19 +169,6 @@ def test_a_rank_that_does_not_come_back_is_named_and_processes_that_ended_are_no
     assert ranks.after(10 * HANG_S) is None
 
 
-def test_a_first_step_and_a_load_that_do_not_end_are_found() -> None:
-    hang = Ranks(beat(0, 1, "waiting", steps=0), beat(1, 1, "waiting", steps=0)).after(7 * HANG_S)
-    assert hang is not None
-    assert hang.why == "has been in step 1 for 600 s; all wait for each other in its all-reduce"
-    ranks = Ranks(beat(0, -1, "other", steps=0), beat(1, -1, "other", steps=0))
-    ranks.after(10)
-    ranks.say(beat(0, -1, "other", steps=0))
-    assert ranks.after(5 * HANG_S) is None
-    hang = ranks.after(2 * HANG_S)
-    assert hang is not None
-    assert [one.rank for one in hang.ranks] == [1]
-
-
 def started(*ranks: int) -> list[Beat]:
     """What Ray knows of workers."""
     return [replace(beat(rank, -1, "other", attempt=""), rank=UNKNOWN) for rank in ranks]
@@ -195,21 +206,6 @@ def test_a_worker_that_reports_late_or_was_ended_is_not_named() -> None:
     assert ranks.after(5 * HANG_S) is None
     # Control: the time of these is over.
     assert ranks.after(2 * HANG_S) is not None
-
-
-def test_a_worker_that_does_not_join_the_others_is_named_and_those_that_wait_for_it_are_not() -> None:
-    ranks = Ranks(beat(0, -1, "waiting", steps=0), beat(1, -1, "computing", steps=0))
-    assert ranks.after(6 * HANG_S - 10) is None
-    hang = ranks.after(20)
-    assert hang is not None
-    assert ([one.rank for one in hang.ranks], hang.why) == (
-        [1],
-        "has not joined the other workers 600 s after its start",
-    )
-    # All have imported, and none joins.
-    hang = Ranks(beat(0, -1, "waiting", steps=0), beat(1, -1, "waiting", steps=0)).after(7 * HANG_S)
-    assert hang is not None
-    assert len(hang.ranks) == 2
 
 
 def test_short_steps_do_not_shorten_the_time_to_start() -> None:
@@ -265,16 +261,14 @@ def test_an_evaluation_that_stands_still_is_named(said: tuple[Beat, ...]) -> Non
     assert ranks.after(2 * HANG_S) is not None
 
 
-@pytest.mark.parametrize("one", [evaluating(0.0, ""), evaluating(1.0, "answering prompts")])
-def test_an_evaluation_that_loads_or_scores_has_time(one: Beat) -> None:
-    assert Ranks(beat(0, 41, "other"), one).after(20 * HANG_S) is None
-
-
-def test_an_evaluation_that_has_ended_is_not_waited_for() -> None:
+@pytest.mark.parametrize(
+    "said", [evaluating(0.0, ""), evaluating(1.0, "answering prompts"), replace(evaluating(0.4), phase="gone")]
+)
+def test_an_evaluation_that_loads_scores_or_has_ended_is_not_named(said: Beat) -> None:
     ranks = Ranks(beat(0, 41, "other"), evaluating(0.4))
     ranks.after(10)
-    ranks.say(beat(0, 41, "other"))
-    ranks.pulses.hear(replace(evaluating(0.4), phase="gone"), ranks.now)
+    ranks.pulses.hear(said, ranks.now)
+    ranks.say(beat(0, 41, "other"), *([] if said.phase == "gone" else [said]))
     assert ranks.after(20 * HANG_S) is None
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,26 @@ from finray.runtime.signals import Interrupted
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_is_raised_with_its_exit_code_and_the_handlers_are_put_back(signum: int, code: int) -> None:
-    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    with pytest.raises(Interrupted) as caught, signals.owned(), signals.owned():
-        os.kill(os.getpid(), signum)
-    assert caught.value.exit_code == code
-    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    def handlers() -> list[object]:
+        return [signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+    before = handlers()
+    # Each command of a process counts anew.
+    for _ in range(4):
+        with pytest.raises(Interrupted) as caught, signals.owned(), signals.owned():
+            os.kill(os.getpid(), signum)
+        assert caught.value.exit_code == code
+        assert handlers() == before
+
+
+def test_another_thread_owns_nothing() -> None:
+    def owned_there() -> object:
+        with signals.owned():
+            signals.take_back()
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(owned_there).result() == signal.getsignal(signal.SIGTERM)
 
 
 def test_the_first_signal_waits_where_it_is_deferred_and_the_second_does_not() -> None:
@@ -33,12 +49,6 @@ def test_the_first_signal_waits_where_it_is_deferred_and_the_second_does_not() -
         with pytest.raises(Interrupted) as caught:
             os.kill(os.getpid(), signal.SIGINT)
         assert caught.value.exit_code == 130
-
-
-def test_the_next_command_of_a_process_counts_anew() -> None:
-    for _ in range(4):
-        with pytest.raises(Interrupted), signals.owned():
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_what_a_library_set_is_taken_back_only_where_signals_are_owned() -> None:
@@ -54,21 +64,6 @@ def test_what_a_library_set_is_taken_back_only_where_signals_are_owned() -> None
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, mine)
-
-
-def test_another_thread_owns_nothing() -> None:
-    seen: list[object] = []
-
-    def look() -> None:
-        with signals.owned():
-            signals.take_back()
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert seen == [before]
 
 
 def test_a_process_that_hangs_on_its_way_out_ends_at_the_third() -> None:

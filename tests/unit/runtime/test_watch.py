@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import signal
 import socket
-import sys
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +18,7 @@ from finray.records import Beat, EvalProgress, Note, Record, RunHeader, TrainRec
 from finray.runtime import watch as module
 from finray.runtime.pulses import UNKNOWN, Hang
 from finray.runtime.signals import Interrupted, Pending
-from finray.runtime.watch import Watch, is_refused, refusal, waiting_text, workers_wait
+from finray.runtime.watch import RunMonitor, is_refused, refusal, waiting_text, workers_wait
 
 HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ignore[arg-type]
 STEP = TrainRecord(**{field.name: 9 for field in fields(TrainRecord)})  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ class Run:
             return f"waiting for {what}" if self.is_short or self.watch.began_at < 0 else None
 
         monkeypatch.setattr(module, "workers_wait", waits)
-        self.watch = Watch(
+        self.watch = RunMonitor(
             None,
             "group",
             placement,
@@ -67,7 +67,7 @@ class Run:
         said = len(self.heard)
         while self.now < seconds:
             self.now = min(seconds, self.now + 0.5)
-            self.watch.look()
+            self.watch.poll()
         return [one.message for one in self.heard[said:] if isinstance(one, Note)]
 
 
@@ -78,7 +78,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_a_head_that_ends_while_a_checkpoint_is_saved_is_missed_too(run: Run) -> None:
     """Nobody looks at it then, and tidying up without it would end the driver."""
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     run.at(3)
     assert run.watch.reaches_head()
     run.pending.signum = signal.SIGTERM
@@ -92,7 +92,7 @@ def test_a_head_that_ends_while_a_checkpoint_is_saved_is_missed_too(run: Run) ->
 
 def test_a_head_that_does_not_answer_is_said_at_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, head_patience_s=40.0)
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     assert run.at(3) == []
     run.head = False
     missed = "Ray's head process does not answer; the run continues, and stops cleanly if this lasts 40 s"
@@ -111,7 +111,7 @@ def test_the_heartbeats_of_rank_0_show_how_an_evaluation_goes_on(run: Run) -> No
         return Beat("a", rank, "host", 1, "node", 7, phase, part=part, share=0.25)
 
     for one in (beat(0, ""), beat(0, "evaluating"), beat(1, "evaluating"), beat(0, "evaluating", "lost")):
-        run.watch.heard(one)
+        run.watch.on_record(one)
     assert run.heard == [EvalProgress(7, "evaluating", 0.25)]
 
 
@@ -120,9 +120,9 @@ def test_a_machine_that_goes_has_a_checkpoint_at_once_and_one_shortly_before(mon
     run = Run(monkeypatch, draining=lambda: going, wall=lambda: 1000 + run.now)
     asked: list[tuple[float, str]] = []
     run.ask = lambda request: asked.append((run.now, request))  # type: ignore[attr-defined]
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     for rank, node in enumerate(["node-1", "node-2"]):
-        run.watch.heard(Beat("a", rank, f"host-{rank}", rank, node, 7, "computing"))
+        run.watch.on_record(Beat("a", rank, f"host-{rank}", rank, node, 7, "computing"))
     assert run.at(10) == []
     # The last has no worker of this run.
     going |= {"node-2": 1_050_000, "node-3": 1_012_000}
@@ -138,19 +138,26 @@ def test_a_machine_that_goes_has_a_checkpoint_at_once_and_one_shortly_before(mon
     assert run.at(90) == []
 
 
-def test_a_signal_before_the_first_step_ends_the_run_at_once(run: Run) -> None:
-    run.at(2)
+@pytest.mark.parametrize("lacking", ["a first step", "workers", "a machine"])
+def test_a_signal_while_nothing_can_be_saved_ends_the_run_at_once(run: Run, lacking: str) -> None:
+    """A lost machine does not close its connection, so that it seems to be there."""
+    if lacking != "a first step":
+        run.watch.on_record(HEADER)
+    run.at(5)
+    run.has_workers = lacking != "workers"
+    run.is_short = lacking == "a machine"
+    # Not a connection that is broken for a moment.
+    run.at(30 if lacking == "workers" else 5.5)
     run.pending.signum = signal.SIGTERM
     with pytest.raises(Interrupted) as caught:
-        run.at(2.5)
-    assert caught.value.exit_code == 143
-    assert run.stops == 0
+        run.at(run.now + 0.5)
+    assert (caught.value.exit_code, run.stops) == (143, 0)
 
 
 def test_a_signal_in_training_stops_the_workers_once_and_ends_them_after_the_grace_period(run: Run) -> None:
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     run.at(2)
-    run.watch.heard(STEP)
+    run.watch.on_record(STEP)
     run.pending.signum = signal.SIGINT
     assert run.at(2.5) == ["saving a checkpoint after this step, for at most 7 s (checkpoint.grace_seconds)"]
     assert run.at(9) == []
@@ -162,17 +169,17 @@ def test_a_signal_in_training_stops_the_workers_once_and_ends_them_after_the_gra
 
 
 def test_a_run_that_fails_while_it_is_stopped_was_interrupted(run: Run) -> None:
-    run.watch.end_if_due()
+    run.watch.raise_if_ending()
     run.pending.signum = signal.SIGTERM
     with pytest.raises(Interrupted):
-        run.watch.end_if_due()
+        run.watch.raise_if_ending()
 
 
 def test_a_raylet_that_is_gone_is_an_error_before_rays_core_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next call to that process would, with exit code 1 and without a message."""
     alive = [True]
     run = Run(monkeypatch, raylet=lambda: alive[0])
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     assert run.at(10) == []
     alive[0] = False
     assert run.at(12) == []
@@ -184,29 +191,22 @@ def test_a_raylet_that_is_gone_is_an_error_before_rays_core_ends_the_command(mon
     assert "the same command continues" in str(caught.value.repair)
 
 
-def test_a_head_process_that_is_gone_is_an_error_after_a_checkpoint(run: Run) -> None:
-    run.watch.heard(HEADER)
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_head_process_that_is_gone_is_an_error_after_a_checkpoint(run: Run, ends: bool) -> None:
+    """Workers that do not end have seven seconds for it."""
+    run.watch.on_record(HEADER)
     run.at(10)
     run.head = False
     assert run.at(12) == []
     run.head = True
     assert run.at(30) == []
     run.head = False
-    assert run.at(36) == [
-        "Ray's head process is gone; saving a checkpoint after this step, for at most 7 s (checkpoint.grace_seconds)"
-    ]
-    assert run.at(39) == []
-    run.has_workers = False
+    (saving,) = run.at(36)
+    assert saving.startswith("Ray's head process is gone; saving a checkpoint after this step, for at most 7 s")
+    run.has_workers = not ends
     with pytest.raises(ClusterError, match=r"(?s)is gone.*the same command"):
-        run.at(39.5)
-
-
-def test_a_head_process_that_is_gone_and_workers_that_do_not_end(run: Run) -> None:
-    run.watch.heard(HEADER)
-    run.head = False
-    with pytest.raises(ClusterError):
-        run.at(12)
-    assert run.now == 11.5  # seen at 4.5, and seven seconds for a checkpoint
+        run.at(60)
+    assert run.now == (36.5 if ends else 39.5)
 
 
 def test_waiting_is_said_after_ten_seconds_and_then_more_and_more_rarely(run: Run) -> None:
@@ -216,35 +216,23 @@ def test_waiting_is_said_after_ten_seconds_and_then_more_and_more_rarely(run: Ru
     assert len(run.at(30)) == 1
     assert run.at(69.5) == []
     assert len(run.at(70)) == 1
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     assert run.at(1000) == []
 
 
 def test_workers_that_lose_a_machine_wait_and_that_is_said_after_ten_seconds_again(run: Run) -> None:
-    """Also where the lost machine has not closed its connection."""
-    run.watch.heard(HEADER)
-    assert run.at(100) == []
+    """Also where the lost machine has not closed its connection; a moment between two placements is not said."""
+    run.watch.on_record(HEADER)
+    assert run.at(89) == []
     run.is_short = True
-    said = "waiting for 2 workers of 3 CPUs, 1 GPU"
-    assert run.at(110) == []
-    assert run.at(115) == [said]
-    assert run.at(134) == []
-    assert run.at(135) == [said]
-    # They have found one, and lose it again.
+    assert run.at(99) == []
     run.is_short = False
-    assert run.at(141) == []
+    assert run.at(160) == []
     run.is_short = True
-    assert run.at(151) == []
-    assert run.at(156) == [said]
-
-
-def test_a_moment_between_two_placements_is_not_said(run: Run) -> None:
-    run.watch.heard(HEADER)
-    assert run.at(29) == []
-    run.is_short = True
-    assert run.at(39) == []
-    run.is_short = False
-    assert run.at(100) == []
+    assert run.at(170) == []
+    assert run.at(175) == (waiting := ["waiting for 2 workers of 3 CPUs, 1 GPU"])
+    assert run.at(194) == []
+    assert run.at(195) == waiting
 
 
 def test_workers_whose_number_may_change_wait_for_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,31 +242,9 @@ def test_workers_whose_number_may_change_wait_for_the_fewest(monkeypatch: pytest
     assert run.at(10) == ["waiting for at least 1 worker of 3 CPUs"]
 
 
-def test_a_signal_while_no_worker_is_there_ends_the_run_at_once(run: Run) -> None:
-    run.watch.heard(HEADER)
-    run.at(5)
-    run.has_workers = False
-    run.at(30)
-    run.pending.signum = signal.SIGINT
-    with pytest.raises(Interrupted):
-        run.at(30.5)
-    assert run.stops == 0
-
-
-def test_a_signal_while_the_workers_wait_for_a_machine_ends_the_run_at_once(run: Run) -> None:
-    """A lost machine does not close its connection, so that it seems to be there."""
-    run.watch.heard(HEADER)
-    run.at(5)
-    run.is_short = True
-    run.pending.signum = signal.SIGINT
-    with pytest.raises(Interrupted):
-        run.at(5.5)
-    assert run.stops == 0
-
-
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_signal_while_a_connection_is_broken_waits_for_it_a_moment(run: Run, returns: bool) -> None:
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     run.at(5)
     run.has_workers = False
     run.pending.signum = signal.SIGTERM
@@ -299,13 +265,17 @@ def test_a_signal_while_a_connection_is_broken_waits_for_it_a_moment(run: Run, r
 )
 def test_workers_without_a_placement_wait(states: list[str], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose fewest workers have no room asks for no placement group yet."""
+    from finray.runtime import gcs
+
     table = {str(index): {"name": f"finray a {index}", "state": state} for index, state in enumerate(states)}
     table["other"] = {"name": "finray b 0", "state": "CREATED"}
-    stand_in = SimpleNamespace(util=SimpleNamespace(placement_group_table=lambda: table))
+    head = SimpleNamespace(gcs_address="head:6379")
+    stand_in = SimpleNamespace(
+        util=SimpleNamespace(placement_group_table=lambda: table), get_runtime_context=lambda: head
+    )
     monkeypatch.setattr(module, "waiting_for", lambda ray, what: f"waiting for {what}")
     free = {"one": {"CPU": 1.0}, "another": {"CPU": 2.0}}
-    state = SimpleNamespace(available_resources_per_node=lambda: free)
-    monkeypatch.setitem(sys.modules, "ray._private.state", state)
+    monkeypatch.setattr(gcs, "available_resources", lambda address: free)
     assert (workers_wait(stand_in, "finray a", "x", {"CPU": 2}, 2) == "waiting for x") is waits
     # It waits for nothing where all that it wants is free.
     starting = "Ray has room for x, and is starting it"
@@ -330,25 +300,20 @@ def test_the_words_say_what_is_wanted_what_is_free_and_who_has_the_rest() -> Non
 
 def test_the_words_say_which_node_has_room_and_which_is_gone() -> None:
     def node(number: int, *, alive: bool = True, **resources: float) -> dict[str, Any]:
-        address = {
-            "NodeID": f"n{number}",
-            "NodeManagerHostname": f"h{number}",
-            "NodeManagerAddress": f"10.0.0.{number}",
-        }
-        return {**address, "Alive": alive, "Resources": resources}
+        names = {"NodeID": f"n{number}", "NodeManagerHostname": f"h{number}", "NodeManagerAddress": f"10.0.0.{number}"}
+        return {**names, "Alive": alive, "Resources": resources}
 
     nodes = [node(1, CPU=4), node(2, CPU=4, GPU=1), node(3, alive=False)]
-    known: dict[str, Any] = {"total": {"CPU": 8, "GPU": 1}, "free": {"CPU": 4, "GPU": 1}, "held": []}
+    cluster: dict[str, Any] = {"total": {"CPU": 8, "GPU": 1}, "free": {"CPU": 4, "GPU": 1}, "held": []}
     there = {"n1": {"CPU": 3.0}, "n2": {"CPU": 1.0, "GPU": 1.0}}
-    text = waiting_text("3 workers of 4 CPUs", nodes=nodes, free_there=there, **known)
-    assert text == (
-        "waiting for 3 workers of 4 CPUs: 4 of 8 CPUs, 1 of 1 GPUs are free; h1 (10.0.0.1) has 3 of 4 CPUs, "
-        "h2 (10.0.0.2) has 1 of 4 CPUs, 1 of 1 GPUs; lost: h3 (10.0.0.3)"
+    text = waiting_text("3 workers of 4 CPUs", nodes=nodes, free_there=there, **cluster)
+    assert text.endswith(
+        "h1 (10.0.0.1) has 3 of 4 CPUs, h2 (10.0.0.2) has 1 of 4 CPUs, 1 of 1 GPUs; lost: h3 (10.0.0.3)"
     )
     # Negative control: one that came back is not lost, and one node alone is the cluster.
     back = [*nodes, {**node(3, CPU=4), "NodeID": "n4"}]
-    assert "lost" not in waiting_text("x", nodes=back, free_there=there, **known)
-    assert waiting_text("x", nodes=nodes[:1], free_there=there, **known) == waiting_text("x", **known)
+    assert "lost" not in waiting_text("x", nodes=back, free_there=there, **cluster)
+    assert waiting_text("x", nodes=nodes[:1], free_there=there, **cluster) == waiting_text("x", **cluster)
 
 
 def test_workers_that_hang_before_they_report_are_ended_and_twice_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,10 +334,10 @@ def test_workers_that_hang_before_they_report_are_ended_and_twice_is_the_end(mon
     assert (seen, ended) == ("it sleeps", [1])
     # The next ones load; after their end, it happens again: that is the first time from there.
     pids.append(2)
-    run.watch.heard(Beat("b", 0, "h", 2, "n", -1))
-    run.watch.heard(HEADER)
+    run.watch.on_record(Beat("b", 0, "h", 2, "n", -1))
+    run.watch.on_record(HEADER)
     assert run.at(620) == []
-    run.watch.heard(Beat("b", 0, "h", 2, "n", -1, "gone"))
+    run.watch.on_record(Beat("b", 0, "h", 2, "n", -1, "gone"))
     pids.append(3)
     run.at(1240)
     assert ended == [1, 3]
@@ -391,8 +356,8 @@ def test_a_rank_that_hangs_is_ended_once_the_head_is_back(monkeypatch: pytest.Mo
         return ["it sleeps"]
 
     run = Run(monkeypatch, head_patience_s=1000.0, hang_s=20.0, end_hanging=end)
-    run.watch.heard(HEADER)
-    run.watch.heard(Beat("a", 0, "h", 2, "n", 3, "computing", 2))
+    run.watch.on_record(HEADER)
+    run.watch.on_record(Beat("a", 0, "h", 2, "n", 3, "computing", 2))
     run.head = False
     run.at(100)
     assert ended == []
@@ -405,10 +370,10 @@ def test_who_trains_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that trains has reported; and Ray is asked for all actors each time."""
     asked = []
     run = Run(monkeypatch, hang_s=100.0, workers=lambda: asked.append(run.now) or [])  # type: ignore[func-returns-value]
-    run.watch.heard(HEADER)
+    run.watch.on_record(HEADER)
     run.at(20)
     assert 0 < len(asked) <= 5
-    run.watch.heard(Beat("b", 0, "h", 2, "n", 3, "waiting", 2))
+    run.watch.on_record(Beat("b", 0, "h", 2, "n", 3, "waiting", 2))
     before = len(asked)
     run.at(60)
     assert len(asked) == before
@@ -433,19 +398,12 @@ def test_a_head_that_is_gone_is_not_asked_who_starts_and_who_waits(monkeypatch: 
     assert asked == []
 
 
-def test_an_address_says_whether_somebody_listens() -> None:
+def test_an_address_says_whether_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert refusal(address) is None
+        assert (refusal(address), is_refused(address)) == (None, False)
+    assert (refusal(address), is_refused(address)) == ("connection refused", True)
+    # These say nothing of the other side.
+    for error in (TimeoutError(), OSError(errno.EMFILE, "Too many open files")):
+        monkeypatch.setattr(socket, "create_connection", Mock(side_effect=error))
         assert not is_refused(address)
-    assert refusal(address) == "connection refused"
-    assert is_refused(address)
-
-
-@pytest.mark.parametrize("error", [TimeoutError(), OSError(errno.EMFILE, "Too many open files")])
-def test_what_says_nothing_of_the_other_side_is_no_refusal(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    def fails(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(socket, "create_connection", fails)
-    assert not is_refused("127.0.0.1:1")

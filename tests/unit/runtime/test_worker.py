@@ -7,7 +7,8 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from finray.runtime.worker import beat_pause, interface_of, listen, meet
+from finray.runtime.heartbeat import beat_pause
+from finray.runtime.worker import interface_of, listen, meet
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -18,10 +18,10 @@ STEPS = 2
 # How long a machine may take to answer whether it has a part. A lost one is not waited for longer.
 _ANSWER_S = 20.0
 _PUT_S = 300.0
-_LOOK_EVERY_S = 2.0
+_REFRESH_EVERY_S = 2.0
 
 
-class Keeper:
+class CheckpointMemoryActor:
     """The actor. It stores bytes without interpreting them."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Keeper:
 
     def get(self, key: tuple[str, int, int]) -> Mapping[str, bytes] | None:
         """The files of a part, if it is there."""
-        found = self._parts.get(tuple(key))  # type: ignore[arg-type]
-        return None if found is None else found[1]
+        part = self._parts.get(tuple(key))  # type: ignore[arg-type]
+        return None if part is None else part[1]
 
 
 def _key(header: Mapping[str, Any]) -> tuple[str, int, int]:
@@ -55,7 +55,7 @@ def name_of(group: str, node: str) -> str:
     return f"{group} memory {node}"
 
 
-class Keepers:
+class MemoryActors:
     """The driver's side: one actor on every current and future node, ended with the run.
 
     Args:
@@ -72,22 +72,30 @@ class Keepers:
         self._actors: dict[str, Any] = {}
         self._next = clock()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Start missing actors; called repeatedly."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self._clock() < self._next:
             return
-        self._next = self._clock() + _LOOK_EVERY_S
+        self._next = self._clock() + _REFRESH_EVERY_S
         if not self._head():
             # The calls would wait for it and, after a minute, end this process.
             return
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
         for node in alive - self._actors.keys():
             # It holds much memory, for which the system may kill it alone: it starts again, empty.
-            options = {"num_cpus": 0, "name": name_of(self._group, node), "max_concurrency": 4, "max_restarts": -1}
-            here = NodeAffinitySchedulingStrategy(node, soft=False)
-            self._actors[node] = self._ray.remote(Keeper).options(scheduling_strategy=here, **options).remote()
+            self._actors[node] = (
+                self._ray.remote(CheckpointMemoryActor)
+                .options(
+                    num_cpus=0,
+                    name=name_of(self._group, node),
+                    max_concurrency=4,
+                    max_restarts=-1,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                )
+                .remote()
+            )
         for node in self._actors.keys() - alive:
             del self._actors[node]
 
@@ -103,16 +111,17 @@ class RayMemory:
     """A worker's side; see :class:`finray.training.memory.Memory`.
 
     Args:
-        group: as for :class:`Keepers`.
+        group: as for :class:`MemoryActors`.
         nodes: of all ranks, by rank.
         rank: of this worker.
     """
 
     def __init__(self, group: str, nodes: Sequence[str], rank: int) -> None:
         ring = list(dict.fromkeys(nodes))
-        own = ring.index(nodes[rank])
+        here = ring.index(nodes[rank])
+        self._group = group
         # With a single node there is no second copy: the part survives the workers, not the node.
-        self._group, self._mine = group, list(dict.fromkeys([ring[own], ring[(own + 1) % len(ring)]]))
+        self._mine = list(dict.fromkeys([ring[here], ring[(here + 1) % len(ring)]]))
 
     def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
         """Store a part on this node and the next one.
@@ -124,15 +133,16 @@ class RayMemory:
 
         header = {name: getattr(part, name) for name in ("attempt", "step", "rank", "world_size", "size")}
         header["digests"] = dict(part.digests)
-        reference, failures = ray.put(files), list[Exception]()
+        reference = ray.put(files)
+        failures: list[Exception] = []
         for node in self._mine:
             # One of the two may have gone.
             try:
-                ray.get(self._keeper(node).put.remote(header, reference), timeout=_PUT_S)
+                ray.get(self._actor(node).put.remote(header, reference), timeout=_PUT_S)
             except Exception as error:
                 failures.append(error)
         if failures:
-            # Where the keeper itself raised, Ray's error has that of the keeper.
+            # Where the actor itself raised, Ray's error has that of the actor.
             cause = getattr(failures[0], "cause", None)
             why = describe(cause if isinstance(cause, Exception) else failures[0])
             raise ClusterError(f"{len(failures)} of {len(self._mine)} machines did not take it ({why})")
@@ -141,15 +151,15 @@ class RayMemory:
         """Parts stored on any node that answers."""
         from finray.training.memory import MemoryPart
 
-        found = {}
-        for headers in self._answers(lambda keeper: keeper.headers.remote()):
-            found.update({_key(header): MemoryPart(**header) for header in headers})
-        return list(found.values())
+        parts = {}
+        for headers in self._answers(lambda actor: actor.headers.remote()):
+            parts.update({_key(header): MemoryPart(**header) for header in headers})
+        return list(parts.values())
 
     def get(self, part: MemoryPart) -> Mapping[str, bytes] | None:
         """The files of a part, from the first node that has it."""
         key = part.attempt, part.step, part.rank
-        return next((one for one in self._answers(lambda keeper: keeper.get.remote(key)) if one is not None), None)
+        return next((files for files in self._answers(lambda actor: actor.get.remote(key)) if files is not None), None)
 
     def _answers(self, ask: Callable[[Any], Any]) -> list[Any]:
         import ray
@@ -158,15 +168,15 @@ class RayMemory:
         # A node may be gone, or new.
         for node in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
             with suppress(Exception):
-                asked.append(ask(self._keeper(node)))
+                asked.append(ask(self._actor(node)))
         # All are waited for at once: several lost ones take no longer than one.
         ready = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)[0] if asked else []
-        for one in ready:
+        for answer in ready:
             with suppress(Exception):
-                answers.append(ray.get(one))
+                answers.append(ray.get(answer))
         return answers
 
-    def _keeper(self, node: str) -> Any:
+    def _actor(self, node: str) -> Any:
         import ray
 
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finray.runtime.keepers import Keepers, RayMemory
+from finray.runtime.memory_actors import MemoryActors, RayMemory
 
 
 class Nodes:
@@ -24,13 +24,13 @@ class Nodes:
 def test_a_head_that_is_gone_is_not_asked_for_nodes() -> None:
     """The call would wait for it, and end the command after a minute."""
     ray, now, reached = Nodes(), [0.0], [False]
-    keepers = Keepers(ray, "a run", head=lambda: reached[0], clock=lambda: now[0])
+    actors = MemoryActors(ray, "a run", head=lambda: reached[0], clock=lambda: now[0])
     for now[0] in (0.0, 5.0, 10.0):
-        keepers.look()
+        actors.refresh()
     assert ray.asked == 0
     reached[0] = True
     for now[0] in (15.0, 15.1, 20.0):
-        keepers.look()
+        actors.refresh()
     assert ray.asked == 2
 
 
