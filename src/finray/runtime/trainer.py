@@ -23,6 +23,7 @@ from ray.train.backend import Backend
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
@@ -88,6 +89,8 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
                 evaluator=self._evaluator,
                 autoscaled=not self._alone,
             )
+        elif self._alone and type(arguments.get("scaling_policy")) is FixedScalingPolicy:
+            arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         arguments["failure_policy"] = Failures(self.run_config.failure_config, partial(progress_of, self._listener))
         arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group, self._listener)]
         # As in Ray, except for the wait: Ray's has a signal handler that ends the process with exit code 1.
@@ -153,6 +156,16 @@ class _NamedGroup(ControllerCallback):  # type: ignore[misc]
             return create(**options, name=f"{self._name} {uuid4().hex[:8]}")
 
         worker_group.placement_group = create_named
+
+
+class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
+    """Asks no autoscaler for nodes: there is none, and the controller would wait for the actor that is asked."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Nothing is asked for."""
+
+    def _maybe_send_resource_request(self) -> None:
+        """Nothing is asked for."""
 
 
 class _Devices(Backend):  # type: ignore[misc]
