@@ -80,6 +80,7 @@ ALLOWED = {
     "reporting/report.py:page": "a file of finray",
     "results.py:write": "a file that the user names",
     "runtime/cluster.py:": "the state of the user's own Ray",
+    "runtime/token.py:": "the user's own token of Ray",
     "runtime/jobs.py:": "a directory that this process has made",
     "runtime/probe.py:": "objects behind a URL",
     "runtime/nodes.py:": "the state of the user's own Ray",

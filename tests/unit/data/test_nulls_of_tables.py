@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def test_tools_and_calls_of_a_table_are_those_of_json_lines(
     write: Callable[[Path], Path],
     converter: str | None,
 ) -> None:
+    # The case before has imported a file of the same name, which is gone.
+    monkeypatch.delitem(sys.modules, "passes_on", raising=False)
     (tmp_path / "passes_on.py").write_text("def f(row):\n    return row\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "rows.jsonl").write_text(lines(ROWS))

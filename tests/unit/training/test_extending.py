@@ -10,6 +10,7 @@ import pytest
 
 from finray.checkpoint import CheckpointStore
 from finray.config.load import build_config
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import ConfigError, FinrayError
 from finray.training.extending import extend_run, resume_candidates
@@ -36,7 +37,9 @@ def extended(
 ) -> tuple[int, list[str]]:
     made = settings or config(epochs=1)
     newest = state.step if newest is None else newest
-    return extend_run(made, state, loader(total), planned, newest=newest, run_dir=Path("run"))
+    decided = {"learning_rate": made.train.learning_rate, "epochs": made.train.epochs}
+    resolved = Resolved("fp32", None, "finray_packed", packs=True, strategy="ddp", use_gpu=False, **decided)  # type: ignore[arg-type]
+    return extend_run(made, resolved, state, loader(total), planned, newest=newest, run_dir=Path("run"))
 
 
 def test_nothing_is_said_of_a_run_that_is_as_long_as_before() -> None:

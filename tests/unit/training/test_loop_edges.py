@@ -155,7 +155,7 @@ def test_answers_add_their_metrics_and_what_is_done_can_be_read_meanwhile(make: 
 
 def test_a_metric_that_no_evaluation_has_is_named_with_those_there_are(make: Make) -> None:
     made = make(held_out=[2.0])
-    made.loop._best = ("rouge", "max")
+    made.loop.best_metric = ("rouge", "max")
     with pytest.raises(TrainingError, match="the evaluation has no metric `rouge`") as caught:
         made.loop.run()
     assert (caught.value.where, caught.value.repair) == ("evaluation.metric", "use one of: eval_loss")

@@ -25,5 +25,5 @@ def test_the_header_names_adapter_optimizer_rate_and_strategy(adapter: Any, bits
     config = build_config(
         {"model": {"name": "m"}, "data": {"source": "d"}, "adapter": adapter, "train": train}, source="test"
     )
-    resolved = Resolved("bf16", bits, "finray_packed", packs=True, strategy="fsdp", use_gpu=False)  # type: ignore[arg-type]
+    resolved = Resolved("bf16", bits, "finray_packed", packs=True, strategy="fsdp", use_gpu=False, learning_rate=3e-3)  # type: ignore[arg-type]
     assert method_of(config, resolved) == said
