@@ -108,6 +108,7 @@ def test_f16_has_the_merged_weights_to_the_bit(exported: Exports, tuned: Tuned) 
     assert not np.array_equal(tensors[name][0].data, base[name].numpy().astype(np.float16))
 
 
+@pytest.mark.nightly
 def test_q8_0_is_within_half_a_step_of_each_block(exported: Exports, tuned: Tuned) -> None:
     for name, (tensor, expected) in compared(exported("q8_0").file, tuned).items():
         if expected.ndim == 1:
@@ -144,6 +145,7 @@ def test_its_metadata_and_tokenizer_are_the_models(exported: Exports, tuned: Tun
     assert exported("f16").template is None
 
 
+@pytest.mark.nightly
 def test_the_command_says_how_near_it_is(exported: Exports, tuned: Tuned, tmp_path: Path) -> None:
     fake = stand_in(tmp_path, exported("f16").file)
     out = tmp_path / "out"

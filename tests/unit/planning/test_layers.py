@@ -117,7 +117,13 @@ def counted(family: str, adapter: AdapterConfig, precision: str) -> float:
 @pytest.mark.parametrize(
     ("precision", "adapter", "family"),
     [
-        pytest.param(precision, adapter, family, id=f"{precision}-{name}-{family}")
+        pytest.param(
+            precision,
+            adapter,
+            family,
+            id=f"{precision}-{name}-{family}",
+            marks=[] if family in ("llama", "gemma3") or precision == "fp32" else pytest.mark.nightly,
+        )
         for family in ("llama", "qwen3", "gemma3", "gpt2", "gemma2", "phi3", "gpt_neox")
         for precision, name, adapter in (
             ("bf16", "lora", LORA),
@@ -137,7 +143,7 @@ def test_experts_are_counted(family: str, adapter: AdapterConfig, precision: str
     assert counted(family, adapter, precision) == pytest.approx(really_kept(family, adapter, precision), rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("fields", [{"dropout": 0.5}, {"method": "dora"}, {"method": "pissa"}], ids=str)
 def test_other_adapters_are_counted(fields: dict[str, Any], precision: str) -> None:
     adapter = AdapterConfig(rank=8, **fields)

@@ -24,6 +24,7 @@ print(["bitsandbytes" in sys.modules, "colorsys" in sys.modules, gc.isenabled(),
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("first", "has_bitsandbytes"), [("", False), ("import peft", True)])
 def test_peft_is_imported_without_bitsandbytes_and_finds_it_afterwards(first: str, has_bitsandbytes: bool) -> None:
     """It takes as long as the rest of PEFT, which by itself does import it. A module that is missing is left to whoever

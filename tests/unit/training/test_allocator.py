@@ -40,11 +40,13 @@ def faults(how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told")
 def test_large_tensors_are_not_mapped_afresh() -> None:
     assert faults("keep") < 100 < faults("leave")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told")
 def test_large_tensors_go_back_where_weights_are_gathered_and_freed() -> None:
     assert faults("large") > 100
