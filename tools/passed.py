@@ -1,8 +1,8 @@
 """Which of the dear groups of tests must run again: those whose files have changed since they last passed.
 
-    python -m tools.passed needs engines   exits 0 where the group must run, and says why; 1 where it need not
-    python -m tools.passed note engines    the group has passed with the files as they are
-    python -m tools.passed list            each group, when it last passed, and whether that still holds
+    python -m tools.passed stale engines services   prints those of these groups that must run; on stderr, why
+    python -m tools.passed note engines             the group has passed with the files as they are
+    python -m tools.passed list                     each group, when it last passed, and whether that still holds
 
 `tests/passed.toml` names the groups and the files that each depends on, and is committed. So what a change must run is
 decided by content, the same on every machine, and without the history of a checkout.
@@ -63,8 +63,8 @@ def noted(text: str, name: str, values: dict[str, str]) -> str:
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["needs", "note", "list"])
-    parser.add_argument("group", nargs="?", default="")
+    parser.add_argument("command", choices=["stale", "note", "list"])
+    parser.add_argument("groups", nargs="*")
     arguments = parser.parse_args()
     text = LEDGER.read_text(encoding="utf-8")
     groups = tomllib.loads(text)
@@ -72,21 +72,24 @@ def main() -> int:
         for name, group in groups.items():
             print(f"{name}: {why(group) or 'passed on ' + group['date'] + ' with these files'}")
         return 0
-    if arguments.group not in groups:
-        parser.error(f"no group {arguments.group!r}; known: {', '.join(groups)}")
-    group = groups[arguments.group]
-    if arguments.command == "needs":
-        reason = why(group)
-        print(f"{arguments.group}: {reason or 'passed with these files on ' + group['date']}")
-        return 0 if reason else 1
+    if unknown := set(arguments.groups) - set(groups):
+        parser.error(f"no group {min(unknown)!r}; known: {', '.join(groups)}")
+    if arguments.command == "stale":
+        for name in arguments.groups:
+            if reason := why(groups[name]):
+                print(name)
+                print(f"{name}: {reason}", file=sys.stderr)
+        return 0
     git = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    values = {
-        "digest": digest(group["files"]),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown",
-    }
-    LEDGER.write_text(noted(text, arguments.group, values), encoding="utf-8")
+    for name in arguments.groups:
+        values = {
+            "digest": digest(groups[name]["files"]),
+            "date": datetime.date.today().isoformat(),
+            "commit": commit or "unknown",
+        }
+        text = noted(text, name, values)
+    LEDGER.write_text(text, encoding="utf-8")
     return 0
 
 
