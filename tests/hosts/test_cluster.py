@@ -27,7 +27,7 @@ TOKEN = "/tmp/home/.ray/auth_token"
 SMALL = ("--", "--num-cpus=1", "--object-store-memory=100000000")
 UP = ("cluster", "up", *SMALL)
 # What `finray cluster` says where a machine has too much else to do for Ray.
-BUSY = re.compile("Ray did not start|Ray cannot be reached|the head does not list its nodes")
+BUSY = re.compile("Ray did not start|Ray cannot be reached|the head of the Ray cluster does not answer")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import (
     autoscaler_pb2,
@@ -25,6 +26,8 @@ from ray.core.generated import (
     node_manager_pb2_grpc,
 )
 from ray.core.generated import gcs_service_pb2_grpc as services
+
+from finray.errors import ClusterError
 
 ANSWER_S = 8.0
 # States of an actor.
@@ -39,6 +42,23 @@ def _channel(address: str) -> Iterator[Any]:
         yield channel
     finally:
         channel.close()
+
+
+@contextmanager
+def answering(*, where: str) -> Iterator[None]:
+    """Within it, a head that does not answer is an error for the user.
+
+    Raises:
+        ClusterError: it does not.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise ClusterError(
+            f"the head of the Ray cluster does not answer ({error.code().name.lower()})",
+            where=where,
+            repair="see whether it still runs (`finray cluster status`), and run the command again",
+        ) from None
 
 
 def check_alive(address: str, *, timeout: float = ANSWER_S) -> None:

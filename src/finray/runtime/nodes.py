@@ -460,14 +460,10 @@ def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
             f"{PORTS['min-worker-port']}-{PORTS['max-worker-port']} must be open"
         )
         raise ClusterError(error.message, where=where, repair=repair) from None
-    import grpc
-
     from finray.runtime import gcs
 
-    try:
+    with gcs.answering(where=where):
         return gcs.nodes(address)
-    except grpc.RpcError as error:
-        raise ClusterError(f"the head does not list its nodes ({error.code().name.lower()})", where=where) from None
 
 
 def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
@@ -479,16 +475,12 @@ def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
     here = [node for node in gcs_nodes(address, where=where) if node["ip"] == ip and node["alive"]]
     if not here:
         raise ClusterError(f"the head knows no node {ip}", where=where)
-    import grpc
-
     from finray.runtime import gcs
 
     # One that died a moment ago may still be listed.
     node = max(here, key=lambda node: int(node["started"]))["id"]
-    try:
+    with gcs.answering(where=where):
         refusal = gcs.drain(address, node, within_s, message="finray cluster down")
-    except grpc.RpcError as error:
-        raise ClusterError(f"the head does not answer ({error.code().name.lower()})", where=where) from None
     if refusal:
         raise ClusterError(f"the head refuses: {refusal}", where=where)
 

@@ -116,11 +116,14 @@ class SpreadEngine:
             # For a moment Ray counts what the replicas of the model before had as theirs, and frees it node by node.
             least = {"CPU": 1} | ({"GPU": 1} if any(node.get("GPU") for node in nodes) else {})
             fit, before, until = room(nodes, least, most=replicas), None, time.monotonic() + _SETTLE_S
-            while (free := [*gcs.available_resources(address).values()]) != before or room(free, least, most=fit) < fit:
-                if time.monotonic() > until:
-                    break
-                before = free
-                time.sleep(_REPORT_S)
+            with gcs.answering(where=WHERE):
+                while True:
+                    free = [*gcs.available_resources(address).values()]
+                    is_steady = free == before and room(free, least, most=fit) >= fit
+                    if is_steady or time.monotonic() > until:
+                        break
+                    before = free
+                    time.sleep(_REPORT_S)
             each = share(nodes, replicas, free=free, one_gpu=not joins_gpus(name), where=WHERE)
             # When it is removed, Ray ends the replicas in it.
             group = ray.util.placement_group(

@@ -94,10 +94,11 @@ def status(address: str | None = None) -> ClusterStatus:
         from finray.runtime import gcs
 
         head = ray.get_runtime_context().gcs_address
-        free = gcs.available_resources(head)
+        with gcs.answering(where=head):
+            free, records = gcs.available_resources(head), gcs.actors(head, state=gcs.ALIVE)
         groups = {identity: group["name"] for identity, group in ray.util.placement_group_table().items()}
         actors = []
-        for actor in gcs.actors(head, state=gcs.ALIVE):
+        for actor in records:
             group = groups.get(actor.placement_group_id.hex(), "")
             actors.append((actor.address.node_id.hex(), group or actor.name or actor.class_name))
         return status_of(address_of(config) or "", ray.nodes(), free, actors)

@@ -238,3 +238,15 @@ def test_only_a_head_that_listens_is_found_on_this_machine(tmp_path: Path, monke
     assert cluster.running_here() is None
     file.write_text("no address", encoding="utf-8")
     assert cluster.running_here() is None
+
+
+def test_a_head_that_goes_away_between_two_requests_is_named() -> None:
+    from finray.runtime import gcs
+
+    with (
+        ports.reserved() as port,
+        pytest.raises(ClusterError, match="does not answer") as caught,
+        gcs.answering(where="here"),
+    ):
+        gcs.available_resources(f"127.0.0.1:{port}")
+    assert caught.value.where == "here"
