@@ -57,6 +57,7 @@ while True:
 _NO_MONITOR = '{"memory_monitor_refresh_ms":0}'
 
 # What is done, and the steps that are done again: what is left has the newest checkpoint in its memory, or on storage.
+# A node more that Ray gives up takes the other copy with it.
 LOST_AT_MOST = {
     "SIGTERM": 0,
     "drain": IN_MEMORY,
@@ -68,6 +69,8 @@ LOST_AT_MOST = {
     "head": EVERY,
 }
 KINDS = tuple(LOST_AT_MOST)
+# Those that end a node, which is turned on again.
+ENDS_A_NODE = ("drain", "raylet", "node")
 # How a run may be spread over its workers: with all but the first, each holds a share of the weights.
 STRATEGIES: dict[str, Plain] = {
     "DDP": {"parallel.strategy": "ddp"},
@@ -107,6 +110,8 @@ class RayHosts:
         self._bed, self._cpus, self._env = bed, cpus, env
         self._notes = bed.shared / "nodes"
         self._nodes: dict[str, subprocess.Popen[str]] = {}
+        # Nodes that had ended and were turned on again.
+        self.mended = 0
         self.start(self.head, *self.workers)
 
     @property
@@ -172,7 +177,9 @@ class RayHosts:
 
     def mend(self) -> None:
         """Turn hosts for workers off and on whose node has ended."""
-        self.again(*(host for host in self.workers if self._nodes[host.name].poll() is not None))
+        ended = [host for host in self.workers if self._nodes[host.name].poll() is not None]
+        self.again(*ended)
+        self.mended += len(ended)
 
 
 def let_end(host: Host) -> None:
@@ -288,10 +295,10 @@ class Victim:
         self.until(lambda: self.steps() >= at, f"step {at}")
         self.until(lambda: self.who.stat().st_mtime > self.starts()[-1].time - 1, "the workers say who they are")
         time.sleep(chance.random() * 0.3)
-        host, began = chance.choice(self.hosts()), time.time()
+        host, began, mended = chance.choice(self.hosts()), time.time(), self.cluster.mended
         _KILLS[kind](self, host)
         # A drain takes so long that a kill before it may cause another start meanwhile: that one may be on the host.
-        gone = host if kind == "drain" else None
+        gone, since_gone = (host if kind == "drain" else None), time.time()
         done, stored = self.steps(), max(CheckpointStore(self.run_dir).steps(), default=0)
         if not self.is_at_work:
             if kind == "head":
@@ -300,8 +307,8 @@ class Victim:
         if kind == "partition":
             self._heal(host, began)
         else:
-            self.until(lambda: self.started(began, gone), f"workers after {kind}")
-        if (start := self.started(began, gone)) is not None:
+            self.until(lambda: self.started(began, gone, since_gone), f"workers after {kind}")
+        if (start := self.started(began, gone, since_gone)) is not None:
             found = Kill(kind, done, stored, start.header.step, round(start.time - began, 1))
         else:
             # Nobody gave up within twenty seconds: they wait for each other, and lose nothing.
@@ -310,15 +317,18 @@ class Victim:
             self.cluster.again(host)
         self.kills.append(found)
         assert found.again >= stored, f"{found}: a checkpoint was not used"
-        assert found.lost <= LOST_AT_MOST[kind], f"{found}: more was lost than {LOST_AT_MOST[kind]} steps"
+        # On a busy machine Ray gives up a node that is at work, too ("mistakenly been marked as dead").
+        is_one_more = self.cluster.mended - mended > (kind in ENDS_A_NODE)
+        most = EVERY if is_one_more else LOST_AT_MOST[kind]
+        assert found.lost <= most, f"{found}: more was lost than {most} steps"
         return found
 
-    def started(self, since: float, gone: Host | None = None) -> Start | None:
-        """The first start of the workers since a moment, on other hosts than this one. By their time, because a kill
-        before may have caused more than one."""
+    def started(self, since: float, gone: Host | None = None, since_gone: float = 0.0) -> Start | None:
+        """The first start of the workers since a moment. By their time, because a kill before may have caused more than
+        one. Until `gone` had gone it is no start on that host; after that the host may be there again."""
         for start in self.starts():
             where = {one.rpartition(" on ")[2] for one in start.header.workers}
-            if start.time > since and (gone is None or gone.name not in where):
+            if start.time > since and (gone is None or gone.name not in where or start.time > since_gone):
                 return start
         return None
 
@@ -348,6 +358,11 @@ class Victim:
         assert self._process is not None
         self._process.kill()
         self.end()
+
+    def stop(self) -> None:
+        """With SIGKILL, where it has not ended."""
+        if self.is_at_work:
+            self.kill_driver()
 
     def terminate(self) -> None:
         """Send SIGTERM, and see that a checkpoint is saved in time, on all hosts, and that nothing is left."""
@@ -458,10 +473,14 @@ def victim(cluster: RayHosts, plain: Plain, folder: Path, changes: Plain, *, ste
 def disturb(run: Victim, planned: Sequence[tuple[str, int]], chance: random.Random) -> None:
     """Do to a run what was planned, and let it end."""
     run.train()
-    for number, (kind, at) in enumerate(planned, 1):
-        found = run.kill(kind, at, chance)
-        print(f"{number} of {len(planned)}: {found}; {found.lost} steps done twice", flush=True)
-    run.finish()
+    try:
+        for number, (kind, at) in enumerate(planned, 1):
+            found = run.kill(kind, at, chance)
+            print(f"{number} of {len(planned)}: {found}; {found.lost} steps done twice", flush=True)
+        run.finish()
+    finally:
+        # One that failed holds the machines of the next test.
+        run.stop()
 
 
 def undisturbed(plain: Plain, run_dir: Path, *, steps: int, workers: int = 2) -> Path:
