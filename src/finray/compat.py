@@ -236,10 +236,7 @@ def dataset_fingerprint(dataset: Any) -> str:
 
 def liger_patcher() -> tuple[Callable[..., None], frozenset[str]]:
     """The function that gives Liger's layers to a loaded model, and the model types that it knows.
-
-    Raises:
-        ImportError: Liger is not installed.
-    """
+    Raises ImportError: Liger is not installed."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 

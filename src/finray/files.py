@@ -234,11 +234,7 @@ def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
 
 def loads(content: bytes) -> Any:
     """JSON without whole numbers that are too large for a float: other code could not take them.
-
-    Raises:
-        ValueError: it is no JSON, or has such a number.
-        RecursionError: it is nested too deeply.
-    """
+    Raises ValueError: it is no JSON, or has such a number; RecursionError: it is nested too deeply."""
     return json.loads(content, parse_int=_whole if _LONG.search(content) else None)
 
 
@@ -249,20 +245,13 @@ def _whole(digits: str) -> int:
 
 
 def typed(content: Any, shape: type[T]) -> T:
-    """JSON types as a dataclass or the like.
-
-    Raises:
-        ValueError: they are of another shape.
-    """
+    """JSON types as a dataclass or the like. Raises ValueError: they are of another shape."""
     return _reader(shape).validate_json(json.dumps(content), strict=True)  # type: ignore[no-any-return]
 
 
 def require_writable(folder: Path) -> None:
     """See that files can be written into a directory, before work is done whose result goes there.
-
-    Raises:
-        FinrayError: they cannot.
-    """
+    Raises FinrayError: they cannot."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -276,10 +265,7 @@ def require_writable(folder: Path) -> None:
 
 def require_writable_file(path: Path) -> None:
     """See that a file can be made, or written again if it is there, before work is done whose result goes into it.
-
-    Raises:
-        FinrayError: it cannot.
-    """
+    Raises FinrayError: it cannot."""
     require_writable(path.absolute().parent)
     # Not a pipe, which would wait for its reader.
     if path.is_file():
@@ -305,10 +291,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 def replace_all(contents: dict[Path, bytes]) -> None:
     """As :func:`replace_text`, for files that belong together: none is replaced before all are written.
-
-    Raises:
-        OSError: with the name of the file.
-    """
+    Raises OSError: with the name of the file."""
     with ExitStack() as stack:
         # The first is replaced first.
         for path, stream in [(path, stack.enter_context(replacing(path))) for path in reversed(contents)]:
@@ -364,11 +347,7 @@ class Appending:
         self._file: int | None = None
 
     def append(self, content: bytes) -> None:
-        """Pass content to the operating system.
-
-        Raises:
-            OSError: it cannot be written now; it is held, or lost.
-        """
+        """Pass content to the operating system. Raises OSError: it cannot be written now; it is held, or lost."""
         if len(self._held) + len(content) > self._limit:
             self.lost += 1
         else:
@@ -378,10 +357,7 @@ class Appending:
 
     def write(self, *, durably: bool = False) -> None:
         """Write what is held; ``durably`` waits for the disk.
-
-        Raises:
-            OSError: something is still held, or may not be on disk.
-        """
+        Raises OSError: something is still held, or may not be on disk."""
         with _naming(self._path):
             if self._file is None:
                 self._file = _at_its_end(self._path, self._path.parent)

@@ -59,11 +59,7 @@ def cut(text: str, width: int = 300) -> str:
 
 
 def bounded_product(_: Any, operator: str, left: Any, right: Any) -> Any:
-    """The result of ``*`` or ``**`` in a template, limited in size.
-
-    Raises:
-        ValueError: it would be larger.
-    """
+    """The result of ``*`` or ``**`` in a template, limited in size. Raises ValueError: it would be larger."""
     if operator == "**":
         if not all(isinstance(value, int | float) and abs(value) <= 1024 for value in (left, right)):
             raise ValueError("the power of such large numbers is refused")

@@ -251,11 +251,7 @@ class RunSummary:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> RunSummary:
-        """Read what :meth:`json` gave.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Read what :meth:`json` gave. Raises ValueError: it is something else."""
         rest = dict(plain)
         for key in [name for name in rest if name.startswith("best_")]:
             rest |= {"best": rest.pop(key), "best_metric": key.removeprefix("best_")}

@@ -152,10 +152,8 @@ def pull_records(path: Path, objects: Objects) -> None:
 def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
     """Sync small files of a run directory from its URL; files that do not exist there are removed.
 
-    Lines that a continuing run appended locally are kept.
-
-    Raises:
-        CheckpointError: a name leads out of the run directory.
+    Lines that a continuing run appended locally are kept. Raises CheckpointError: a name leads out of the run
+    directory.
     """
     for name in names:
         path, content = _FILES.inside(run_dir, name, where=objects.url), objects.read(name)
@@ -222,10 +220,7 @@ def push(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
 
 def push_folder(run_dir: Path, objects: Objects, name: str) -> None:
     """Upload a folder with a manifest; the manifest goes last and marks it as complete.
-
-    Raises:
-        CheckpointError: one of its files is missing.
-    """
+    Raises CheckpointError: one of its files is missing."""
     content = manifest.verify(run_dir / name, digests=False)
     listing, files = f"{name}/{manifest.NAME}", {f"{name}/{file['path']}" for file in content["files"]}
     objects.remove(listing, *(file for file in objects.files(name) if file not in files))

@@ -47,10 +47,7 @@ def write(folder: Path, entries: Iterable[FileEntry], *, step: int, metrics: dic
 
 def read(folder: Path, *, step: int | None = None) -> Content:
     """Read a manifest and check its own digest, and its step if given.
-
-    Raises:
-        CheckpointError: it is missing, truncated, changed or unreadable.
-    """
+    Raises CheckpointError: it is missing, truncated, changed or unreadable."""
     path = folder / NAME
     return parsed(_FILES.read(path), path, step=step)
 
@@ -74,10 +71,7 @@ def parsed(text: bytes, where: Path | str, *, step: int | None = None) -> Conten
 
 def verify(folder: Path, *, digests: bool = True) -> Content:
     """Read a manifest and check every file it lists.
-
-    Raises:
-        CheckpointError: names the first file that is missing, truncated, changed or unreadable.
-    """
+    Raises CheckpointError: names the first file that is missing, truncated, changed or unreadable."""
     content = read(folder)
     verify_files(folder, content["files"], digests=digests)
     return content
@@ -87,9 +81,7 @@ def verify_files(folder: Path, entries: Iterable[FileEntry], *, digests: bool = 
     """Compare files of a directory with their manifest entries; without ``digests`` only their sizes.
 
     They lie in the directory: what a link leads to would be copied into the finished model, and published with it.
-
-    Raises:
-        CheckpointError: names the first file that is missing, truncated, changed or unreadable.
+    Raises CheckpointError: names the first file that is missing, truncated, changed or unreadable.
     """
     for listed in entries:
         path = _FILES.inside(folder, listed["path"], where=folder / NAME)

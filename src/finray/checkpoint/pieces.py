@@ -108,11 +108,7 @@ class PieceReader:
                     self._held.setdefault(name, []).append(held)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of a tensor; all rows by default.
-
-        Raises:
-            CheckpointError: rows are missing.
-        """
+        """Rows of a tensor; all rows by default. Raises CheckpointError: rows are missing."""
         shape = self.shapes.get(name)
         if shape is None:
             raise CheckpointError(f"there is no tensor {name}")

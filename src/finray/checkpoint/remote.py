@@ -92,11 +92,7 @@ class RemoteStore(CheckpointStore):
         self._objects.write(ATTEMPT_FILE, self._attempt.encode())
 
     def check(self) -> None:
-        """Check that no other process has taken over the run since.
-
-        Raises:
-            CheckpointError: another one has.
-        """
+        """Check that no other process has taken over the run since. Raises CheckpointError: another one has."""
         if (self._objects.read(ATTEMPT_FILE) or b"").decode(errors="replace") != self._attempt:
             raise CheckpointError("another process has taken over this run", where=self._objects.url)
 
@@ -136,10 +132,7 @@ class RemoteStore(CheckpointStore):
 
     def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[FileEntry]:
         """Write this rank's files locally, then upload them; returns their entries for the manifest.
-
-        Raises:
-            CheckpointError: they could not be written or uploaded.
-        """
+        Raises CheckpointError: they could not be written or uploaded."""
         entries = super().fill(scratch, step, fill)
         with _uploading(step, self._objects.url):
             for entry in entries:
@@ -149,10 +142,7 @@ class RemoteStore(CheckpointStore):
 
     def commit(self, scratch: Path, step: int, entries: list[FileEntry], *, metrics: dict[str, float]) -> Path:
         """Commit what all ranks have uploaded as a checkpoint: the manifest last, then its name in the index.
-
-        Raises:
-            CheckpointError: another attempt has taken the run over, or storage failed.
-        """
+        Raises CheckpointError: another attempt has taken the run over, or storage failed."""
         target = super().commit(scratch, step, entries, metrics=metrics)
         folder = self._folder(step)
         with _uploading(step, self._objects.url):
@@ -166,10 +156,7 @@ class RemoteStore(CheckpointStore):
     def sync_records(self) -> None:
         """Upload the other files of the run that have changed since the last call: records by the first rank, each
         machine's own files by the first rank on it.
-
-        Raises:
-            CheckpointError: another attempt has taken the run over.
-        """
+        Raises CheckpointError: another attempt has taken the run over."""
         paths = [self.run_dir / name for name in FOLLOWING if self._first]
         folders = list(FOLLOWING_FOLDERS) if self._first else []
         folders += [PROFILE, LOGS] if (self._first if self.verify_share is None else self.verify_share[0] == 0) else []
@@ -228,11 +215,7 @@ class RemoteStore(CheckpointStore):
         return sorted(self.places())
 
     def content(self, step: int) -> Content:
-        """The manifest of a step's checkpoint.
-
-        Raises:
-            CheckpointError: it is missing, truncated or changed.
-        """
+        """The manifest of a step's checkpoint. Raises CheckpointError: it is missing, truncated or changed."""
         folder = self.places()[step]
         if folder not in self._contents:
             name = f"{folder}/{manifest.NAME}"
@@ -243,11 +226,8 @@ class RemoteStore(CheckpointStore):
 
     def require(self, step: int, files: Sequence[FileEntry]) -> None:
         """Download files that are missing locally or differ.
-
-        Raises:
-            CheckpointError: names the first file that is missing, truncated or changed behind the URL.
-            StorageError: the storage cannot be reached, which says nothing about the checkpoint.
-        """
+        Raises CheckpointError: names the first file that is missing, truncated or changed behind the URL;
+        StorageError: the storage cannot be reached, which says nothing about the checkpoint."""
         folder = self.places()[step]
         for entry in files:
             try:
@@ -270,11 +250,7 @@ class RemoteStore(CheckpointStore):
         return content
 
     def fetch_file(self, step: int, name: str) -> Path:
-        """Download one file of a step's checkpoint.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
+        """Download one file of a step's checkpoint. Raises CheckpointError: it is missing or damaged."""
         self.require(step, [entry for entry in self.content(step)["files"] if entry["path"] == name])
         return super().fetch_file(step, name)
 
@@ -291,10 +267,7 @@ class RemoteStore(CheckpointStore):
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add later metrics to the manifest of a checkpoint; does nothing if it is gone or damaged.
-
-        Raises:
-            CheckpointError: another attempt has taken the run over, or storage failed.
-        """
+        Raises CheckpointError: another attempt has taken the run over, or storage failed."""
         if step not in self.places():
             return
         try:

@@ -149,10 +149,7 @@ class RunDir:
 
     def resolved(self) -> Resolved | None:
         """The values of every ``auto`` when the run was last started; None for a run that never got that far.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        Raises ConfigError: the file cannot be read."""
         path = self.path / RESOLVED_FILE
         resolved = _RESOLVED.json(path, Resolved) if path.exists() else None
         if resolved is not None and ":" in resolved.strategy != saved_config(self).parallel.strategy:
@@ -162,10 +159,7 @@ class RunDir:
 
     def finished(self) -> FinishedRun | None:
         """The summary and chosen step of a finished run; None before.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        Raises CheckpointError: the file cannot be read."""
         path = self.summary_file
         if not path.exists():
             return None
@@ -230,10 +224,8 @@ class RunDir:
     def mend_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int | None:
         """Create ``final/`` of a finished run again if it, or one of its files, is missing or truncated.
 
-        Returns the step of the chosen checkpoint; None if nothing had to be done.
-
-        Raises:
-            CheckpointError: there is no checkpoint to create it from.
+        Returns the step of the chosen checkpoint; None if nothing had to be done. Raises CheckpointError: there is no
+        checkpoint to create it from.
         """
         try:
             manifest.verify(self.final, digests=False)
@@ -419,10 +411,7 @@ def _has_grown(run: RunDir, steps: Sequence[int]) -> bool:
 
 def _require_at_url(run: RunDir) -> None:
     """Check that a run whose copy has checkpoints is still behind its URL.
-
-    Raises:
-        CheckpointError: the URL is empty, but the local copy has checkpoints, which must not be lost silently.
-    """
+    Raises CheckpointError: the URL is empty, but the local copy has checkpoints, which must not be lost silently."""
     if run.url is None:
         return
     if Objects(run.url).read(CONFIG_FILE) is None:
@@ -456,10 +445,7 @@ def check_output(config: Config) -> None:
     """Check that the output directory is writable; leaves nothing behind.
 
     A missing directory is not created: another command that starts at the same time would see it appear and disappear.
-    The nearest existing parent is tested instead.
-
-    Raises:
-        ConfigError: it is not writable.
+    The nearest existing parent is tested instead. Raises ConfigError: it is not writable.
     """
     if (url := run_url(config)) is not None:
         probe_name = f".finray-write-probe-{os.getpid()}"
@@ -520,10 +506,7 @@ def trust_run(place: str | Path) -> list[str]:
 
 def earlier_of(config: Config) -> Earlier | None:
     """The run that a start with this config would continue; None if it would start a new one. Nothing is written.
-
-    Raises:
-        ConfigError: the directory holds another run, as for :func:`open_run`.
-    """
+    Raises ConfigError: the directory holds another run, as for :func:`open_run`."""
     run = RunDir.of(config)
     _require_at_url(run)
     if (url := run.url) is not None:

@@ -53,11 +53,7 @@ class Fence:
         replace_text(self._path, self._token)
 
     def check(self) -> None:
-        """Check that no other process has taken over the run since.
-
-        Raises:
-            CheckpointError: another one has.
-        """
+        """Check that no other process has taken over the run since. Raises CheckpointError: another one has."""
         with opened(self._path, self._path.parent) as stream:
             token = stream.read(len(self._token) + 1)
         if token != self._token.encode():
@@ -93,11 +89,7 @@ class CheckpointStore:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """Create a directory to be filled by one or more ranks.
-
-        Raises:
-            CheckpointError: it cannot be created.
-        """
+        """Create a directory to be filled by one or more ranks. Raises CheckpointError: it cannot be created."""
         scratch = self.run_dir / f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:8]}"
         with self._storage(step):
             scratch.mkdir(parents=True)
@@ -106,10 +98,8 @@ class CheckpointStore:
     def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[FileEntry]:
         """Write this rank's files and flush them to disk; returns their entries for the manifest.
 
-        ``fill`` writes into the given directory: every rank has its own, inside that of :meth:`begin`.
-
-        Raises:
-            CheckpointError: they could not be written.
+        ``fill`` writes into the given directory: every rank has its own, inside that of :meth:`begin`. Raises
+        CheckpointError: they could not be written.
         """
         part = scratch / f".part-{uuid.uuid4().hex[:8]}"
         entries = []
@@ -127,10 +117,7 @@ class CheckpointStore:
 
     def commit(self, scratch: Path, step: int, entries: list[FileEntry], *, metrics: dict[str, float]) -> Path:
         """Commit a filled directory as a checkpoint.
-
-        Raises:
-            CheckpointError: another attempt has taken the run over, or storage failed.
-        """
+        Raises CheckpointError: another attempt has taken the run over, or storage failed."""
         target = self.path_of(step)
         with self._storage(step):
             manifest.write(scratch, entries, step=step, metrics=metrics)
@@ -196,19 +183,12 @@ class CheckpointStore:
     # --- finding ----------------------------------------------------------------------------------------------------
 
     def content(self, step: int) -> Content:
-        """The manifest of a step's checkpoint.
-
-        Raises:
-            CheckpointError: it is missing, truncated or changed.
-        """
+        """The manifest of a step's checkpoint. Raises CheckpointError: it is missing, truncated or changed."""
         return manifest.read(self.path_of(step), step=step)
 
     def require(self, step: int, files: Sequence[FileEntry]) -> None:
         """Check that files of a step's checkpoint are on this machine, and intact.
-
-        Raises:
-            CheckpointError: names the first that is missing, truncated or changed.
-        """
+        Raises CheckpointError: names the first that is missing, truncated or changed."""
         manifest.verify_files(self.path_of(step), files)
 
     def verify(self, step: int) -> Content:
@@ -218,11 +198,7 @@ class CheckpointStore:
         return content
 
     def set_aside(self, step: int) -> None:
-        """Rename a damaged checkpoint, so that it is no longer counted.
-
-        Raises:
-            CheckpointError: storage failed.
-        """
+        """Rename a damaged checkpoint, so that it is no longer counted. Raises CheckpointError: storage failed."""
         with self._storage(step):
             os.replace(self.path_of(step), self.run_dir / f"damaged-{directory_name(step)}-{uuid.uuid4().hex[:8]}")
 
@@ -297,10 +273,7 @@ class CheckpointStore:
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add later metrics to the manifest of a checkpoint; does nothing if it is gone or damaged.
-
-        Raises:
-            CheckpointError: another attempt has taken the run over, or storage failed.
-        """
+        Raises CheckpointError: another attempt has taken the run over, or storage failed."""
         path = self.path_of(step)
         try:
             content = manifest.read(path)

@@ -86,20 +86,13 @@ def matching_none(targets: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 def read_settings(folder: Path) -> AdapterSettings:
-    """PEFT's settings of an adapter.
-
-    Raises:
-        ModelError: the file cannot be read, or is something else.
-    """
+    """PEFT's settings of an adapter. Raises ModelError: the file cannot be read, or is something else."""
     return _FILES.json(folder / SETTINGS, AdapterSettings)
 
 
 def lora_variant(folder: Path) -> str | None:
     """The setting of a LoRA that is not in :data:`CONTINUED`, or that PEFT had no name for; None if all are known.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
+    Raises ModelError: the file cannot be read."""
     plain = _FILES.json(folder / SETTINGS, dict[str, Any])
     odd = [name for name in sorted(plain) if plain[name] and name not in CONTINUED]
     # finray trains the rows of tokens that it has added, and knows them by their names.
@@ -121,8 +114,5 @@ def with_base(folder: Path, base: str) -> dict[str, str]:
 
 def read_notes(folder: Path) -> Notes:
     """finray's notes; empty if there is no such file.
-
-    Raises:
-        ModelError: the file cannot be read, or is something else.
-    """
+    Raises ModelError: the file cannot be read, or is something else."""
     return _FILES.json(folder / NOTES, Notes) if (folder / NOTES).exists() else {}

@@ -13,11 +13,7 @@ _NAME = r"(?!.*(\.\.|--))[A-Za-z0-9_]([A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 
 
 def hub_id(value: str) -> str:
-    """A name that a model may have on the Hub.
-
-    Raises:
-        ValueError: not a Hub id.
-    """
+    """A name that a model may have on the Hub. Raises ValueError: not a Hub id."""
     if not all(re.fullmatch(_NAME, part) for part in value.split("/")) or value.count("/") > 1:
         raise ValueError(
             f"`{value}` is not a model name on the Hub: write OWNER/NAME, with letters, digits, `-`, `_` and `.`, "

@@ -98,11 +98,9 @@ def load_named(group: str, name: str, *, where: str) -> Any:
 
 
 def imported(path: str, *, where: str, repair: str) -> Any:
-    """The object that ``package.module:Name`` names. The module is third-party code, and may do anything when imported.
-
-    Raises:
-        ConfigError: there is no such thing, or importing it fails.
-    """
+    """The object that ``package.module:Name`` names. The module is third-party code, and may do anything when
+    imported.
+    Raises ConfigError: there is no such thing, or importing it fails."""
     module_name, _, attribute = path.partition(":")
     try:
         if not module_name or not attribute:

@@ -90,10 +90,7 @@ def local_dir_of(config: Config) -> Path | None:
 
 def with_absolute_paths(config: Config) -> Config:
     """The config with every local path made absolute; what is not there keeps its name (it may be on the Hub).
-
-    Raises:
-        ConfigError: ``adapter.start_from`` cannot be continued with this config (:func:`with_start`).
-    """
+    Raises ConfigError: ``adapter.start_from`` cannot be continued with this config (:func:`with_start`)."""
     config = with_start(config)
     data = _absolute(config.data, "source", "eval_source")
     data = data.model_copy(update={"mix": [_absolute(entry, "source") for entry in data.mix]})
@@ -124,10 +121,7 @@ def with_contents(config: Config) -> Config:
     """The config with its chat template and DeepSpeed's JSON in place of the names of their files.
 
     A job's config is then complete, for all its machines and for what reads it after the run. A file that is not on
-    this machine, or has more than 64 kB, keeps its name.
-
-    Raises:
-        ConfigError: a file cannot be read.
+    this machine, or has more than 64 kB, keeps its name. Raises ConfigError: a file cannot be read.
     """
 
     def small_file(name: object) -> Path | None:

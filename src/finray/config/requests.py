@@ -46,11 +46,7 @@ def words(text: str | None) -> list[str] | None:
 
 
 def storable(dtype: str) -> str:
-    """A dtype in which weights are written.
-
-    Raises:
-        ConfigError: it is another one.
-    """
+    """A dtype in which weights are written. Raises ConfigError: it is another one."""
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32, bf16 or fp16")
     return dtype

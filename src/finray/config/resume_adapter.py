@@ -15,12 +15,10 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 def with_start(config: Config) -> Config:
-    """The config with method, rank, alpha, targets and new tokens of ``adapter.start_from``, and its base's revision.
-
-    Raises:
-        ConfigError: there is no such adapter, it is of a kind that cannot be continued, or the configuration says
-            something else than it does.
-    """
+    """The config with method, rank, alpha, targets and new tokens of ``adapter.start_from``, and its base's
+    revision.
+    Raises ConfigError: there is no such adapter, it is of a kind that cannot be continued, or the configuration says
+    something else than it does."""
     if config.adapter.start_from is None:
         return config
     path = Path(config.adapter.start_from).expanduser().absolute()

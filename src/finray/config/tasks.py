@@ -54,11 +54,8 @@ class TaskSpec:
 
     def metric(self, evaluation: EvaluationConfig) -> str:
         """The metric that chooses the best checkpoint and stops a run early.
-
-        Raises:
-            ConfigError: ``evaluation.metric`` is none of the task's, or one of ``evaluation.metrics`` has the name of
-                another number.
-        """
+        Raises ConfigError: ``evaluation.metric`` is none of the task's, or one of ``evaluation.metrics`` has the
+        name of another number."""
         named = [metric_name(name) for name in evaluation.metrics if ":" in name]
         taken = {
             *OF_RECORDS,
@@ -88,10 +85,7 @@ class TaskSpec:
 
     def chosen(self, evaluation: EvaluationConfig) -> tuple[str, Mode]:
         """That metric, and whether less or more of it is better. Imports a function of the user's that computes it.
-
-        Raises:
-            ConfigError: as :meth:`metric`; or nothing says what is better.
-        """
+        Raises ConfigError: as :meth:`metric`; or nothing says what is better."""
         metric = self.metric(evaluation)
         if evaluation.metric_mode is not None:
             return metric, evaluation.metric_mode
@@ -160,19 +154,13 @@ def metric_name(name: str) -> str:
 
 def task_class(name: str) -> Any:
     """The class that implements :class:`finray.training.task.Task` for ``model.task``; imports torch.
-
-    Raises:
-        ConfigError: there is no such task.
-    """
+    Raises ConfigError: there is no such task."""
     return load_named("finray.tasks", name, where="model.task")
 
 
 def task_spec(name: str) -> TaskSpec:
     """The spec of a task; of one from outside finray, the attribute ``spec`` of its class.
-
-    Raises:
-        ConfigError: there is no such task.
-    """
+    Raises ConfigError: there is no such task."""
     if name in SPECS:
         return SPECS[name]
     spec = getattr(task_class(name), "spec", None)

@@ -93,10 +93,7 @@ def is_trusted(folder: Path) -> bool:
 
 def accept(file: Path) -> None:
     """The user accepts what a file of a run or a model names: for good where that can be remembered.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    Raises ConfigError: it cannot be read."""
     accept_all([digest := _digest(_FILES.read(file))])
     with suppress(*_NO_HOME):
         digests = [earlier for earlier in _remembered() if earlier != digest]

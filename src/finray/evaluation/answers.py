@@ -32,10 +32,8 @@ _ONE_NUMBER = Interval(None, None, "none: the function returns a single number")
 def judge(case: Case) -> Judged:
     """Let models answer the rows; results are saved as they are computed, and nothing is computed twice.
 
-    For rows that are trained on as a whole, only losses are computed.
-
-    Raises:
-        FinrayError: a score does not fit, a package is missing, or files cannot be loaded or written.
+    For rows that are trained on as a whole, only losses are computed. Raises FinrayError: a score does not fit, a
+    package is missing, or files cannot be loaded or written.
     """
     request, settings = case.request, case.config.evaluation
     scoring = settings.scoring or ScoringConfig()
@@ -88,11 +86,7 @@ def judge(case: Case) -> Judged:
 
 
 def _scores(case: Case, scoring: ScoringConfig) -> dict[str, Score]:
-    """The scores that are asked for, by name.
-
-    Raises:
-        FinrayError: one does not fit, or its package is missing.
-    """
+    """The scores that are asked for, by name. Raises FinrayError: one does not fit, or its package is missing."""
     metrics = case.config.evaluation.metrics
     options = ["checker", "run_code"] if "pass_at_k" in metrics else []
     options += ["encoder"] if any(name.startswith("bertscore") for name in metrics) else []
@@ -102,10 +96,7 @@ def _scores(case: Case, scoring: ScoringConfig) -> dict[str, Score]:
 
 def _sampling(case: Case, attempts: int) -> Sampling:
     """How answers are sampled.
-
-    Raises:
-        ConfigError: a value is out of range, or all attempts would give the same answer.
-    """
+    Raises ConfigError: a value is out of range, or all attempts would give the same answer."""
     request = case.request
     if attempts > 1 and not request.temperature:
         raise ConfigError(
@@ -188,11 +179,7 @@ def _engine(case: Case, artifact: Artifact) -> Iterator[Callable[[], Engine]]:
 
 
 def _choices(rows: EvaluationRows, scoring: ScoringConfig, config: Config) -> dict[int, list[str]]:
-    """The choices of each row.
-
-    Raises:
-        DataError: a row has none.
-    """
+    """The choices of each row. Raises DataError: a row has none."""
     if scoring.choices:
         return dict.fromkeys(range(len(rows)), scoring.choices)
     by_row: dict[int, list[str]] = {}

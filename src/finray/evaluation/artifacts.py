@@ -78,10 +78,7 @@ def find_artifact(path: str | Path, *, base: str | None = None) -> Artifact:
 
 def artifact_of(model: str | Path, *, base: str | None = None, revision: str | None = None) -> Artifact:
     """As :func:`find_artifact`, also for the model of a Hub id, whose branch, tag or commit may be given.
-
-    Raises:
-        FinrayError: there is no model, or it is damaged.
-    """
+    Raises FinrayError: there is no model, or it is damaged."""
     model = local_copy(named_run(model))
     path = Path(model).expanduser()
     if path.is_dir() or base is not None or _is_beside_runs(path):
@@ -95,11 +92,9 @@ def artifact_of(model: str | Path, *, base: str | None = None, revision: str | N
 
 
 def _notes_on_hub(name: str, revision: str | None) -> Notes:
-    """finray's notes beside a model on the Hub, or in its cache where the Hub is not asked; empty where there are none.
-
-    Raises:
-        ModelError: the Hub does not give them, or they are damaged.
-    """
+    """finray's notes beside a model on the Hub, or in its cache where the Hub is not asked; empty where there are
+    none.
+    Raises ModelError: the Hub does not give them, or they are damaged."""
     silence_transformers()
     # Else the client would try for minutes.
     hub.refusal()

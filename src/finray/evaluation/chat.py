@@ -13,11 +13,7 @@ from finray.evaluation.prompts import Prompt
 
 
 def require_template(asking: Asking) -> None:
-    """Refuse a model that cannot chat.
-
-    Raises:
-        ModelError: it has no chat template, or was trained without one.
-    """
+    """Refuse a model that cannot chat. Raises ModelError: it has no chat template, or was trained without one."""
     if (why := asking.why_no_chat) is not None:
         raise ModelError(
             f"a conversation needs a chat template, but the model {why}",

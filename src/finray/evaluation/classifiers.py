@@ -108,10 +108,7 @@ class Pearson(SummedScore):
 
 def judge(case: Case) -> Judged:
     """Score rows with classifiers; without baselines, compare with always predicting the most common label.
-
-    Raises:
-        FinrayError: answers are requested, a model cannot be loaded, or a row has a label unknown to it.
-    """
+    Raises FinrayError: answers are requested, a model cannot be loaded, or a row has a label unknown to it."""
     request = case.request
     usual, given = asdict(EvaluationRequest()), asdict(request)
     nothing: tuple[object, ...] = (None, (), [])

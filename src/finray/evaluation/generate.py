@@ -97,10 +97,7 @@ class Asking:
     @classmethod
     def of(cls, artifact: Artifact, tokenizer: Any, *, raw: bool | None = None) -> Asking:
         """As recorded by finray next to the weights; ``raw`` overrides that.
-
-        Raises:
-            ModelError: the model is a classifier, which gives no answers.
-        """
+        Raises ModelError: the model is a classifier, which gives no answers."""
         notes = artifact.notes
         if classifies(artifact):
             raise ModelError(
@@ -137,10 +134,7 @@ class Asking:
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, up to the start of the answer.
-
-        Raises:
-            FinrayError: a conversation needs a chat template and there is none, or the template refuses it.
-        """
+        Raises FinrayError: a conversation needs a chat template and there is none, or the template refuses it."""
         kept: dict[str, Any] = {"system": self.system, "arguments": self.arguments, "tool_format": self.tool_format}
         kept["form"] = self.form
         return prompt_ids(self.tokenizer, prompt, raw=self.raw, **kept)

@@ -39,11 +39,7 @@ class TaskMetric:
 
 
 def require() -> None:
-    """Check that lm-eval is installed.
-
-    Raises:
-        ConfigError: with the command that installs it.
-    """
+    """Check that lm-eval is installed. Raises ConfigError: with the command that installs it."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
             "--harness needs lm-eval, which is not installed",

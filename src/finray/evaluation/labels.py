@@ -135,11 +135,7 @@ class TextClassifier:
         return np.asarray(ids), np.asarray(encoded.get("token_type_ids") or [0] * len(ids))
 
     def classify(self, rows: Sequence[Row]) -> Classified:
-        """Labels of rows.
-
-        Raises:
-            ModelError: the logits of one are not finite.
-        """
+        """Labels of rows. Raises ModelError: the logits of one are not finite."""
         odd = list[int]()
 
         def note(row: int, logits: list[float]) -> None:
@@ -153,11 +149,7 @@ class TextClassifier:
 
 
 def classifies(artifact: Artifact) -> bool:
-    """Whether a model gives labels, not answers.
-
-    Raises:
-        ModelError: its configuration is damaged.
-    """
+    """Whether a model gives labels, not answers. Raises ModelError: its configuration is damaged."""
     task, file, named = artifact.model.task, artifact.folder / "config.json", list[str]()
     if file.is_file():
         named = [str(one) for one in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]

@@ -199,11 +199,7 @@ class Comparison(Result):
 
     @property
     def base(self) -> ModelScores:
-        """The first baseline.
-
-        Raises:
-            ModelError: there is none.
-        """
+        """The first baseline. Raises ModelError: there is none."""
         if len(self.models) < 2:
             raise ModelError("there is no baseline to compare with", repair="name one with --baseline")
         return self.models[0]
@@ -295,10 +291,7 @@ class Comparison(Result):
 
 def write(comparison: Comparison) -> None:
     """Write ``metrics.json`` and ``predictions.jsonl``.
-
-    Raises:
-        FinrayError: they cannot be written; those of an earlier evaluation remain.
-    """
+    Raises FinrayError: they cannot be written; those of an earlier evaluation remain."""
     predictions, metrics = comparison.folder / PREDICTIONS_FILE, comparison.folder / METRICS_FILE
     contents = {metrics: json.dumps(comparison.json(), indent=2, ensure_ascii=False) + "\n"}
     # Empty, and not removed: then a copy behind a URL is replaced as well.

@@ -57,10 +57,7 @@ class Prompt:
 
 def read_tools(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Tools from a JSON file: a list as in the column ``tools`` of training data.
-
-    Raises:
-        DataError: it is not such a file.
-    """
+    Raises DataError: it is not such a file."""
     _require_file(path)
     try:
         return tools_of(_TOOLS.text(path))
@@ -89,10 +86,8 @@ def read_prompts(
     """All prompts: the arguments, then those of the file; without both, the non-empty ``lines``.
 
     ``tools`` are for prompts without tools of their own, ``system`` for those without a system message. ``notify`` is
-    called with what of a file's rows is left out.
-
-    Raises:
-        DataError: the file cannot be read, there is no prompt, or one holds what is not a valid character.
+    called with what of a file's rows is left out. Raises DataError: the file cannot be read, there is no prompt, or one
+    holds what is not a valid character.
     """
     prompts = [Prompt.of(text, system) for text in arguments]
     if file is not None:
@@ -118,10 +113,7 @@ def read_prompts(
 
 def given_prompts(given: Any, system: str | None) -> list[Prompt]:
     """Prompts of a program: one or several, each a text, a conversation, or a row with `prompt` or `messages`.
-
-    Raises:
-        DataError: one of them is something else, or holds what is not a valid character.
-    """
+    Raises DataError: one of them is something else, or holds what is not a valid character."""
     several = [given] if isinstance(given, str | Mapping) else list(given)
     if several and all(isinstance(one, Mapping) and {"role", "from"} & set(one) for one in several):
         several = [several]
@@ -137,11 +129,7 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
 
 
 def _require_text(prompts: Iterable[Prompt]) -> None:
-    """Refuse what no tokenizer takes.
-
-    Raises:
-        DataError: a prompt holds such a character.
-    """
+    """Refuse what no tokenizer takes. Raises DataError: a prompt holds such a character."""
     for number, prompt in enumerate(prompts, start=1):
         for text in (prompt.text, *(str(message["content"]) for message in prompt.messages)):
             if (odd := NO_TEXT.search(text)) is not None:

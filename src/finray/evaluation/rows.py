@@ -97,11 +97,7 @@ class EvaluationRows:
         return [every[number] for number in self.numbers]
 
     def like(self, keys: Sequence[tuple[int, int]]) -> EvaluationRows:
-        """The rows with these keys, in the same order.
-
-        Raises:
-            DataError: one of them does not exist.
-        """
+        """The rows with these keys, in the same order. Raises DataError: one of them does not exist."""
         place = {key: number for number, key in enumerate(_keys(self.split))}
         if missing := sum(key not in place for key in keys):
             raise DataError(
@@ -201,11 +197,7 @@ def prepared_beside(run: RunDir, config: Config) -> Path | None:
 
 
 def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
-    """The training rows of a run, and its held-out rows.
-
-    Raises:
-        DataError: the data has changed.
-    """
+    """The training rows of a run, and its held-out rows. Raises DataError: the data has changed."""
     dataset = PreparedDataset(prepare_here(config, root=prepared_beside(run, config)), local_dir=local_dir_of(config))
     # A ratio would split other data differently, so rows that were trained on would be scored as if they were held out.
     store = CheckpointStore(run.path)

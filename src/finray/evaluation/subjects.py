@@ -137,10 +137,7 @@ class Case:
         spread: Callable[..., Engine] | None = None,
     ) -> Case:
         """The case for a model of one of the ``tasks``; rows are not prepared yet.
-
-        Raises:
-            FinrayError: something is missing, does not fit the task, or cannot be written.
-        """
+        Raises FinrayError: something is missing, does not fit the task, or cannot be written."""
         path = Path(model).expanduser().resolve()
         folders = (path, path.parent) if path.is_dir() else ()
         run = next((RunDir(folder) for folder in folders if (folder / CONFIG_FILE).is_file()), None)
@@ -199,10 +196,7 @@ class Case:
     @cached_property
     def rows(self) -> EvaluationRows | None:
         """The rows, prepared on first use; None if only lm-eval tasks are requested.
-
-        Raises:
-            FinrayError: there are none, or they do not fit the task.
-        """
+        Raises FinrayError: there are none, or they do not fit the task."""
         request, run, config, stream = self.request, self.run, self.config, "train"
         if request.file is not None and request.split is not None:
             raise ConfigError("--file and --split exclude each other", where="--split", repair="give --split or --file")

@@ -129,10 +129,7 @@ def _file_checks(config: Config, counted: Mapping[str, SplitStats]) -> list[Chec
 
 def _refused(config: Config, encoder: Tokenizer, tokenizer: Any, tokens: SpecialTokens, error: DataError) -> Inspection:
     """The differences between training and serving for which preparation refused the data.
-
-    Raises:
-        DataError: ``error``, which is about something else.
-    """
+    Raises DataError: ``error``, which is about something else."""
     try:
         source = SourceRows(config, has_chat_template=encoder.has_chat_template)
         rows = list(islice(_refused_rows(source, encoder, tokenizer), _ROWS_AFTER_A_REFUSAL))

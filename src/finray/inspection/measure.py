@@ -188,10 +188,7 @@ class Inspector:
 
     def examples(self, count: int, chosen: Sequence[str]) -> tuple[RowView, ...]:
         """So many rows spread over the training rows; or those chosen, by index in them or by ``file:row``.
-
-        Raises:
-            DataError: a chosen row does not exist.
-        """
+        Raises DataError: a chosen row does not exist."""
         name, train = next(iter(self.splits.items()))
         count = min(count, len(train))
         places = [(name, number * len(train) // count) for number in range(count)]

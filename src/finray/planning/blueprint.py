@@ -100,10 +100,7 @@ class ModelShape:
 
 def model_shape(model: ModelConfig, adapter: AdapterConfig, *, packs: bool) -> ModelShape:
     """The shape of a model with its adapter.
-
-    Raises:
-        ModelError: the model cannot be built, or the adapter's target modules match nothing.
-    """
+    Raises ModelError: the model cannot be built, or the adapter's target modules match nothing."""
     built = load_model(model, dtype=torch.float32, on_meta=True)
     blueprint = draw_blueprint(built, adapter, new_ids(model), task_spec(model.task).peft_type)
     return ModelShape(built, blueprint, LayerProbe(built, packs=packs), stored_in(model))
@@ -122,10 +119,7 @@ def stored_in(model: ModelConfig) -> StoredWeights | None:
 
 def build_blueprint(model: ModelConfig, adapter: AdapterConfig) -> Blueprint:
     """The blueprint of a model and its adapter.
-
-    Raises:
-        ModelError: the model cannot be built, or the adapter's target modules match nothing.
-    """
+    Raises ModelError: the model cannot be built, or the adapter's target modules match nothing."""
     built = load_model(model, dtype=torch.float32, on_meta=True)
     return draw_blueprint(built, adapter, new_ids(model), task_spec(model.task).peft_type)
 
@@ -134,10 +128,7 @@ def draw_blueprint(
     model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...] = (), task_type: str = CAUSAL_LM.peft_type
 ) -> Blueprint:
     """As :func:`build_blueprint`, of a Transformers model on any device; the adapter is added to this very model.
-
-    Raises:
-        ModelError: the adapter's target modules match nothing.
-    """
+    Raises ModelError: the adapter's target modules match nothing."""
     config = model.config.get_text_config()
     table, output, head = model.get_input_embeddings(), model.get_output_embeddings(), plain_head(model)
     base = sum(parameter.numel() for parameter in model.parameters())

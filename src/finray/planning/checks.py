@@ -42,11 +42,7 @@ _STORAGE = {
 
 
 def require_startable(config: Config) -> None:
-    """Run the quick checks.
-
-    Raises:
-        FinrayError: a single problem, or a :class:`ConfigError` that lists several.
-    """
+    """Run the quick checks. Raises FinrayError: a single problem, or a :class:`ConfigError` that lists several."""
     check_task(config)
     problems = quick_problems(config)
     if len(problems) == 1:
@@ -100,10 +96,7 @@ _HEADS_THAT_READ = ("ForMaskedLM", "ForPreTraining", "ForSequenceClassification"
 
 def check_task(config: Config) -> None:
     """Check that a causal language model is wanted from a model that can write text.
-
-    Raises:
-        ConfigError: a directory holds an encoder or a classifier.
-    """
+    Raises ConfigError: a directory holds an encoder or a classifier."""
     file, settings = Path(config.model.name).expanduser() / "config.json", dict[str, Any]()
     # What is wrong with the file itself is for those to say who need it.
     with suppress(FinrayError):
@@ -136,10 +129,7 @@ def not_a_writer(config: Config, settings: Mapping[str, Any]) -> ConfigError | N
 
 def check_shards(config: Config) -> None:
     """Check that ``parallel.shard_size`` has an effect.
-
-    Raises:
-        ConfigError: it has none, or does not divide the workers.
-    """
+    Raises ConfigError: it has none, or does not divide the workers."""
     parallel, workers = config.parallel, config.cluster.max_workers
     if parallel.strategy == "ddp" and (parallel.cpu_offload or parallel.shard_size is not None):
         name = "cpu_offload" if parallel.cpu_offload else "shard_size"
@@ -154,10 +144,7 @@ def check_shards(config: Config) -> None:
 
 def check_sources(config: Config) -> None:
     """Check that fields for datasets of the Hub are set for one.
-
-    Raises:
-        ConfigError: they are set for a mix, whose sources have their own.
-    """
+    Raises ConfigError: they are set for a mix, whose sources have their own."""
     for name in ("subset", "revision"):
         if config.data.mix and getattr(config.data, name) is not None:
             repair = "write it into the entries that it is meant for"
@@ -166,10 +153,7 @@ def check_sources(config: Config) -> None:
 
 def check_extensions(config: Config) -> None:
     """Import the extensions that the config names, so that errors in them are found before workers start.
-
-    Raises:
-        ConfigError: an extension cannot be imported.
-    """
+    Raises ConfigError: an extension cannot be imported."""
     wanted = [
         ("finray.tasks", "model.task", config.model.task),
         ("finray.adapter_methods", "adapter.method", config.adapter.method),
@@ -235,10 +219,7 @@ def check_extras(
 
 def check_evaluation(config: Config) -> None:
     """Check that the task has the metric that selects checkpoints, and supports answers if they are requested.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    Raises ConfigError: it does not."""
     spec, evaluation = task_spec(config.model.task), config.evaluation
     spec.chosen(evaluation)
     name = "generate_rows" if evaluation.generate_rows is not None else "metrics"
@@ -261,11 +242,7 @@ def check_evaluation(config: Config) -> None:
 
 
 def check_export(config: Config) -> None:
-    """Check that what is pushed can be loaded by others.
-
-    Raises:
-        ModelError: it cannot.
-    """
+    """Check that what is pushed can be loaded by others. Raises ModelError: it cannot."""
     export = config.export
     if export.push_to_hub is not None:
         base = None if config.adapter.method == "none" else config.model.name
@@ -273,11 +250,7 @@ def check_export(config: Config) -> None:
 
 
 def check_push(config: Config, *, login: Callable[[], Hub] = Hub.login) -> Target | None:
-    """Check that the Hub will accept the push; None if nothing is to be pushed.
-
-    Raises:
-        HubError: it will not.
-    """
+    """Check that the Hub will accept the push; None if nothing is to be pushed. Raises HubError: it will not."""
     if config.export.push_to_hub is None:
         return None
     return login().check(config.export.push_to_hub, public=config.export.public)
@@ -285,10 +258,7 @@ def check_push(config: Config, *, login: Callable[[], Hub] = Hub.login) -> Targe
 
 def check_quantization(config: Config) -> None:
     """Check that the base model can be quantized.
-
-    Raises:
-        ConfigError: its file, or DeepSpeed's stage, does not allow that.
-    """
+    Raises ConfigError: its file, or DeepSpeed's stage, does not allow that."""
     if config.model.quantization == "none" or config.adapter.method == "none":
         return
     where = f"model.quantization={config.model.quantization}"
@@ -310,10 +280,8 @@ def check_stored_model(config: Config) -> None:
     """Check that a model directory has its weights, and that each listed target module exists.
 
     Regular expressions are left to `finray plan`, which knows the names that modules have when the model is built; so
-    are models with experts, whose tensors Transformers joins on the way.
-
-    Raises:
-        ModelError: weights are missing or cut off, or target modules match nothing.
+    are models with experts, whose tensors Transformers joins on the way. Raises ModelError: weights are missing or cut
+    off, or target modules match nothing.
     """
     folder = Path(config.model.name)
     if not (folder / "config.json").is_file():
@@ -332,10 +300,7 @@ def check_stored_model(config: Config) -> None:
 
 def check_start(config: Config) -> None:
     """Check that the weights of the adapter to continue from exist, and are intact if there is a manifest.
-
-    Raises:
-        FinrayError: they are missing or damaged, or of an unsupported kind.
-    """
+    Raises FinrayError: they are missing or damaged, or of an unsupported kind."""
     if config.adapter.start_from is None or config.adapter.method == "none":
         return
     folder = Path(config.adapter.start_from)

@@ -262,10 +262,7 @@ _ACCELERATOR_KEY = "accelerator_type:"
 
 def gpu_named(name: str) -> Gpu:
     """A GPU of the table; its name without the memory is enough where it comes with one size.
-
-    Raises:
-        ConfigError: no GPU has this name, or several have; the message lists the known ones.
-    """
+    Raises ConfigError: no GPU has this name, or several have; the message lists the known ones."""
     lower = name.lower()
     sizes = [gpu for full_name, gpu in GPUS.items() if lower in (full_name, full_name.rpartition("-")[0])]
     if len(sizes) != 1:

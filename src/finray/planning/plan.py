@@ -249,12 +249,9 @@ def _speed(
 
 
 def step_seconds_on(config: Config, gpu: str, workers: int) -> float | None:
-    """Estimated seconds of a step on GPUs of this name, with full rows in which all tokens are learned. None
-    if the model is not available, or the GPU's rate unknown.
-
-    Raises:
-        ConfigError: no GPU has that name.
-    """
+    """Estimated seconds of a step on GPUs of this name, with full rows in which all tokens are learned. None if the
+    model is not available, or the GPU's rate unknown.
+    Raises ConfigError: no GPU has that name."""
     kind, model = gpu_named(gpu), plan_model(config, Findings(), offline=True)
     if model is None or kind.tflops is None:
         return None

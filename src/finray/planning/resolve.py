@@ -143,10 +143,8 @@ def _base_bits(
 def require_whole_weights(config: Config, execution: Execution) -> None:
     """Check that every worker holds the whole model that answers prompts at evaluations.
 
-    Answers have different lengths, and workers with sharded weights would have to run every step together.
-
-    Raises:
-        ConfigError: the strategy shards the weights.
+    Answers have different lengths, and workers with sharded weights would have to run every step together. Raises
+    ConfigError: the strategy shards the weights.
     """
     asks = config.evaluation.generate_rows is not None and config.evaluation.mode == "inline"
     shares = execution.strategy == "fsdp" or (

@@ -30,10 +30,7 @@ def filesystem(
     url: str, arguments: dict[str, Any], *, error: type[FinrayError], use: Literal["read", "write"], repair: str
 ) -> tuple[Any, str]:
     """fsspec's file system of a URL, with :func:`options` and more of the caller's, and the path within it.
-
-    Raises:
-        FinrayError: of this class; no library for the scheme is installed, or the URL is malformed.
-    """
+    Raises FinrayError: of this class; no library for the scheme is installed, or the URL is malformed."""
     import fsspec
 
     scheme = url.split("://", 1)[0]

@@ -56,10 +56,7 @@ _NONE = ("num_labels", "num_experts", "num_local_experts", "n_routed_experts", "
 
 def check_sizes(content: Mapping[str, Any], where: str) -> None:
     """See that the sizes in a model's configuration are those of a model, before anything is made of them.
-
-    Raises:
-        ModelError: one is too large, not positive, or no whole number.
-    """
+    Raises ModelError: one is too large, not positive, or no whole number."""
     for name, value in content.items():
         if isinstance(value, Mapping):
             check_sizes(value, where)
@@ -117,10 +114,7 @@ def without_torch() -> Iterator[None]:
 
 def check_exists(name: str) -> None:
     """Find a wrong model path early, without importing Transformers or asking a hub.
-
-    Raises:
-        ModelError: the name is a path, and no model is there.
-    """
+    Raises ModelError: the name is a path, and no model is there."""
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         repair = "give a model directory"
@@ -152,10 +146,8 @@ def check_exists(name: str) -> None:
 def check_files(folder: Path) -> None:
     """See that the files of a model directory that Transformers and PEFT open by their names can be read to an end.
 
-    Links to files elsewhere are left: people put model directories together from them.
-
-    Raises:
-        ModelError: one is a fifo or a device, or has no size that such a file may have.
+    Links to files elsewhere are left: people put model directories together from them. Raises ModelError: one is a fifo
+    or a device, or has no size that such a file may have.
     """
     with _CONFIGS.reading(folder):
         for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
@@ -168,10 +160,7 @@ def check_files(folder: Path) -> None:
 
 def source_options(model: ModelConfig) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that say where the files are; a Hub that does not answer is not asked again.
-
-    Raises:
-        ModelError: a file there is none (:func:`check_files`).
-    """
+    Raises ModelError: a file there is none (:func:`check_files`)."""
     path = Path(model.name).expanduser()
     if (folder := path.parent if path.suffix == ".gguf" else path).is_dir():
         check_files(folder)
@@ -191,10 +180,7 @@ def source_options(model: ModelConfig) -> dict[str, Any]:
 
 def loading_options(model: ModelConfig) -> dict[str, Any]:
     """As :func:`source_options`, after a look at the sizes in the configuration, of a Hub id or a GGUF file too.
-
-    Raises:
-        ModelError: one is not that of a model (:func:`check_sizes`).
-    """
+    Raises ModelError: one is not that of a model (:func:`check_sizes`)."""
     options = source_options(model)
     silence_transformers()
     from transformers import PretrainedConfig
@@ -242,10 +228,7 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
 
 def load_tokenizer(model: ModelConfig) -> Any:
     """The tokenizer of a model, with the new tokens and the chat template of the config where there are some.
-
-    Raises:
-        ModelError: it cannot be loaded, or has one of the new tokens.
-    """
+    Raises ModelError: it cannot be loaded, or has one of the new tokens."""
     tokenizer = _plain_tokenizer(model)
     add_tokens(tokenizer, model)
     return tokenizer
@@ -271,10 +254,7 @@ class NewTokens:
 
 def add_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens | None:
     """Add ``model.new_tokens`` to a tokenizer; None where there are none.
-
-    Raises:
-        ModelError: one of them is a token already.
-    """
+    Raises ModelError: one of them is a token already."""
     if not model.new_tokens:
         return None
     size = len(tokenizer)
@@ -291,10 +271,7 @@ def add_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens | None:
 
 def new_tokens(model: ModelConfig) -> NewTokens | None:
     """The words that a model section adds; None where there are none.
-
-    Raises:
-        ModelError: the tokenizer cannot be loaded, or has one of them.
-    """
+    Raises ModelError: the tokenizer cannot be loaded, or has one of them."""
     return add_tokens(_plain_tokenizer(model), model) if model.new_tokens else None
 
 

@@ -156,11 +156,7 @@ def shown_name(run: RecordedRun) -> str:
 
 def list_runs(folder: str | Path, *, now: float) -> Listed:
     """The runs of a directory, or behind a URL.
-
-    Raises:
-        DataError: the directory does not exist.
-        StorageError: the storage cannot be reached.
-    """
+    Raises DataError: the directory does not exist; StorageError: the storage cannot be reached."""
     places: Sequence[str | Path]
     if is_url(str(folder)):
         objects = Objects(str(folder))
@@ -181,11 +177,7 @@ def list_runs(folder: str | Path, *, now: float) -> Listed:
 
 
 def compare_runs(first: str | Path, second: str | Path) -> RunsCompared:
-    """Compare two runs.
-
-    Raises:
-        DataError: one of them is not a run.
-    """
+    """Compare two runs. Raises DataError: one of them is not a run."""
     return RunsCompared((read_run(first, with_answers=False), read_run(second, with_answers=False)))
 
 

@@ -70,11 +70,7 @@ def data(name: str, value: Any) -> Markup:
 
 
 def write(html: str, file: Path) -> None:
-    """Write a page.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write a page. Raises DataError: the file cannot be written."""
     try:
         # A row may contain half of a surrogate pair; it is shown as an escape.
         file.write_text(html, encoding="utf-8", errors="backslashreplace")

@@ -256,10 +256,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
 
 def runs_in(folder: Path) -> list[Path]:
     """Run directories below a directory, by name; the directory itself if it is one.
-
-    Raises:
-        DataError: it does not exist, or cannot be read.
-    """
+    Raises DataError: it does not exist, or cannot be read."""
     folder = folder.expanduser()
     if is_run(folder):
         return [folder]

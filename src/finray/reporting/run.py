@@ -45,10 +45,7 @@ class TrainResult(Result):
 
     def model(self) -> tuple[Any, Any]:
         """The trained model, on the GPU if there is one, and its tokenizer, as plain Transformers or PEFT objects.
-
-        Raises:
-            FinrayError: the model is missing or damaged.
-        """
+        Raises FinrayError: the model is missing or damaged."""
         from finray.evaluation.artifacts import load_trained
 
         return load_trained(self.final)

@@ -67,10 +67,7 @@ def starts_one(cluster: ClusterConfig) -> bool:
 
 def require_one_process(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse to start a Ray in one of several processes that a launcher has started, such as ``torchrun``.
-
-    Raises:
-        ClusterError: each of them would train the whole run by itself.
-    """
+    Raises ClusterError: each of them would train the whole run by itself."""
     size = environ.get("WORLD_SIZE", "")
     if "RANK" in environ and size.isdecimal() and int(size) > 1:
         raise ClusterError(
@@ -97,11 +94,8 @@ def running_here() -> str | None:
 def connected(cluster: ClusterConfig) -> Iterator[Any]:
     """Ray, connected to the configured cluster or started on this machine; disconnected or shut down afterwards.
 
-    A Ray that finray starts requires a token and has no dashboard.
-
-    Raises:
-        ClusterError: the cluster cannot be reached, this process is connected to another one, or one is to be started
-            in each process of a launcher.
+    A Ray that finray starts requires a token and has no dashboard. Raises ClusterError: the cluster cannot be reached,
+    this process is connected to another one, or one is to be started in each process of a launcher.
     """
     if starts_one(cluster):
         require_one_process()
@@ -189,10 +183,7 @@ def _may_be(address: str, connected: str) -> bool:
 
 def _start(ray: Any, options: Mapping[str, Any]) -> None:
     """Connect; a Ray of our own is started once more if the machine was too slow for it.
-
-    Raises:
-        ClusterError: it was too slow again.
-    """
+    Raises ClusterError: it was too slow again."""
     for is_last in (False, True):
         try:
             with signals.without_hangup():
@@ -423,10 +414,7 @@ def dashboard_url(ray: Any) -> str:
 
 def ask(config: Config) -> list[dict[str, float]]:
     """The resources of each living node of the configured cluster.
-
-    Raises:
-        ClusterError: the cluster cannot be reached.
-    """
+    Raises ClusterError: the cluster cannot be reached."""
     require_trusted(config, "cluster.address")
     with connected(config.cluster) as ray:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -172,10 +172,7 @@ def _to_push(config: Config, run: RunDir) -> dict[str, Any] | None:
 
 def _push(config: Config, run: RunDir, handle: Handle) -> None:
     """Push the finished model if the config asks for it.
-
-    Raises:
-        FinrayError: the push failed; the run is finished nevertheless.
-    """
+    Raises FinrayError: the push failed; the run is finished nevertheless."""
     if (wanted := _to_push(config, run)) is None:
         return
     from finray.publishing.push import push
@@ -233,11 +230,9 @@ def _logged(run: RunDir, handle: Handle) -> Iterator[Handle]:
 
 @contextmanager
 def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
-    """Connect to Ray, check that the workers can be placed, and decide what the config leaves open, except for steps.
-
-    Raises:
-        FinrayError: the cluster cannot be reached, or lacks what is asked for.
-    """
+    """Connect to Ray, check that the workers can be placed, and decide what the config leaves open, except for
+    steps.
+    Raises FinrayError: the cluster cannot be reached, or lacks what is asked for."""
     started = time.perf_counter()
     is_local = clusters.starts_one(config.cluster)
     address = clusters.address_of(config.cluster)
@@ -296,10 +291,8 @@ def fit(
     With ``export.push_every_checkpoint`` each checkpoint is pushed to ``target``.
 
     On a Ray of the run's own, workers without GPUs start and load the model while the data are prepared. GPUs, and
-    anything of a shared cluster, are only taken once the data are known to be right.
-
-    Raises:
-        FinrayError: the data are not right, or training failed and a retry would fail in the same way.
+    anything of a shared cluster, are only taken once the data are known to be right. Raises FinrayError: the data are
+    not right, or training failed and a retry would fail in the same way.
     """
     started, lock = time.perf_counter(), threading.RLock()
 
@@ -513,11 +506,8 @@ def decide_from_data(
     execution: Execution, location: str, config: Config, run: RunDir, handle: Handle, packing: Packing
 ) -> PreparedRun:
     """Decide what depends on the prepared data: size of a step, epochs, classes. Report these and anything odd.
-
-    Raises:
-        DataError: the data are damaged, too few to hold some out, or their labels are not right.
-        ModelError: a row has more tokens than the model has position embeddings (``packing``).
-    """
+    Raises DataError: the data are damaged, too few to hold some out, or their labels are not right; ModelError: a
+    row has more tokens than the model has position embeddings (``packing``)."""
 
     def say(lines: Iterable[str]) -> None:
         for line in lines:
@@ -557,10 +547,7 @@ def decide_from_data(
 
 def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, handle: Handle) -> TrainResult:
     """Create ``final/`` from a checkpoint, and write the summary, which marks the run as finished.
-
-    Raises:
-        CheckpointError: every checkpoint is damaged.
-    """
+    Raises CheckpointError: every checkpoint is damaged."""
     # Rank 0 may have written the records on another machine.
     run.pull()
     chosen = run.make_final(

@@ -46,11 +46,7 @@ def _channel(address: str) -> Iterator[Any]:
 
 @contextmanager
 def answering(*, where: str) -> Iterator[None]:
-    """Within it, a head that does not answer is an error for the user.
-
-    Raises:
-        ClusterError: it does not.
-    """
+    """Within it, a head that does not answer is an error for the user. Raises ClusterError: it does not."""
     try:
         yield
     except grpc.RpcError as error:

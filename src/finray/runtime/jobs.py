@@ -258,11 +258,7 @@ class JobServer:
         return self.job(identity)
 
     def _at_work(self, run: str, sent: str) -> Job | None:
-        """The unfinished job of a run, if there is one.
-
-        Raises:
-            ClusterError: something else was sent with it.
-        """
+        """The unfinished job of a run, if there is one. Raises ClusterError: something else was sent with it."""
         for info in self._infos():
             job = _job(info)
             if job.run != run or job.has_ended:
@@ -280,11 +276,8 @@ class JobServer:
 
     def job(self, identity: str) -> Job:
         """A job by its id.
-
-        Raises:
-            ClusterError: there is no such job.
-            OSError: the server does not answer, or answers with an error of its own.
-        """
+        Raises ClusterError: there is no such job; OSError: the server does not answer, or answers with an error of
+        its own."""
         missing = ClusterError(
             f"there is no job `{cut(identity, 100)}`",
             where=self.address,
@@ -333,10 +326,7 @@ class JobServer:
         clock: Callable[[], float] = time.monotonic,
     ) -> Job:
         """Write what a job prints until it ends; returns the job in its final state.
-
-        Raises:
-            ClusterError: there is no such job, or the server was silent for a minute; the job may continue.
-        """
+        Raises ClusterError: there is no such job, or the server was silent for a minute; the job may continue."""
         import aiohttp
 
         written, held = 0, ""
@@ -454,11 +444,7 @@ def _without(value: str, name: str, option: str, environ: Mapping[str, str]) -> 
 
 
 def secrets_named(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of these names.
-
-    Raises:
-        ConfigError: one is not set, or was given as NAME=VALUE.
-    """
+    """The variables of these names. Raises ConfigError: one is not set, or was given as NAME=VALUE."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(

@@ -125,10 +125,7 @@ class RayMemory:
 
     def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
         """Store a part on this node and the next one.
-
-        Raises:
-            ClusterError: one of them did not take it; the other may have it.
-        """
+        Raises ClusterError: one of them did not take it; the other may have it."""
         import ray
 
         header = {name: getattr(part, name) for name in ("attempt", "step", "rank", "world_size", "size")}

@@ -210,11 +210,9 @@ class Helpers:
 
 
 def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], handle: Handle = ignore) -> str:
-    """Wait for a preparation with the help of :class:`Helpers`; returns the directory or URL of the prepared dataset.
-
-    Raises:
-        FinrayError: a problem with the data, the tokenizer or the storage, or tasks were lost repeatedly.
-    """
+    """Wait for a preparation with the help of :class:`Helpers`; returns the directory or URL of the prepared
+    dataset.
+    Raises FinrayError: a problem with the data, the tokenizer or the storage, or tasks were lost repeatedly."""
     with Helpers(ray, preparation, env=env, handle=handle) as helpers:
         helpers.wait()
         return preparation.result(handle=handle)

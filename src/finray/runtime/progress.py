@@ -212,10 +212,7 @@ class Listener:
 
 def wait_for_data(address: Address) -> PreparedRun:
     """Wait until the driver has prepared the data and decided what depends on them.
-
-    Raises:
-        TrainingError: the driver cannot be reached, or has ended.
-    """
+    Raises TrainingError: the driver cannot be reached, or has ended."""
     try:
         return typed(json.loads(_answer(address, _WAITS, timeout_s=None)), PreparedRun)
     except (OSError, ValueError):

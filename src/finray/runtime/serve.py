@@ -226,11 +226,7 @@ class Replica:
 
 
 def require_packages() -> None:
-    """See that Ray Serve can be imported.
-
-    Raises:
-        ConfigError: its packages are missing.
-    """
+    """See that Ray Serve can be imported. Raises ConfigError: its packages are missing."""
     missing = [name for name in ("starlette", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -241,11 +237,7 @@ def require_packages() -> None:
 
 
 def require_port(host: str, port: int) -> None:
-    """Check that the address is free, before a model is loaded.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """Check that the address is free, before a model is loaded. Raises ConfigError: the address cannot be bound."""
     try:
         kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(kind) as trial:

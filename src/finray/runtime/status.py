@@ -85,10 +85,7 @@ class ClusterStatus(Result):
 
 def status(address: str | None = None) -> ClusterStatus:
     """Query a cluster: the given one, that of this machine's `up` or `join`, or that of ``RAY_ADDRESS``.
-
-    Raises:
-        ClusterError: there is none, or it cannot be reached.
-    """
+    Raises ClusterError: there is none, or it cannot be reached."""
     config = cluster_here(address)
     with connected(config) as ray:
         from finray.runtime import gcs
@@ -106,10 +103,7 @@ def status(address: str | None = None) -> ClusterStatus:
 
 def cluster_here(address: str | None) -> ClusterConfig:
     """The cluster that a command without a config refers to.
-
-    Raises:
-        ClusterError: none is named and none was started or joined here.
-    """
+    Raises ClusterError: none is named and none was started or joined here."""
     node = nodes.running()
     named = address or (None if node is None else node.address)
     config = ClusterConfig(address=None if named is None else nodes.with_port(named))

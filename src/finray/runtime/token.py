@@ -20,10 +20,7 @@ def token_file(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def require_token(*, where: str, create: bool) -> bool:
     """Make sure that there is a token that only this user can read; returns whether it was created.
-
-    Raises:
-        ClusterError: there is none and ``create`` is false, or others can read it.
-    """
+    Raises ClusterError: there is none and ``create`` is false, or others can read it."""
     file = token_file()
     if file is None:
         return False

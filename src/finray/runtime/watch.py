@@ -167,12 +167,9 @@ class RunMonitor:
 
     def poll(self) -> None:
         """Check once; called repeatedly during the run.
-
-        Raises:
-            Interrupted: a signal requested it, and nothing can be saved, or no time is left.
-            ClusterError: Ray is lost, and nothing can be saved, or no time is left.
-            TrainingError: workers hang before they have loaded, again.
-        """
+        Raises Interrupted: a signal requested it, and nothing can be saved, or no time is left; ClusterError: Ray is
+        lost, and nothing can be saved, or no time is left; TrainingError: workers hang before they have loaded,
+        again."""
         now = self._clock()
         if self.listener is None or self.listener.has_workers:
             self._connected_at = now

@@ -53,11 +53,7 @@ class CachedDataset:
 
 
 def entries(root: str) -> list[CachedDataset]:
-    """All prepared datasets, in the order of their names.
-
-    Raises:
-        DataError: the directory or URL does not exist.
-    """
+    """All prepared datasets, in the order of their names. Raises DataError: the directory or URL does not exist."""
     if not is_url(root) and not Path(root).expanduser().is_dir():
         raise DataError(
             "the directory does not exist", where=root, repair="give a config, or the directory of prepared data"

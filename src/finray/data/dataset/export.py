@@ -29,11 +29,8 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
 
     A conversation's input is its prompt as a server renders it, up to the last answer; its output is that answer. Rows
     that are not in the prepared dataset are not exported. The files of an earlier export are replaced once all rows are
-    written.
-
-    Raises:
-        DataError: the source cannot be read, the files cannot be written, or they would replace others than those of an
-            earlier export.
+    written. Raises DataError: the source cannot be read, the files cannot be written, or they would replace others than
+    those of an earlier export.
     """
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     encoder = PrepareSettings.of(config).encoder(load_tokenizer(config.model))

@@ -46,10 +46,7 @@ class DatasetFiles:
 
     def path(self, name: str) -> Path:
         """A local path of a file; waits until it is there, and not for those that are fetched ahead.
-
-        Raises:
-            DataError: it cannot be fetched, or is damaged.
-        """
+        Raises DataError: it cannot be fetched, or is damaged."""
         with self._locks[name]:
             if self._folder.is_remote:
                 return self._fetched(name)

@@ -136,9 +136,7 @@ def class_weights(
     """The weight of each class in the loss; none where all have the same.
 
     ``balanced`` is n / (C n_c) for C classes, of which one has n_c of n rows: scikit-learn's ``compute_class_weight``.
-
-    Raises:
-        ConfigError: the section does not fit the labels.
+    Raises ConfigError: the section does not fit the labels.
     """
     if labels.problem == "regression":
         for name in ("class_weights", "label_smoothing"):

@@ -133,11 +133,7 @@ class PartResult(RowCounts):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PartResult:
-        """From the file.
-
-        Raises:
-            DataError: it is no such file, another version's, or was changed.
-        """
+        """From the file. Raises DataError: it is no such file, another version's, or was changed."""
         return FileKind(DataError).unsealed(content, cls, "the note of a part")
 
     def to_bytes(self) -> bytes:
@@ -236,11 +232,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes, folder: Folder) -> Manifest:
-        """From the file.
-
-        Raises:
-            DataError: it is not a manifest, or was changed after it was written.
-        """
+        """From the file. Raises DataError: it is not a manifest, or was changed after it was written."""
         kind, where = files_of(folder), folder.at(MANIFEST)
         plain = kind.parsed(content, dict[str, Any], where)
         shape = plain.get("shaped_by")
@@ -284,10 +276,8 @@ def part_note(stream: str, number: int) -> str:
 
 def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Sequence[PartResult]) -> Manifest:
     """The manifest of a prepared dataset, from what is known of its parts.
-
-    Raises:
-        DataError: a split has no token to learn, or only some of the rows have a label, or labels are of two kinds.
-    """
+    Raises DataError: a split has no token to learn, or only some of the rows have a label, or labels are of two
+    kinds."""
     splits: dict[str, SplitStats] = {}
     kinds: dict[Problem, str] = {}
     some = [part for part in results if part.rows]

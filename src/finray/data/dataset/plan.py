@@ -98,10 +98,7 @@ class PrepareSettings:
 
 def plan_streams(settings: PrepareSettings) -> list[Stream]:
     """The sources of a config, by split (ratio splits are made later, from the training rows).
-
-    Raises:
-        DataError: a source is missing, or evaluation would see the training rows.
-    """
+    Raises DataError: a source is missing, or evaluation would see the training rows."""
     data, streams = settings.data, _streams(settings)
     # A directory without named splits gives its files for every split name.
     for later, earlier in ((later, earlier) for at, later in enumerate(streams) for earlier in streams[:at]):
@@ -116,10 +113,7 @@ def plan_streams(settings: PrepareSettings) -> list[Stream]:
 
 def remarks_on_files(config: Config) -> list[str]:
     """Lines about the files of a config's sources: warnings, and what is not read of a directory.
-
-    Raises:
-        DataError: a source is missing.
-    """
+    Raises DataError: a source is missing."""
     streams = _streams(PrepareSettings.of(config))
     held_out = {
         item.name: held_out_by_name(item.source) for item in streams if item.split == "train" and item.source.is_files
@@ -158,9 +152,7 @@ def with_class_names(streams: list[Stream]) -> list[Stream]:
     """The streams, with the class names (``ClassLabel``) of their sources if the config has none.
 
     Integers are ids into the names of their own source; if it has none, into those of the first source that has some.
-
-    Raises:
-        DataError: a source cannot be opened.
+    Raises DataError: a source cannot be opened.
     """
     names_of = {stream.name: _class_names(stream) for stream in streams}
     first = next(filter(None, names_of.values()), ())
@@ -269,12 +261,9 @@ def fingerprint(shape: Mapping[str, Any]) -> str:
 
 
 def tokenizer_identity(config: ModelConfig, digests: Digests) -> str:
-    """A digest of everything in a tokenizer that changes tokens: for a local model that of its files, without loading
-    them, else that of its parts.
-
-    Raises:
-        FinrayError: the tokenizer or the chat template does not exist.
-    """
+    """A digest of everything in a tokenizer that changes tokens: for a local model that of its files, without
+    loading them, else that of its parts.
+    Raises FinrayError: the tokenizer or the chat template does not exist."""
     files = tokenizer_files(config)
     if files is None:
         tokenizer = load_tokenizer(config)
@@ -296,11 +285,7 @@ def _sha256(plain: Any) -> str:
 
 
 def plan(settings: PrepareSettings, streams: list[Stream]) -> list[Part]:
-    """The parts of all streams, in order.
-
-    Raises:
-        DataError: a source is empty, or its format cannot be determined.
-    """
+    """The parts of all streams, in order. Raises DataError: a source is empty, or its format cannot be determined."""
     parts: list[Part] = []
     for stream in streams:
         cut = plan_parts(stream.source, settings.reading)
@@ -313,10 +298,7 @@ def plan(settings: PrepareSettings, streams: list[Stream]) -> list[Part]:
 
 def first_columns(stream: Stream, parts: list[tuple[ByteRange, ...]], settings: PrepareSettings) -> list[str]:
     """The columns of the first readable rows, which decide the format.
-
-    Raises:
-        DataError: there is no such row; or one is bad and `data.on_bad_row` is `error`.
-    """
+    Raises DataError: there is no such row; or one is bad and `data.on_bad_row` is `error`."""
     columns: dict[str, None] = {}
     rows = 0
     bad: DataError | None = None

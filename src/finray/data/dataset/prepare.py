@@ -102,10 +102,7 @@ class Planned:
 
 def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     """Plan a config's data and its location; reads no rows, and loads no tokenizer from a local model.
-
-    Raises:
-        FinrayError: a source or the model does not exist.
-    """
+    Raises FinrayError: a source or the model does not exist."""
     check_exists(config.model.name)
     root = root or prepared_dir(config)
     digests = Digests(None if is_url(root) else Path(root) / _DIGESTS)
@@ -117,10 +114,7 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
 
 def check_inputs(config: Config) -> None:
     """Find errors that can be found before Ray is started.
-
-    Raises:
-        FinrayError: a data file or the model does not exist.
-    """
+    Raises FinrayError: a data file or the model does not exist."""
     check_exists(config.model.name)
     data, task = config.data, config.model.task
     if "labelled_text" in (data.format, *(item.format for item in data.mix)) and "labelled" not in task_spec(task).rows:
@@ -194,10 +188,7 @@ class Preparation:
 
     def result(self, *, handle: Handle = ignore) -> str:
         """Wait; returns the directory or URL of the prepared dataset.
-
-        Raises:
-            FinrayError: a problem with the data, the tokenizer or the storage.
-        """
+        Raises FinrayError: a problem with the data, the tokenizer or the storage."""
         self.wait(handle=handle)
         return self._outcome.result()
 
@@ -357,30 +348,21 @@ def start_preparation(config: Config, *, root: str | Path | None = None, hide_to
 
 def prepare_here(config: Config, *, root: str | Path | None = None) -> str:
     """Prepare the data of a config in this process; returns the directory or URL of the prepared dataset.
-
-    Raises:
-        FinrayError: a problem with the data, the tokenizer or the storage.
-    """
+    Raises FinrayError: a problem with the data, the tokenizer or the storage."""
     with start_preparation(config, root=root) as preparation:
         return preparation.result()
 
 
 def is_prepared(config: Config) -> str | None:
     """The location of a config's prepared data; None if it is not prepared yet.
-
-    Raises:
-        FinrayError: a source or the model does not exist.
-    """
+    Raises FinrayError: a source or the model does not exist."""
     planned = plan_preparation(config)
     return planned.target.root if planned.is_done else None
 
 
 def finish(planned: Planned, config: Config, results: list[PartResult]) -> None:
     """Write the manifest and move the directory into place.
-
-    Raises:
-        DataError: a source changed meanwhile, or there is nothing to train on.
-    """
+    Raises DataError: a source changed meanwhile, or there is nothing to train on."""
     if plan_preparation(config, root=planned.root).shape != planned.shape:
         raise DataError(
             "the source changed while it was being prepared",

@@ -217,10 +217,8 @@ class PreparedDataset:
     def verify(self, *, rank: int = 0, world_size: int = 1) -> None:
         """Compare a share of the files with their digests, before any is read; every rank of a group has another share.
 
-        Other files are checked when they are first read; see :meth:`trust`.
-
-        Raises:
-            DataError: names the first file that was changed.
+        Other files are checked when they are first read; see :meth:`trust`. Raises DataError: names the first file that
+        was changed.
         """
         if not self.folder.is_remote:
             for name, _ in list(self.files())[rank::world_size]:
@@ -254,11 +252,7 @@ class PreparedDataset:
         return None if train.problem is None else LabelSet(train.problem, train.labels)
 
     def require_kind(self, spec: TaskSpec) -> None:
-        """Refuse rows of a kind that a task does not support.
-
-        Raises:
-            DataError: they are of another kind.
-        """
+        """Refuse rows of a kind that a task does not support. Raises DataError: they are of another kind."""
         if self.kind() not in spec.rows:
             raise DataError(
                 f"the rows are {self.kind()}, but {spec.name} needs {', '.join(sorted(spec.rows))}",
@@ -282,10 +276,7 @@ class PreparedDataset:
 
     def splits(self, data: DataConfig, *, seed: int) -> Splits:
         """The rows of a run: held out by ratio if configured, then mixed.
-
-        Raises:
-            DataError: too few rows, or groups, to hold some out.
-        """
+        Raises DataError: too few rows, or groups, to hold some out."""
         train, held_out, test = self.all_rows("train"), self.all_rows("eval"), self.all_rows("test")
         assert train is not None
         if data.eval_ratio or data.test_ratio:

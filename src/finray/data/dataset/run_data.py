@@ -105,10 +105,7 @@ def pack_length_of(config: Config, lengths: npt.NDArray[np.int64]) -> int | None
 
 def require_room(decided: Steps, longest: int) -> None:
     """Check that the packs of a run that has begun have room for the longest row.
-
-    Raises:
-        DataError: they have not, because the data are others now.
-    """
+    Raises DataError: they have not, because the data are others now."""
     if decided.pack_length is not None and longest > decided.pack_length:
         raise DataError(
             f"the data have changed since the run began: a row has {longest} tokens, and its packs at most "

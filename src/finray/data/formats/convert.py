@@ -100,11 +100,7 @@ class FormatChoice:
 
     def decide(self, columns: Iterable[str]) -> RowFormat:
         """The format of rows with these columns.
-
-        Raises:
-            DataError: no format fits.
-            ConfigError: the templates use no column, or not those of the mapping.
-        """
+        Raises DataError: no format fits; ConfigError: the templates use no column, or not those of the mapping."""
         if self.converter is not None:
             return RowFormat("converter", converter=self.converter, system=self.system, labels=self.labels)
         if self.input_template is None or self.format not in ("auto", "template"):
@@ -188,11 +184,7 @@ _MISSING = object()
 
 
 def column(row: Columns, name: str) -> Any:
-    """The value of a column; a dot accesses nested ones.
-
-    Raises:
-        DataError: it is missing or null.
-    """
+    """The value of a column; a dot accesses nested ones. Raises DataError: it is missing or null."""
     value = _look_up(row, name)
     if value is _MISSING:
         raise DataError(
@@ -228,11 +220,7 @@ def _optional(row: Columns, columns: Sequence[str]) -> Any:
 
 
 def _optional_text(row: Columns, columns: Sequence[str], notes: set[str]) -> str:
-    """An optional field as text; nothing if it is missing or null.
-
-    Raises:
-        DataError: it is something else.
-    """
+    """An optional field as text; nothing if it is missing or null. Raises DataError: it is something else."""
     value = _optional(row, columns)
     # True or false may say whether there is one.
     return "" if value is None else as_text(value, f"the column `{columns[0]}`", notes, flags=False)
@@ -429,10 +417,7 @@ def in_form(template: str, text: str) -> str:
 
 def load_function(path: str) -> Callable[..., Any]:
     """The function ``package.module:function``; the working directory is searched too.
-
-    Raises:
-        ConfigError: it does not exist.
-    """
+    Raises ConfigError: it does not exist."""
     module, colon, name = path.rpartition(":")
     if not colon or "/" in module or module.endswith(".py"):
         folder, stem = str(Path(module).parent), Path(module).stem

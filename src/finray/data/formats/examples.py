@@ -222,10 +222,7 @@ _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
 
 def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "auto") -> RowFormat:
     """The format indicated by the columns of the first rows, or the requested one.
-
-    Raises:
-        DataError: no format fits, or the mapping matches nothing; the message lists the columns.
-    """
+    Raises DataError: no format fits, or the mapping matches nothing; the message lists the columns."""
     present = tuple(columns)
     given = mapping
     if wanted == "labelled_text":

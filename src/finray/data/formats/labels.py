@@ -47,10 +47,7 @@ class LabelRules:
 
 def label_of(value: Any, rules: LabelRules) -> Label:
     """The label of a row: a name, names, or a number.
-
-    Raises:
-        DataError: the rules do not allow it; without a location.
-    """
+    Raises DataError: the rules do not allow it; without a location."""
     problem = rules.problem
     if isinstance(value, Decimal):
         # Of a table.

@@ -91,10 +91,7 @@ def messages_of(value: Any, column: str, notes: set[str] | None = None) -> tuple
 
 def tools_of(value: Any, column: str = "tools") -> tuple[Mapping[str, Any], ...]:
     """The tools of a row, as JSON schemas; text is parsed as JSON, bare functions are wrapped.
-
-    Raises:
-        DataError: the value is something else.
-    """
+    Raises DataError: the value is something else."""
     if value is None or value == "":
         return ()
     value = decoded(value, column, strict=True)
@@ -108,10 +105,7 @@ def tools_of(value: Any, column: str = "tools") -> tuple[Mapping[str, Any], ...]
 
 def template_arguments(value: Any) -> Mapping[str, Any]:
     """A row's own variables for the chat template, from the column of TRL's name.
-
-    Raises:
-        DataError: it is no object, or sets what finray sets.
-    """
+    Raises DataError: it is no object, or sets what finray sets."""
     arguments = decoded(value, "chat_template_kwargs", strict=True) if value else {}
     if not isinstance(arguments, Mapping):
         raise DataError(
@@ -205,10 +199,7 @@ def is_empty(value: Any) -> bool:
 
 def _flag(item: Mapping[str, Any], place: str) -> bool | None:
     """Whether a turn or a part is to be learned; None if it does not say.
-
-    Raises:
-        DataError: it is neither yes nor no, or two flags differ.
-    """
+    Raises DataError: it is neither yes nor no, or two flags differ."""
     flags: dict[str, bool] = {}
     for name in FLAGS:
         if (value := item.get(name)) is None:
@@ -261,10 +252,7 @@ def _joined(parts: Sequence[Mapping[str, Any]], place: str, notes: set[str]) -> 
 
 def _not_learned(ranges: Any, length: int, place: str) -> list[tuple[int, int]]:
     """The ranges of a content that Axolotl's ``train_detail`` leaves out: what no range covers is not learned.
-
-    Raises:
-        DataError: it is no list of ranges inside the content that do not overlap.
-    """
+    Raises DataError: it is no list of ranges inside the content that do not overlap."""
     learned: list[tuple[int, int]] = []
     every: list[tuple[int, int]] = []
     for number, entry in enumerate(ranges if isinstance(ranges, list) else [None]):
@@ -315,10 +303,7 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
 
 def as_text(value: Any, what: str, notes: set[str] | None = None, *, flags: bool = True) -> str:
     """Text; with ``notes``, also a number, true or false as JSON writes it, with a note.
-
-    Raises:
-        DataError: it is something else.
-    """
+    Raises DataError: it is something else."""
     if isinstance(value, str):
         return value
     is_flag = isinstance(value, bool)

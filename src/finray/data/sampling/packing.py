@@ -48,10 +48,7 @@ def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     """Pack rows of the given lengths.
 
     Open packs are indexed by their remaining room; a bit set over room sizes finds the smallest sufficient one, so a
-    row costs O(capacity / 64), independent of the number of packs.
-
-    Raises:
-        ValueError: a row is longer than a pack.
+    row costs O(capacity / 64), independent of the number of packs. Raises ValueError: a row is longer than a pack.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and int(sizes.max()) > capacity:

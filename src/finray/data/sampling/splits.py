@@ -34,10 +34,8 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
     """Rows for training, evaluation and tests; rows of the same group stay together.
 
     Groups are taken in a seeded order until the share of rows is reached, first for evaluation, then for tests. Each
-    requested split gets at least one group, and so does training. A ratio of 2 or more is a number of rows.
-
-    Raises:
-        DataError: there are fewer groups than splits, or not more rows than are held out.
+    requested split gets at least one group, and so does training. A ratio of 2 or more is a number of rows. Raises
+    DataError: there are fewer groups than splits, or not more rows than are held out.
     """
     _, number, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     wanted = [round(ratio if ratio > 1 else len(groups) * ratio) for ratio in (eval_ratio, test_ratio)]
@@ -103,10 +101,7 @@ def sizes_of_mix(available: Sequence[int], weights: Sequence[float | None], coun
 
 def mixed(streams: IntArray, wanted: Sequence[int], *, seed: int) -> IntArray:
     """Row numbers of a mix: each source's rows repeated as often as they fit, and a seeded sample for the rest.
-
-    Raises:
-        DataError: a source has no rows left.
-    """
+    Raises DataError: a source has no rows left."""
     chosen = []
     for stream, count in enumerate(wanted):
         rows = np.flatnonzero(streams == stream)

@@ -15,10 +15,8 @@ from finray.data.storage import opened
 def features_of(source: Source) -> Mapping[str, Any]:
     """The features of a source by column, as ``Features.to_dict`` gives them; of files, those of the first.
 
-    Empty if there are none, or if a file cannot be read; the reader of its rows reports that.
-
-    Raises:
-        DataError: the dataset or the file cannot be opened.
+    Empty if there are none, or if a file cannot be read; the reader of its rows reports that. Raises DataError: the
+    dataset or the file cannot be opened.
     """
     if not source.is_files:
         features: Mapping[str, Any] = hub.load(source).features.to_dict()

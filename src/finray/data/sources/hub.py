@@ -20,10 +20,7 @@ from finray.pretrained import hub
 
 def load(source: Source) -> Any:
     """The split of a source as a ``datasets.Dataset``, memory-mapped.
-
-    Raises:
-        DataError: it cannot be loaded, or has no such split.
-    """
+    Raises DataError: it cannot be loaded, or has no such split."""
     return _load(source, _state(source))
 
 

@@ -35,10 +35,7 @@ MOST_PARTS = 4096
 
 def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
     """Split the source into parts of about equal size, each of one or more pieces; a pure function of the source.
-
-    Raises:
-        DataError: a file cannot be opened.
-    """
+    Raises DataError: a file cannot be opened."""
     if not source.is_files:
         rows, each = len(hub.load(source)), ROWS_PER_PIECE
         while rows > each * MOST_PARTS:
@@ -170,11 +167,7 @@ def read_piece(
 
 
 def read(source: Source, reading: Reading | None = None) -> Iterator[SourceRow]:
-    """All rows of a source, in order.
-
-    Raises:
-        DataError: a file or row cannot be read; the message names both.
-    """
+    """All rows of a source, in order. Raises DataError: a file or row cannot be read; the message names both."""
     reading = reading or Reading()
     for part in plan_parts(source, reading):
         for piece in part:

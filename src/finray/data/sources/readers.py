@@ -114,11 +114,8 @@ _ANY_JSON = json.JSONDecoder()
 
 def parse_json(text: str) -> Any:
     """A JSON value.
-
-    Raises:
-        ValueError: it is not valid; a :class:`RepeatedKey` if a key occurs twice.
-        RecursionError: it is nested too deeply.
-    """
+    Raises ValueError: it is not valid; a :class:`RepeatedKey` if a key occurs twice; RecursionError: it is nested
+    too deeply."""
     return _JSON.decode(text)
 
 

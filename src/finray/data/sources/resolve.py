@@ -127,12 +127,10 @@ def _shared_depth(files: Sequence[str]) -> int:
 def resolve(name: str, *, split: str, subset: str | None = None, revision: str | None = None) -> Source:
     """Resolve a source name.
 
-    A path that exists is read from disk; so is a glob, and so are URLs. Files in a directory whose names start with
-    the wanted split (``train.jsonl``, ``validation-00000.parquet``) are that split; without such names every file
-    belongs to it. ``org/name:data_dir`` is a directory in a Hugging Face dataset.
-
-    Raises:
-        DataError: nothing is found, or nothing readable.
+    A path that exists is read from disk; so is a glob, and so are URLs. Files in a directory whose names start with the
+    wanted split (``train.jsonl``, ``validation-00000.parquet``) are that split; without such names every file belongs
+    to it. ``org/name:data_dir`` is a directory in a Hugging Face dataset. Raises DataError: nothing is found, or
+    nothing readable.
     """
     is_pattern = bool(_GLOB_CHARACTERS & set(name))
     if is_url(name):
@@ -237,11 +235,7 @@ def _require_targets(files: Iterable[str]) -> None:
 
 
 def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Slice | None]:
-    """The name and the slice of a split such as ``train[:1%]``.
-
-    Raises:
-        DataError: the syntax is wrong.
-    """
+    """The name and the slice of a split such as ``train[:1%]``. Raises DataError: the syntax is wrong."""
     match = _SLICE.match(split)
     if match is None:
         raise DataError(

@@ -110,10 +110,7 @@ class ChatRenderer:
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as text; ``arguments`` are its own variables for the template.
-
-        Raises:
-            DataError: the template refuses the conversation.
-        """
+        Raises DataError: the template refuses the conversation."""
         chat, _, _ = self._within_the_template(Chat(messages, tools, arguments=arguments or {}))
         chat, _ = self._with_calls(chat)
         return self._apply(chat, add_generation_prompt=add_generation_prompt)
@@ -124,10 +121,7 @@ class ChatRenderer:
 
     def whole(self, chat: Chat) -> Renderings:
         """The conversation as one text that is trained on as a whole, except for messages with ``train: false``.
-
-        Raises:
-            DataError: the template refuses the conversation, or such a message cannot be located reliably.
-        """
+        Raises DataError: the template refuses the conversation, or such a message cannot be located reliably."""
         chat, notes, _ = self._within_the_template(chat)
         chat, text = self._complete(chat, notes)
         # Their turns may be learned here, which `train: true` says of a turn that is no answer.
@@ -164,11 +158,8 @@ class ChatRenderer:
 
     def rows(self, chat: Chat, learned: Collection[int]) -> Renderings:
         """The conversation as rows, with the spans of the assistant messages in ``learned``.
-
-        Raises:
-            DataError: the template refuses the conversation, or renders an answer that does not continue the prompt
-                that a server would render.
-        """
+        Raises DataError: the template refuses the conversation, or renders an answer that does not continue the
+        prompt that a server would render."""
         chat, notes, places = self._within_the_template(chat)
         chat, text = self._complete(chat, notes)
         self._check_all_is_rendered(chat, text, notes)
@@ -226,10 +217,7 @@ class ChatRenderer:
     def _not_learned(self, message: Message, index: int, turn: Span, text: str) -> list[Span]:
         """The spans of a turn that are not learned. What the template writes before and after the content belongs to
         the content's beginning and end, and a single space to the word that follows.
-
-        Raises:
-            DataError: the content cannot be located in the turn.
-        """
+        Raises DataError: the content cannot be located in the turn."""
         if not message.train:
             return [turn]
         content = message.content
@@ -385,10 +373,7 @@ class ChatRenderer:
 
     def _complete(self, chat: Chat, notes: set[str]) -> tuple[Chat, str]:
         """The conversation with its calls as the template renders them, and as text; notes get what is left out.
-
-        Raises:
-            DataError: the template refuses the conversation, or an answer consists of calls that it leaves out.
-        """
+        Raises DataError: the template refuses the conversation, or an answer consists of calls that it leaves out."""
         chat, lost = self._with_calls(chat)
         for index, missing in lost.items():
             if missing == 1.0 and not chat.messages[index].content.strip():

@@ -208,19 +208,12 @@ class Tokenizer:
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokenize a batch: :meth:`texts`, :meth:`tokenize` and :meth:`rows`.
-
-        Raises:
-            DataError: an example cannot be tokenized; ``where`` is left to the caller, who knows file and row.
-        """
+        Raises DataError: an example cannot be tokenized; ``where`` is left to the caller, who knows file and row."""
         texts = self.texts(examples)
         return self.rows(texts, self.tokenize(texts))
 
     def texts(self, examples: Sequence[Example]) -> Texts:
-        """What a batch has to tokenize.
-
-        Raises:
-            DataError: as :meth:`encode`.
-        """
+        """What a batch has to tokenize. Raises DataError: as :meth:`encode`."""
         planned = [self._jobs(example) for example in examples]
         jobs = [job for jobs_of, _ in planned for job in jobs_of]
         without_offsets = not any(job.has_borders for job in jobs) or (
@@ -255,11 +248,7 @@ class Tokenizer:
             ) from None
 
     def rows(self, texts: Texts, encodings: tuple[list[Any], list[Any]]) -> list[Encoded]:
-        """The result for each example of a batch.
-
-        Raises:
-            DataError: as :meth:`encode`.
-        """
+        """The result for each example of a batch. Raises DataError: as :meth:`encode`."""
         encoded, uncut = encodings[0], iter(encodings[1])
         ids = [encoding.ids for encoding in encoded]
         unknown = [None] * len(ids)

@@ -179,10 +179,7 @@ class OwnScore(SummedScore):
 @contextmanager
 def blaming(name: str, kind: type[FinrayError] = ConfigError) -> Iterator[None]:
     """Whatever a metric raises is about that metric: it may be a user's function, which may also end the process.
-
-    Raises:
-        FinrayError: it has failed; of this kind.
-    """
+    Raises FinrayError: it has failed; of this kind."""
     try:
         # Standard output may be one JSON document.
         with redirect_stdout(sys.stderr):
@@ -203,10 +200,7 @@ def blaming(name: str, kind: type[FinrayError] = ConfigError) -> Iterator[None]:
 
 def score_named(name: str, settings: ScoringConfig) -> Score:
     """The score for a name in ``evaluation.metrics``, with everything it needs.
-
-    Raises:
-        ConfigError: there is no such score, its package is not installed, or a setting is missing.
-    """
+    Raises ConfigError: there is no such score, its package is not installed, or a setting is missing."""
     score: Any = load_named("finray.metrics", name, where="evaluation.metrics")
     if isinstance(score, type):
         made: Score = score(settings)
@@ -215,11 +209,7 @@ def score_named(name: str, settings: ScoringConfig) -> Score:
 
 
 def require(package: str, score: str, *, module: str | None = None) -> None:
-    """Check that the library of a score is installed.
-
-    Raises:
-        ConfigError: with the command that installs it.
-    """
+    """Check that the library of a score is installed. Raises ConfigError: with the command that installs it."""
     if importlib.util.find_spec(module or package.replace("-", "_")) is None:
         raise ConfigError(
             f"`{score}` needs the package {package}, which is not installed",

@@ -219,10 +219,7 @@ class PassAtK(SummedScore):
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray:
         """pass@k of each row (N, 1); ``counts`` and ``notes`` say how the checks ended.
-
-        Raises:
-            ConfigError: the checker failed at every answer.
-        """
+        Raises ConfigError: the checker failed at every answer."""
         scoring = self.settings
         assert scoring.checker is not None
 

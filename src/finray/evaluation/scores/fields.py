@@ -12,11 +12,7 @@ from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
 
 
 def parsed(text: str) -> Any:
-    """Parse a text as JSON (RFC 8259, so without NaN).
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Parse a text as JSON (RFC 8259, so without NaN). Raises ValueError: it is not JSON."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
