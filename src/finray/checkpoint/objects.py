@@ -39,11 +39,8 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 
 def open_filesystem(url: str, *, patient: bool = False) -> tuple[Any, str]:
     """The file system of a URL, and the path within it; without a cache of listings.
-
-    Raises:
-        StorageError: no library for the scheme is installed, the URL is malformed, or, unless ``patient``, the storage
-            does not answer.
-    """
+    Raises StorageError: no library for the scheme is installed, the URL is malformed, or, unless ``patient``, the
+    storage does not answer."""
     scheme = url.split("://", 1)[0]
     options = remote.options(scheme) | {"use_listings_cache": False}
     if scheme == "s3":
@@ -142,10 +139,7 @@ class Objects:
 
     def download(self, name: str, path: Path, *, size: int, sha256: str) -> None:
         """Download an object with known content to a local file, which is replaced atomically.
-
-        Raises:
-            CheckpointError: it is missing, truncated or changed.
-        """
+        Raises CheckpointError: it is missing, truncated or changed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
 
@@ -220,11 +214,7 @@ class Objects:
         return f"{self._path}/{name}"
 
     def _retried(self, name: str, action: Callable[[], T]) -> T:
-        """Run an action, with retries if they may help.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
+        """Run an action, with retries if they may help. Raises FileNotFoundError: there is no such object."""
         error: Exception = OSError()
         others = 0
         for pause in _pauses(self._tries):

@@ -48,10 +48,7 @@ _AHEAD = 4 * 2**20
 
 def filesystem(name: str) -> tuple[Any, str]:
     """The file system of a path or URL, and the path within it.
-
-    Raises:
-        DataError: no library for the scheme is installed, the URL is malformed, or the storage does not answer.
-    """
+    Raises DataError: no library for the scheme is installed, the URL is malformed, or the storage does not answer."""
     if not is_url(name):
         # A local name may contain what fsspec would interpret (`::`, `~`).
         return fsspec.filesystem("file"), str(Path(name).absolute())
@@ -115,10 +112,7 @@ def _stream(name: str) -> IO[bytes]:
 @contextmanager
 def opened(name: str) -> Iterator[IO[bytes]]:
     """A file for reading, decompressed according to its suffix.
-
-    Raises:
-        DataError: it cannot be opened, or cannot be read before it is closed.
-    """
+    Raises DataError: it cannot be opened, or cannot be read before it is closed."""
     with storage_errors(name), _stream(name) as stream:
         if not is_compressed(name):
             yield stream
@@ -151,11 +145,7 @@ def _without_query(name: str) -> str:
 
 
 def size(name: str) -> int:
-    """Size of a file in bytes, as stored.
-
-    Raises:
-        DataError: it does not exist or cannot be queried.
-    """
+    """Size of a file in bytes, as stored. Raises DataError: it does not exist or cannot be queried."""
     with storage_errors(name):
         if not is_url(name):
             return Path(name).stat().st_size
@@ -165,10 +155,7 @@ def size(name: str) -> int:
 
 def find(url: str) -> list[str]:
     """Files behind a URL: itself, the matches of a pattern, or all below a directory that are not hidden; sorted.
-
-    Raises:
-        DataError: the storage cannot be reached.
-    """
+    Raises DataError: the storage cannot be reached."""
     if url.startswith(("http://", "https://")):
         _require_answer(url)
         # HTTP has no directories, and `?` is not a pattern.
@@ -213,11 +200,7 @@ class Digests:
 
     def of(self, name: str | Path) -> str:
         """A digest that changes with the content: SHA-256 of a local file, else the storage's own (ETag, ...).
-
-        Raises:
-            DataError: the file cannot be read.
-            FileNotFoundError: a local file does not exist.
-        """
+        Raises DataError: the file cannot be read; FileNotFoundError: a local file does not exist."""
         if not is_url(str(name)):
             return self._of_local(Path(name))
         url = str(name)

@@ -216,10 +216,7 @@ def compose(spec: JobSpec) -> str:
 
 def ray_cluster(spec: JobSpec) -> str:
     """A file for `ray up`: Ray logs in to the named machines by ssh.
-
-    Raises:
-        ConfigError: machines are not named, or too few.
-    """
+    Raises ConfigError: machines are not named, or too few."""
     machines = spec.machines
     if len(machines.hosts) < spec.nodes:
         raise ConfigError(

@@ -16,10 +16,7 @@ _ALIVE = (
 
 def rayjob(spec: JobSpec) -> str:
     """Manifests of a ConfigMap with the config and its files, and of the RayJob.
-
-    Raises:
-        ConfigError: Kueue would admit a fixed number of workers that then changes.
-    """
+    Raises ConfigError: Kueue would admit a fixed number of workers that then changes."""
     machines = spec.machines
     scales = spec.min_nodes < spec.max_nodes
     if machines.queue and scales:

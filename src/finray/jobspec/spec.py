@@ -173,10 +173,7 @@ class JobSpec:
 
 def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, list[str]]:
     """The preset and the overrides for `--model llama3 --dataset alpaca`.
-
-    Raises:
-        ConfigError: there is no preset for this model.
-    """
+    Raises ConfigError: there is no preset for this model."""
     preset = None
     if model is not None:
         preset = MODELS.get(model.lower(), model)
@@ -276,10 +273,7 @@ def make_spec(config: Config, machines: Machines, *, takes_files: bool = False) 
 
 def _require_words(machines: Machines) -> None:
     """Check that no option becomes a line or a word of its own in what is written.
-
-    Raises:
-        ConfigError: an option would.
-    """
+    Raises ConfigError: an option would."""
     for name, (form, described) in _OPTIONS.items():
         value = getattr(machines, name)
         for text in value if isinstance(value, tuple) else [] if value is None else [value]:
@@ -302,10 +296,7 @@ def _require_words(machines: Machines) -> None:
 
 def _machines_of(config: Config, machines: Machines) -> tuple[int, int | None]:
     """Number of machines, and of GPUs on each; None without GPUs.
-
-    Raises:
-        ConfigError: GPUs that no worker would use, or too few.
-    """
+    Raises ConfigError: GPUs that no worker would use, or too few."""
     workers = config.cluster.max_workers
     wants_gpu = config.cluster.use_gpu
     # `auto` requests GPUs if the user gave a number.

@@ -65,11 +65,7 @@ PISSA = AdapterMethod(is_pissa=True)
 
 
 def adapter_method(name: str) -> AdapterMethod:
-    """The method with this name, from ``adapter.method``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The method with this name, from ``adapter.method``. Raises ConfigError: there is none."""
     method: AdapterMethod = load_named("finray.adapter_methods", name, where="adapter.method")
     return method
 

@@ -172,10 +172,7 @@ def linear_names(model: Any) -> list[str]:
 
 def load_adapter(model: Any, folder: Path) -> Any:
     """Wrap a base model with a saved adapter, for inference.
-
-    Raises:
-        ModelError: it cannot be loaded, belongs to another model, or is an activated LoRA.
-    """
+    Raises ModelError: it cannot be loaded, belongs to another model, or is an activated LoRA."""
     try:
         if (folder / WEIGHTS).exists():
             # Names the damaged file.

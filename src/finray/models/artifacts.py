@@ -79,10 +79,7 @@ def task_of(notes: Notes) -> str:
 
 def checked_notes(folder: Path, name: str) -> Notes:
     """finray's notes in a directory, of a model that is loaded by this name; empty where there are none.
-
-    Raises:
-        ModelError: they are damaged, or of a task that is not there.
-    """
+    Raises ModelError: they are damaged, or of a task that is not there."""
     notes = read_notes(folder)
     if ":" in (task := task_of(notes)) and not _is_trusted(folder, name, task):
         raise ModelError(
@@ -154,10 +151,7 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
 
 def require_fit(artifact: Artifact) -> None:
     """Check by names and shapes that an adapter fits its base model; no weights are read.
-
-    Raises:
-        ModelError: it belongs to another model.
-    """
+    Raises ModelError: it belongs to another model."""
     if artifact.base is None or not (artifact.folder / WEIGHTS).exists():
         return
     stored = stored_weights(artifact.folder, Path(WEIGHTS).stem)
@@ -187,11 +181,8 @@ def require_fit(artifact: Artifact) -> None:
 
 def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     """The trained model, ready for inference; an adapter is not merged.
-
-    Raises:
-        ModelError: it cannot be loaded, or the adapter belongs to another base model; checked before weights are
-            loaded.
-    """
+    Raises ModelError: it cannot be loaded, or the adapter belongs to another base model; checked before weights are
+    loaded."""
     require_fit(artifact)
     model = load_model(artifact.model, dtype=dtype, labels=artifact.labels)
     if not artifact.is_adapter:
@@ -237,10 +228,8 @@ def is_finite(weight: torch.Tensor) -> bool:
 def merge_adapter(model: Any) -> Any:
     """The Transformers model with the weights of its adapter added.
 
-    Embedding and head may share their weight, while only one of them has an adapter: then they no longer do.
-
-    Raises:
-        ModelError: PEFT cannot merge it (`lora_bias` on a layer without a bias; weights that are not finite).
+    Embedding and head may share their weight, while only one of them has an adapter: then they no longer do. Raises
+    ModelError: PEFT cannot merge it (`lora_bias` on a layer without a bias; weights that are not finite).
     """
     from peft.tuners.lora.layer import LoraLayer
 

@@ -47,11 +47,7 @@ def labels_in(config: Any) -> LabelSet | None:
 
 
 def label_names(config: Any) -> tuple[str, ...]:
-    """The names of the classes in a configuration, by id.
-
-    Raises:
-        ModelError: an id has no name.
-    """
+    """The names of the classes in a configuration, by id. Raises ModelError: an id has no name."""
     names = config.id2label
     if sorted(names) != list(range(len(names))):
         raise ModelError(

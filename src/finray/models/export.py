@@ -175,11 +175,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
 
 
 def require_new(output: Path) -> None:
-    """Check that a directory does not exist yet, or is empty.
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Check that a directory does not exist yet, or is empty. Raises ModelError: it is not."""
     if output.resolve() == Path.cwd():
         raise ModelError("the output directory is the working directory", where=str(output), repair="name a new one")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -200,10 +196,7 @@ def _require_range(model: Any, output: Path) -> None:
 
 def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
     """Dequantize a GGUF file into a directory with safetensors, its tokenizer and its chat template.
-
-    Raises:
-        ModelError: the file cannot be read, the `gguf` package is missing, or the output exists.
-    """
+    Raises ModelError: the file cannot be read, the `gguf` package is missing, or the output exists."""
     if output.exists():
         raise ModelError("the output already exists", where=str(output), repair="choose a new directory")
     if not file.is_file():

@@ -48,11 +48,8 @@ class PlainLora:
 
 def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
     """Load an adapter's weights; PEFT maps their names, on a copy of the base model without weights.
-
-    Raises:
-        ModelError: it belongs to another base, or has more than LoRA on linear layers (DoRA and other variants,
-            whole modules, new tokens), or its weights are no finite numbers.
-    """
+    Raises ModelError: it belongs to another base, or has more than LoRA on linear layers (DoRA and other variants,
+    whole modules, new tokens), or its weights are no finite numbers."""
     skeleton = load_model(base, dtype=torch.float32, on_meta=True)
     try:
         stored = stored_weights(folder, Path(WEIGHTS).stem)

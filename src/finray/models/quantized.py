@@ -130,10 +130,7 @@ def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     """Replace the linear layers of a model on the meta device by quantized ones; returns their number.
 
     The head, fully trained modules (``keep``, ends of names) with all inside them, and layers of odd shapes are not
-    replaced.
-
-    Raises:
-        ModelError: there is no linear layer, or bitsandbytes is not installed.
+    replaced. Raises ModelError: there is no linear layer, or bitsandbytes is not installed.
     """
     require_package("model.quantization", "bitsandbytes", extra="quantization", where="model.quantization")
     fill = _per_element(bits, dtype)

@@ -34,10 +34,7 @@ class StateReader(Protocol):
 
 def kinds_of_state(reader: StateReader, parameters: Mapping[str, Any]) -> dict[str, set[str]]:
     """The kinds of state that a checkpoint has for each parameter; empty before the first update.
-
-    Raises:
-        CheckpointError: the state belongs to other parameters.
-    """
+    Raises CheckpointError: the state belongs to other parameters."""
     kinds: dict[str, set[str]] = {}
     for key in reader.shapes:
         name, _, kind = key.rpartition("/")
@@ -76,10 +73,7 @@ class StatefulOptimizer:
     @torch.no_grad()
     def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
         """Load the state from :meth:`state_of`, with the same rows per rank or others.
-
-        Raises:
-            CheckpointError: the state belongs to another optimizer.
-        """
+        Raises CheckpointError: the state belongs to another optimizer."""
         state = self.initial_state(parameter)
         if state.keys() != kinds:
             raise CheckpointError(f"the state of {name} belongs to a different optimizer")
@@ -96,10 +90,7 @@ class StatefulOptimizer:
 
     def kinds_to_read(self, name: str, kinds: set[str]) -> set[str]:  # noqa: ARG002
         """The kinds that :meth:`load_vector_state` needs, of those that a checkpoint has of a parameter.
-
-        Raises:
-            CheckpointError: the state belongs to another optimizer.
-        """
+        Raises CheckpointError: the state belongs to another optimizer."""
         return kinds
 
     def rows(self, reader: StateReader, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
@@ -160,10 +151,7 @@ class NamedOptimizer(Protocol):
 
     def load_sharded_state(self, reader: StateReader) -> None:
         """Load this rank's shard of the state from :meth:`sharded_state`, from any strategy and world size.
-
-        Raises:
-            CheckpointError: the state belongs to other parameters, or to another optimizer.
-        """
+        Raises CheckpointError: the state belongs to other parameters, or to another optimizer."""
 
 
 class Strategy(Protocol):
@@ -321,11 +309,8 @@ class OtherRankFailed(RuntimeError):
 def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:
     """Run an action on every rank, and fail on all if it fails on any, so that no rank waits for one that has failed.
 
-    ``action`` must not use a collective itself.
-
-    Raises:
-        FinrayError: the failure of the lowest rank that failed, on all ranks alike.
-        OtherRankFailed: that rank has another failure, which it raises itself.
+    ``action`` must not use a collective itself. Raises FinrayError: the failure of the lowest rank that failed, on all
+    ranks alike; OtherRankFailed: that rank has another failure, which it raises itself.
     """
     failure: dict[str, Any] | None = None
     local_error: Exception | None = None

@@ -72,11 +72,7 @@ class ModelFacts:
 
 
 def scores_of(run: Path, weights: Path) -> dict[str, Any] | None:
-    """Results of `finray evaluate` for these weights, not for earlier ones.
-
-    Raises:
-        FinrayError: the file is damaged.
-    """
+    """Results of `finray evaluate` for these weights, not for earlier ones. Raises FinrayError: the file is damaged."""
     for folder in (run / "evaluation" / weights.name, run / "evaluation", weights / "evaluation"):
         if (folder / METRICS_FILE).is_file():
             plain = _SCORES.json(folder / METRICS_FILE, dict[str, Any], run)

@@ -66,10 +66,7 @@ class GgufExported(Result):
 
 def find_converter(named: Path | None) -> list[str]:
     """The command of llama.cpp's converter: the given script, or the installed one.
-
-    Raises:
-        ModelError: there is none.
-    """
+    Raises ModelError: there is none."""
     if named is not None:
         if not named.is_file():
             raise ModelError(

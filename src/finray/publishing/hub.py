@@ -94,10 +94,7 @@ class Hub:
     @classmethod
     def login(cls, **options: Any) -> Hub:
         """The Hub, as the user of ``HF_TOKEN`` or of the login.
-
-        Raises:
-            HubError: there is no token, or Hub access is disabled.
-        """
+        Raises HubError: there is no token, or Hub access is disabled."""
         from huggingface_hub import constants, get_token
 
         if constants.is_offline_mode():
@@ -229,10 +226,7 @@ class Hub:
 
     def download(self, name: str, folder: str) -> Path:
         """A folder of a repository's newest commit, in the cache of the Hub.
-
-        Raises:
-            HubError: it cannot be downloaded.
-        """
+        Raises HubError: it cannot be downloaded."""
 
         def fetch() -> str:
             # Of a branch, the client takes the commit in its cache if the Hub fails: an earlier one, and says nothing.
@@ -242,11 +236,7 @@ class Hub:
         return Path(self._tried(f"{self.endpoint}/{name}", fetch)) / folder
 
     def _tried(self, url: str, call: Callable[[], T]) -> T:
-        """The result of a call, with retries if they may help.
-
-        Raises:
-            HubError: it failed for good.
-        """
+        """The result of a call, with retries if they may help. Raises HubError: it failed for good."""
         from huggingface_hub import get_session
 
         pause = FIRST_WAIT

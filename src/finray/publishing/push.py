@@ -152,19 +152,14 @@ def push(
 
 def base_name(artifact: Artifact, named: str | None, *, merged: bool) -> str | None:
     """The Hub name of an adapter's base; None if it is a local directory and no name is needed.
-
-    Raises:
-        ModelError: the adapter alone would be pushed, and nobody could load it.
-    """
+    Raises ModelError: the adapter alone would be pushed, and nobody could load it."""
     return public_name(None if artifact.base is None else artifact.base.name, named, merged=merged)
 
 
 def model_files(folder: Path) -> dict[str, Path | bytes]:
     """The files of a model directory to push, by name.
-
-    Raises:
-        HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this machine.
-    """
+    Raises HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this
+    machine."""
     files = {path for pattern in (*MODEL, *DOCUMENTS) for path in folder.glob(pattern) if path.is_file()}
     if elsewhere := sorted(one for one in files if not lies_in(one, folder)):
         raise HubError(

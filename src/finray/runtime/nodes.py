@@ -122,11 +122,9 @@ class Running:
 
 
 def state_dir() -> Path:
-    """Directory of this machine's record of what this user started. (A home directory may be shared by many machines.)
-
-    Raises:
-        ClusterError: other users have access to it.
-    """
+    """Directory of this machine's record of what this user started. (A home directory may be shared by many
+    machines.)
+    Raises ClusterError: other users have access to it."""
     folder = Path(tempfile.gettempdir()) / f"finray-cluster-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -444,10 +442,7 @@ def _require_none(where: str) -> None:
 
 def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
     """The nodes that a head knows, queried without joining: who, since when, whether alive and whether the head.
-
-    Raises:
-        ClusterError: the head does not answer, or requires another token.
-    """
+    Raises ClusterError: the head does not answer, or requires another token."""
     # Send this user's token if there is one.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
@@ -468,10 +463,7 @@ def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
 
 def announce_end(address: str, ip: str, within_s: float, *, where: str) -> None:
     """Tell a head that a node will be gone, as a cloud does: runs save a checkpoint, and nothing new starts there.
-
-    Raises:
-        ClusterError: the head does not answer, or does not know the node.
-    """
+    Raises ClusterError: the head does not answer, or does not know the node."""
     here = [node for node in gcs_nodes(address, where=where) if node["ip"] == ip and node["alive"]]
     if not here:
         raise ClusterError(f"the head knows no node {ip}", where=where)

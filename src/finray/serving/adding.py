@@ -37,11 +37,7 @@ class Attempt:
             return not before
 
     def require(self) -> None:
-        """Stop where nobody waits any more.
-
-        Raises:
-            ApiError: it was given up.
-        """
+        """Stop where nobody waits any more. Raises ApiError: it was given up."""
         if self.is_over:
             raise ApiError(400, "the adapter was given up")
 
@@ -61,11 +57,7 @@ class Loader(Generic[Result]):
         self._hanging = list[threading.Thread]()
 
     async def run(self, load: Callable[[Attempt], Result]) -> Result:
-        """The result of a call.
-
-        Raises:
-            ApiError: another one is running, it takes too long, or it has failed.
-        """
+        """The result of a call. Raises ApiError: another one is running, it takes too long, or it has failed."""
         self._hanging = [one for one in self._hanging if one.is_alive()]
         if self._is_busy:
             raise ApiError(429, "another adapter is being added; try again", code="adapter_busy", retry_after=5)
@@ -153,10 +145,7 @@ def _elsewhere() -> ApiError:
 
 def require_inside(folder: Path, places: Sequence[str]) -> None:
     """Check that all files of a directory are regular ones, in the named places.
-
-    Raises:
-        ModelError: one is not, such as a pipe or a link that leads elsewhere.
-    """
+    Raises ModelError: one is not, such as a pipe or a link that leads elsewhere."""
     roots = [Path(place).expanduser().resolve() for place in places if not is_url(place)]
     for here, folders, files in os.walk(folder):
         for path in (Path(here, name) for name in (*folders, *files)):

@@ -82,11 +82,7 @@ class Exchange:
         return range(self.request.n or 1)
 
     def _prompt_ids(self) -> list[list[int]]:
-        """Token ids of each prompt.
-
-        Raises:
-            ApiError: the prompts do not fit this model, or are too long.
-        """
+        """Token ids of each prompt. Raises ApiError: the prompts do not fit this model, or are too long."""
         asking, request, limit = self.served.asking, self.request, self._models.max_length
         try:
             if isinstance(request, ChatRequest):
@@ -147,11 +143,7 @@ class Exchange:
         )
 
     async def _received(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events until every answer is complete.
-
-        Raises:
-            ApiError: an answer failed.
-        """
+        """Events until every answer is complete. Raises ApiError: an answer failed."""
         left = len(self.jobs)
         while left:
             number, event = await self._events.get()
@@ -161,11 +153,7 @@ class Exchange:
             yield number, event
 
     def submit(self) -> None:
-        """Queue the jobs.
-
-        Raises:
-            ApiError: the queue is full.
-        """
+        """Queue the jobs. Raises ApiError: the queue is full."""
         self._models.batcher.submit(self.jobs)
 
     def drop(self) -> None:

@@ -125,11 +125,7 @@ class Queue:
             return len(self._working), len(self._waiting)
 
     def submit(self, jobs: Sequence[ServeJob]) -> None:
-        """Queue jobs, all of them or none.
-
-        Raises:
-            ApiError: the queue is full.
-        """
+        """Queue jobs, all of them or none. Raises ApiError: the queue is full."""
         with self._wake:
             self.require_room(len(jobs))
             self._waiting.extend(jobs)
@@ -137,10 +133,7 @@ class Queue:
 
     def require_room(self, rows: int) -> None:
         """Refuse a request for more rows than may wait.
-
-        Raises:
-            ApiError: the queue is full or closed, or never has room for so many.
-        """
+        Raises ApiError: the queue is full or closed, or never has room for so many."""
         most = self._count + self._max_queue
         if rows > most:
             message = f"the request asks for {rows:,} answers (prompts times n); this server takes at most {most:,}"

@@ -46,10 +46,7 @@ class Classifier:
     @contextmanager
     def place(self) -> Iterator[None]:
         """A place in the queue, for the event loop: it takes one before a thread is free for :meth:`answer`.
-
-        Raises:
-            ApiError: too many requests wait.
-        """
+        Raises ApiError: too many requests wait."""
         if self._taken > self._max_queue:
             raise queue_full()
         self._taken += 1
@@ -64,10 +61,7 @@ class Classifier:
 
     def answer(self, request: ClassifyRequest) -> dict[str, Any]:
         """The response; requests run one at a time.
-
-        Raises:
-            ApiError: there is no such model, a text is empty or too long, or its logits are not finite.
-        """
+        Raises ApiError: there is no such model, a text is empty or too long, or its logits are not finite."""
         if request.model != self.name:
             raise no_model(request.model, [self.name], param="model")
         rows = self._rows(request)

@@ -69,10 +69,7 @@ def of_request(error: FinrayError, param: str | None = None) -> ApiError:
 @contextmanager
 def caused_by_request(param: str | None = None) -> Iterator[None]:
     """Whatever goes wrong in the block is an error of the request, which is about the field ``param``.
-
-    Raises:
-        ApiError: something did.
-    """
+    Raises ApiError: something did."""
     try:
         yield
     except ApiError:

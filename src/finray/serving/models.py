@@ -92,10 +92,7 @@ class ServeSettings:
 
 def api_key(name: str) -> bytes:
     """The key that clients must send, from an environment variable, without white space around it.
-
-    Raises:
-        ConfigError: there is none, or no header can hold it.
-    """
+    Raises ConfigError: there is none, or no header can hold it."""
     value = os.environ.get(name)
     # A mounted secret often ends in a newline.
     key = (value or "").strip()
@@ -155,10 +152,7 @@ class ServePlan:
 
 def find(settings: ServeSettings) -> ServePlan:
     """Check everything that is to be served.
-
-    Raises:
-        FinrayError: something is missing, incomplete, damaged or incompatible.
-    """
+    Raises FinrayError: something is missing, incomplete, damaged or incompatible."""
     if settings.engine not in ENGINES:
         raise ConfigError(f"unknown engine `{settings.engine}`", where="--engine", repair=f"use {', '.join(ENGINES)}")
     if settings.engine == "vllm":
@@ -202,10 +196,7 @@ def find(settings: ServeSettings) -> ServePlan:
 
 def require_places(settings: ServeSettings) -> None:
     """Check the places from which requests may add adapters.
-
-    Raises:
-        ConfigError: one is no directory, or everybody who reaches the server could add adapters.
-    """
+    Raises ConfigError: one is no directory, or everybody who reaches the server could add adapters."""
     if settings.adapters_from and settings.key_env is None and settings.host not in LOOPBACK:
         raise ConfigError(
             "everybody who reaches this address could add adapters",
@@ -221,10 +212,7 @@ def require_places(settings: ServeSettings) -> None:
 
 def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
     """An adapter's directory; it must name the served base model.
-
-    Raises:
-        FinrayError: it is missing, damaged, not an adapter, or for another base model.
-    """
+    Raises FinrayError: it is missing, damaged, not an adapter, or for another base model."""
     path = str(local_copy(path))
     artifact = find_artifact(path, base=base if _is_adapter(path) else None)
     if artifact.base is None:
@@ -268,10 +256,7 @@ def name_of(model: str) -> str:
 
 def checked_name(name: str, *, where: str) -> str:
     """Check a name, which clients put into URL paths; ``where`` it was given.
-
-    Raises:
-        ConfigError: it is not a valid name.
-    """
+    Raises ConfigError: it is not a valid name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"`{name[:80]}` cannot be the name of a model",
@@ -415,11 +400,7 @@ class Models:
         return list(self._served.values())
 
     def get(self, name: str) -> Served:
-        """A model by name.
-
-        Raises:
-            ApiError: there is no such model; the message lists the available ones.
-        """
+        """A model by name. Raises ApiError: there is no such model; the message lists the available ones."""
         served = self._served.get(name)
         if served is None:
             raise no_model(name, self._served, param="model")
@@ -427,11 +408,8 @@ class Models:
 
     def add(self, name: str, path: str, attempt: Attempt) -> Served:
         """Add an adapter, unless the attempt is given up meanwhile.
-
-        Raises:
-            FinrayError: it cannot be loaded, or does not fit the base model.
-            ApiError: its path is not in a named place.
-        """
+        Raises FinrayError: it cannot be loaded, or does not fit the base model; ApiError: its path is not in a named
+        place."""
         places = self._settings.adapters_from
         place = named_place(path, places)
         if not is_url(place):
@@ -454,11 +432,8 @@ class Models:
 
     def require_room_for(self, name: str) -> None:
         """Check that an adapter of this name can be added.
-
-        Raises:
-            FinrayError: it is not a valid name.
-            ApiError: the name is taken, there are too many adapters, or this server takes none.
-        """
+        Raises FinrayError: it is not a valid name; ApiError: the name is taken, there are too many adapters, or this
+        server takes none."""
         self._require_open()
         checked_name(name, where="name")
         if name in self._served or name == BASE:
@@ -481,10 +456,7 @@ class Models:
 
     def remove(self, name: str) -> None:
         """Remove an adapter; its running answers finish.
-
-        Raises:
-            ApiError: there is no such adapter, or it cannot be removed.
-        """
+        Raises ApiError: there is no such adapter, or it cannot be removed."""
         with self._changes:
             self._require_open()
             if not self._is_removable(self.get(name).name):

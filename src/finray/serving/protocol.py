@@ -155,11 +155,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """Parse a request's body.
-
-    Raises:
-        ApiError: it is not JSON, or does not fit the endpoint.
-    """
+    """Parse a request's body. Raises ApiError: it is not JSON, or does not fit the endpoint."""
     try:
         # What Python or Pydantic alone let pass: other encodings, names that occur twice, NaN, and numbers of any size.
         json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_number, parse_float=_number)
@@ -279,11 +275,7 @@ def _byte_of() -> dict[str, int]:
 
 
 def require_text(value: Any, param: str) -> None:
-    """Refuse invalid characters (half of a surrogate pair) anywhere in a request.
-
-    Raises:
-        ApiError: there is one.
-    """
+    """Refuse invalid characters (half of a surrogate pair) anywhere in a request. Raises ApiError: there is one."""
     if isinstance(value, str):
         if (odd := NO_TEXT.search(value)) is not None:
             raise ApiError(400, f"U+{ord(odd[0]):04X} is not a valid character; remove it", param=param)

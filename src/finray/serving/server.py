@@ -266,11 +266,7 @@ class _Events(StreamingResponse):
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ApiError: it is too long, or does not arrive.
-    """
+    """The body of a request. Raises ApiError: it is too long, or does not arrive."""
     content = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
@@ -286,11 +282,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Await an answer while the client stays connected.
-
-    Raises:
-        ApiError: the client has disconnected.
-    """
+    """Await an answer while the client stays connected. Raises ApiError: the client has disconnected."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -35,11 +35,7 @@ class CausalLM(PackedTask):
 
     @classmethod
     def build(cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool) -> CausalLM:
-        """Load the model with its adapter, or build it on the meta device.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
+        """Load the model with its adapter, or build it on the meta device. Raises ModelError: it cannot be loaded."""
         model = built(config, execution, device=device, seed=seed, on_meta=on_meta)
         return cls(model, precision=execution.precision, attention_name=execution.attention, device=device)
 

@@ -25,10 +25,7 @@ def built(
     labels: LabelSet | None = None,
 ) -> Any:
     """The model of a task with its adapter, as the run decided; of a classifier for these labels.
-
-    Raises:
-        ModelError: it cannot be loaded.
-    """
+    Raises ModelError: it cannot be loaded."""
     return build_model(
         config.model,
         config.adapter,

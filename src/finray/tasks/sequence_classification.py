@@ -66,10 +66,7 @@ class SequenceClassification(PackedTask):
         cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool
     ) -> SequenceClassification:
         """Load the model with its adapter and a head for the labels, or build it on the meta device.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
+        Raises ModelError: it cannot be loaded."""
         # The last layer is made for the labels, so workers start once the data are prepared.
         assert isinstance(execution, Resolved)
         assert execution.problem is not None

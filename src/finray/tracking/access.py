@@ -27,10 +27,8 @@ TIMEOUT_S = 10.0
 def require_access(tracking: TrackingConfig) -> list[str]:
     """Ask each service of a config once; returns warnings, because a service may be down for a while.
 
-    White space around keys is taken off in the environment, where the clients of the services read them.
-
-    Raises:
-        ConfigError: a key or an address is missing or wrong.
+    White space around keys is taken off in the environment, where the clients of the services read them. Raises
+    ConfigError: a key or an address is missing or wrong.
     """
     trim_secrets()
     warnings = []

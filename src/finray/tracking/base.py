@@ -25,10 +25,7 @@ PATIENCE_S = 60.0
 
 def make_tracker(name: str) -> Tracker | Service:
     """The tracker with this name in ``tracking.trackers``, or the service that follows the run.
-
-    Raises:
-        ConfigError: there is no such tracker, or it cannot be created.
-    """
+    Raises ConfigError: there is no such tracker, or it cannot be created."""
     make = load_named("finray.trackers", name, where="tracking.trackers")
     try:
         tracker: Tracker | Service = make()
@@ -85,11 +82,7 @@ class Trackers:
         return self._records is not None and self._records.is_behind
 
     def start(self, run: RunInfo) -> None:
-        """Tell all of them that the run starts here.
-
-        Raises:
-            CheckpointError: the run's own file cannot be written.
-        """
+        """Tell all of them that the run starts here. Raises CheckpointError: the run's own file cannot be written."""
         if self._records is not None:
             self._records.start(run)
         self._each(lambda tracker: tracker.start(run))
@@ -104,11 +97,7 @@ class Trackers:
         self._warn_of_followers()
 
     def keep(self) -> None:
-        """Write every record to the disk in the run's own file.
-
-        Raises:
-            CheckpointError: that failed.
-        """
+        """Write every record to the disk in the run's own file. Raises CheckpointError: that failed."""
         if self._records is not None:
             self._records.keep()
 

@@ -104,11 +104,7 @@ class Cursors:
         self.path = run_dir / f"sent-{name.replace(':', '.')}.json"
 
     def all(self) -> list[Cursor]:
-        """Every cursor in the file.
-
-        Raises:
-            TrainingError: it cannot be read.
-        """
+        """Every cursor in the file. Raises TrainingError: it cannot be read."""
         return _CURSORS.json(self.path, list[Cursor]) if self.path.exists() else []
 
     def at(self, where: str) -> Cursor | None:

@@ -49,10 +49,8 @@ class JsonlTracker:
         """Drop records after the step to resume at: those steps will run again.
 
         The file is replaced, not truncated, so that a leftover process of an earlier start keeps writing to the old
-        one. An unreadable file is set aside: a run is worth more than its records.
-
-        Raises:
-            CheckpointError: the file cannot be written.
+        one. An unreadable file is set aside: a run is worth more than its records. Raises CheckpointError: the file
+        cannot be written.
         """
         self._path = path = run.run_dir / FILE
         aside = path.with_name(f"damaged-{FILE}")
@@ -109,10 +107,7 @@ class JsonlTracker:
 
     def keep(self) -> None:
         """Write every record to the disk: a checkpoint must not be ahead of the records.
-
-        Raises:
-            CheckpointError: that failed.
-        """
+        Raises CheckpointError: that failed."""
         was_behind = self.is_behind
         try:
             self._file.write(durably=True)

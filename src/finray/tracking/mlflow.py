@@ -23,11 +23,7 @@ _NAME, _REFUSED = 250, re.compile(r"[^\w/.\- ]")
 
 
 def address_of(tracking: Mapping[str, Any]) -> str:
-    """The tracking URI from the config, else from the environment.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The tracking URI from the config, else from the environment. Raises ConfigError: there is none."""
     address = tracking["mlflow_uri"] or os.environ.get(URI)
     if not address:
         raise ConfigError(

@@ -68,11 +68,7 @@ class StartsTracker:
 
 
 def read_starts(run_dir: Path) -> list[Start]:
-    """The starts of a run in order, if known; damaged lines are skipped.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """The starts of a run in order, if known; damaged lines are skipped. Raises OSError: the file cannot be read."""
     path = run_dir / FILE
     starts: list[Start] = []
     if not path.exists():

@@ -411,10 +411,7 @@ def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config)
     """Refuse rows other than those a run started with; its cursor and held-out rows are only valid for these.
 
     The config cannot tell, because it only names files; and the fingerprint would be too strict: it covers versions of
-    libraries, which may change and give the same tokens.
-
-    Raises:
-        DataError: the rows differ.
+    libraries, which may change and give the same tokens. Raises DataError: the rows differ.
     """
     if trained_on != dataset.content:
         raise DataError(
@@ -455,10 +452,7 @@ def _data(
 
 def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None]) -> Any:
     """The tokenizer, after a check that the model has an embedding for every token of the rows.
-
-    Raises:
-        ModelError: a row has a token without one; on a GPU, that would end the process.
-    """
+    Raises ModelError: a row has a token without one; on a GPU, that would end the process."""
     tokenizer, own = load_tokenizer(config.model), getattr(task.model, "config", None)
     size = getattr(getattr(own, "get_text_config", lambda: own)(), "vocab_size", None)
     # Nearly every tokenizer fits its model.
@@ -480,10 +474,7 @@ def _answers(
     config: Config, task: Task, held_out: PreparedSplit | None, strategy: Strategy, answering: AnswerMetrics | None
 ) -> Callable[..., dict[str, float]] | None:
     """Metrics of answers to held-out prompts, computed when called; None if none are asked for.
-
-    Raises:
-        DataError: the held-out rows of a mix have no prompt.
-    """
+    Raises DataError: the held-out rows of a mix have no prompt."""
     count = config.evaluation.generate_rows
     if held_out is None or answering is None or count is None:
         return None

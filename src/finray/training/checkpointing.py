@@ -263,11 +263,7 @@ class CheckpointWriter:
         return self._pending is not None and self._pending[1].done()
 
     def begin(self, snapshot: Snapshot, *, step: int, metrics: dict[str, float]) -> None:
-        """Start writing a snapshot; the previous one must be finished.
-
-        Raises:
-            FinrayError: on every rank.
-        """
+        """Start writing a snapshot; the previous one must be finished. Raises FinrayError: on every rank."""
         assert self._pending is None
         first = self._strategy.rank == 0
         scratch = on_all_ranks(self._strategy, lambda: str(self._store.begin(step)) if first else "")
@@ -281,10 +277,7 @@ class CheckpointWriter:
 
     def finish(self) -> Saved | None:
         """Wait for the pending snapshot, and commit it as a checkpoint; None if there is none.
-
-        Raises:
-            FinrayError: on every rank; the previous checkpoint remains valid.
-        """
+        Raises FinrayError: on every rank; the previous checkpoint remains valid."""
         if self._pending is None:
             return None
         saved, written = self._pending
@@ -312,10 +305,7 @@ class CheckpointWriter:
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation into its checkpoint, and apply retention again.
-
-        Raises:
-            FinrayError: on every rank.
-        """
+        Raises FinrayError: on every rank."""
 
         def add() -> None:
             self._store.add_metrics(step, metrics)
@@ -343,10 +333,8 @@ def find_latest(
 
     Each rank hashes a share of the files, because hashing a terabyte takes one rank too long. Damaged checkpoints after
     it are renamed, so that retention does not count them and delete good ones. On rank 0 ``warn`` is called for each,
-    naming the file. ``steps`` are those of rank 0.
-
-    Raises:
-        CheckpointError: there are checkpoints and all are damaged; starting over is the user's decision.
+    naming the file. ``steps`` are those of rank 0. Raises CheckpointError: there are checkpoints and all are damaged;
+    starting over is the user's decision.
     """
 
     share, among = store.verify_share or (strategy.rank, strategy.world_size)
@@ -368,10 +356,7 @@ def find_latest(
 
 def restore(checkpoint: Checkpoint, layout: CheckpointLayout, optimizer: NamedOptimizer) -> TrainState:
     """Load a verified checkpoint into a model and optimizer with any strategy and any number of ranks.
-
-    Raises:
-        CheckpointError: it belongs to another model, or lacks something.
-    """
+    Raises CheckpointError: it belongs to another model, or lacks something."""
     state = TrainState.load(checkpoint.path)
     try:
         layout.load(checkpoint.path, checkpoint.files)

@@ -26,10 +26,7 @@ class AnswerMetrics(Protocol):
         self, task: Task, split: PreparedSplit, strategy: Strategy, on_progress: OnProgress = lambda share: None
     ) -> dict[str, float]:
         """Metrics of the answers to all rows of a split, distributed over the ranks. A collective.
-
-        Raises:
-            FinrayError: on every rank.
-        """
+        Raises FinrayError: on every rank."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,11 +159,7 @@ class Loop:
         self._copies: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
-        """Train from the current state to the end.
-
-        Raises:
-            FinrayError: on every rank.
-        """
+        """Train from the current state to the end. Raises FinrayError: on every rank."""
         config, state = self.config, self.state
         try:
             self._record_evaluations(self.evaluated, is_logged=True)

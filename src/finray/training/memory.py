@@ -203,10 +203,7 @@ def fetch_newest(
 
 def _fetch(memory: Memory, strategy: Strategy, run_dir: Path, wanted: Sequence[MemoryPart]) -> Checkpoint:
     """Write the parts of a checkpoint into a directory. A collective.
-
-    Raises:
-        CheckpointError: on every rank; a part is gone, or damaged.
-    """
+    Raises CheckpointError: on every rank; a part is gone, or damaged."""
     first = strategy.rank == 0
     step, name = wanted[0].step, strategy.broadcast_object(f"{_prefix(run_dir)}{uuid.uuid4().hex[:8]}")
     # All ranks on one machine decide alike, because none has written yet.

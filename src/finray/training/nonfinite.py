@@ -93,10 +93,7 @@ class NonFiniteGuard:
 
     def raise_if_bad(self, state: TrainState) -> None:
         """Read the observations from the device, and store the loss scale in the state.
-
-        Raises:
-            TrainingError: a step had a loss or gradient norm that is not finite; the same on every rank.
-        """
+        Raises TrainingError: a step had a loss or gradient norm that is not finite; the same on every rank."""
         counts = torch.stack([self._good, self._skipped, self._in_row]).double()
         observed = torch.cat([self._bad[None].double(), self._seen, self._scale[None].double(), counts]).tolist()
         bad, step, loss, norm, scale, *whole = observed

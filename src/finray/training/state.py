@@ -91,10 +91,7 @@ class TrainState:
     @classmethod
     def load(cls, folder: Path) -> TrainState:
         """Read the state from a checkpoint directory.
-
-        Raises:
-            CheckpointError: the directory has no training state, or one of another shape.
-        """
+        Raises CheckpointError: the directory has no training state, or one of another shape."""
         path = folder / COUNTERS
         with _FILES.reading(path):
             plain = _FILES.json(path, dict[str, Any])

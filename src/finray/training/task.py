@@ -45,10 +45,7 @@ class CheckpointLayout(Protocol):
     def load(self, folder: Path, files: Collection[str] | None = None) -> None:
         """Load saved weights into the model, sharded or not; from a verified directory only the ``files`` that it
         lists.
-
-        Raises:
-            ModelError: they belong to another model.
-        """
+        Raises ModelError: they belong to another model."""
 
     def save_settings(self, folder: Path) -> None:
         """Write the configuration files that go with the weights."""
@@ -72,10 +69,7 @@ class Task(Protocol):
     @classmethod
     def build(cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool) -> Self:
         """Load the model with its adapter, or build it on the meta device, to be sharded and loaded later.
-
-        Raises:
-            ModelError: the model cannot be loaded.
-        """
+        Raises ModelError: the model cannot be loaded."""
 
     @property
     def is_on_meta(self) -> bool:

@@ -103,10 +103,7 @@ class Engine(Protocol):
 
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
         """Likelihoods in the order in which they finish; continuations of the same context share its computation.
-
-        Raises:
-            DataError: a context is empty, or context and continuation are longer than the model can read.
-        """
+        Raises DataError: a context is empty, or context and continuation are longer than the model can read."""
 
     def close(self) -> None:
         """Free memory and processes."""
@@ -162,11 +159,7 @@ class Loading:
 
 
 def check_adapter(adapter: bool, *, is_merged: bool) -> None:
-    """Refuse to answer without an adapter that is merged.
-
-    Raises:
-        ModelError: the base model is asked for.
-    """
+    """Refuse to answer without an adapter that is merged. Raises ModelError: the base model is asked for."""
     if not adapter and is_merged:
         raise ModelError(
             "the adapter is merged into the weights, so the base model cannot answer",
@@ -216,11 +209,8 @@ def _check_tokens(tokens: Sequence[int], where: str, vocabulary: int | None) -> 
 
 def check_continuations(rows: Sequence[Continuation], max_length: int | None, vocabulary: int | None = None) -> None:
     """Refuse continuations that cannot be scored, before scoring anything.
-
-    Raises:
-        DataError: one has no tokens, no context, a token that the model does not know, or more tokens than it reads
-            (the last one is not read).
-    """
+    Raises DataError: one has no tokens, no context, a token that the model does not know, or more tokens than it
+    reads (the last one is not read)."""
     for number, row in enumerate(rows):
         if not row.context or not row.tokens:
             raise DataError("a continuation needs at least one token, and a token before it", where=f"row {number + 1}")

@@ -92,11 +92,7 @@ AnyRow = TypeVar("AnyRow", bound=RunningRow)
 
 
 def take(row: RunningRow, token: int, tokenizer: Any, on_token: OnToken) -> Answer | None:
-    """Append the next token to a row; returns the answer if that ends it.
-
-    Raises:
-        ModelError: there is no next token.
-    """
+    """Append the next token to a row; returns the answer if that ends it. Raises ModelError: there is no next token."""
     if token == NO_TOKEN:
         raise not_finite(f"prompt {row.number + 1} has no answer")
     sampling = row.sampling

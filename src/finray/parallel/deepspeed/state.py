@@ -144,10 +144,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def load_sharded_state(self, reader: StateReader) -> None:
         """Restore the state from :meth:`sharded_state`, written under any strategy.
-
-        Raises:
-            CheckpointError: the state belongs to other parameters, or to another optimizer.
-        """
+        Raises CheckpointError: the state belongs to other parameters, or to another optimizer."""
         kinds = kinds_of_state(reader, self.parameters)
         if not kinds:
             return

@@ -154,9 +154,6 @@ class Optimizer:
 
     def load_sharded_state(self, reader: StateReader) -> None:
         """Restore this rank's rows of the state from :meth:`sharded_state`.
-
-        Raises:
-            CheckpointError: the state belongs to other parameters, or to another optimizer.
-        """
+        Raises CheckpointError: the state belongs to other parameters, or to another optimizer."""
         for name, kinds in kinds_of_state(reader, self.parameters).items():
             self._state.load_state_of(self.parameters[name], name, kinds, reader)
