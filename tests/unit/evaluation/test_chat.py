@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from finray.errors import DataError, ModelError
-from finray.evaluation.chat import Conversation, require_template
+from finray.errors import DataError
+from finray.evaluation.chat import Conversation
 from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.generate import Asking, TextStream
-from finray.models.artifacts import Artifact
 from tests.support import runs, served, tiny
 
 TOKENIZER = tiny.train_tokenizer()
@@ -159,25 +158,6 @@ def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was()
     with pytest.raises(DataError):
         talk.say("and where", lambda _: None)
     assert talk.messages == before
-
-
-def test_a_model_without_a_template_and_one_that_was_trained_without_it_take_part_in_no_conversation() -> None:
-    without = SimpleNamespace(chat_template=None)
-    for asking, why in (
-        (Asking.of(Artifact(Path("m"), None, {}), without), "the model has none"),
-        (Asking.of(Artifact(Path("m"), None, {"rows": "completion"}), TOKENIZER), "the model was trained without it"),
-    ):
-        with pytest.raises(ModelError, match=why):
-            require_template(asking)
-    require_template(Asking.of(Artifact(Path("m"), None, {"rows": "chat"}), TOKENIZER))
-
-
-def test_a_classifier_answers_nothing(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
-    with pytest.raises(ModelError, match="is a classifier"):
-        Asking.of(Artifact(tmp_path, None, {}), TOKENIZER)
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    Asking.of(Artifact(tmp_path, None, {}), TOKENIZER)
 
 
 # --- text as it comes -------------------------------------------------------------------------------------------------

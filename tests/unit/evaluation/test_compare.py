@@ -21,7 +21,7 @@ from finray.config.tasks import CAUSAL_LM
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.splits import sample
-from finray.errors import DataError
+from finray.errors import ConfigError, DataError
 from finray.tasks.causal_lm import CausalLM
 from finray.tracking.jsonl import read_records
 from tests.support import runs, tiny
@@ -131,6 +131,8 @@ def test_rows_without_prompts_have_the_losses_of_plain_transformers(
     assert found.tuned.perplexity == pytest.approx(math.exp(found.tuned.loss))
     assert found.base.json().keys() == {"loss", "perplexity"}
     assert not (found.folder / "predictions.jsonl").exists()
+    with pytest.raises(ConfigError, match="no answers to score"):
+        evaluate(path, metrics=["rougeL"])
 
 
 @pytest.mark.parametrize("change", [lambda rows: [*rows, rows[0]], lambda rows: rows[1:]])

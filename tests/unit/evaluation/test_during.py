@@ -1,4 +1,4 @@
-"""Answers during training: who answers which prompt, in which order they are scored, and with which attention.
+"""Answers during training: who answers which prompt, and in which order they are scored.
 
 `tests/training/test_answers_in_training.py` compares the answers with plain PEFT's.
 """
@@ -15,8 +15,7 @@ import torch
 
 from finray.errors import DataError, TrainingError
 from finray.evaluation import during
-from finray.evaluation.during import TrainingAnswers, _attending_by_itself
-from finray.models import attention
+from finray.evaluation.during import TrainingAnswers
 from tests.support.ranks import Group
 from tests.support.runs import config_of
 
@@ -64,19 +63,7 @@ class Engine:
         """Nothing is held."""
 
 
-class Model:
-    """A model with finray's attention, which can have only some of Transformers'."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, usual: str = attention.NAME, *others: str) -> None:
-        self.attention, self.others = usual, (usual, *others)
-        self.config = SimpleNamespace(_attn_implementation=usual)
-
-    def set_attn_implementation(self, name: str) -> None:
-        if name not in self.others:
-            raise ValueError(name)
-        self.attention = name
+MODEL = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(_attn_implementation="sdpa"))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
@@ -87,7 +74,7 @@ def test_each_prompt_is_answered_once_and_scored_with_its_own_reference(
     told: dict[int, list[float]] = {rank: [] for rank in range(world)}
 
     def answer(strategy: Any) -> dict[str, float]:
-        task: Any = SimpleNamespace(model=Model("sdpa"))
+        task: Any = SimpleNamespace(model=MODEL)
         return made()(task, Split(), strategy, told[strategy.rank].append)  # type: ignore[arg-type]
 
     assert Group(world).run(answer) == [{"exact_match": 3 / 5}] * world
@@ -98,7 +85,7 @@ def test_each_prompt_is_answered_once_and_scored_with_its_own_reference(
 
 def test_a_row_without_a_prompt_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(during, "TransformersEngine", Engine)
-    task: Any = SimpleNamespace(model=Model("sdpa"))
+    task: Any = SimpleNamespace(model=MODEL)
     mixed, text = Split(([1, 2], [1, 1])), Split(([1, 2], [1, 1]))
     text.rows = text.rows[:1]
     assert Group(2).run(lambda strategy: made()(task, mixed, strategy)) == [{"exact_match": 3 / 5}] * 2  # type: ignore[arg-type]
@@ -112,7 +99,7 @@ def test_a_prompt_without_an_answer_and_a_score_that_fails_are_errors_of_every_r
     def refuse(*_: Any) -> Iterator[Any]:
         raise DataError("the prompt is empty")
 
-    task: Any = SimpleNamespace(model=Model("sdpa"))
+    task: Any = SimpleNamespace(model=MODEL)
     monkeypatch.setattr(during, "TransformersEngine", Engine)
     monkeypatch.setattr(Engine, "generate", refuse)
     found = Group(2).run(lambda strategy: made()(task, Split(), strategy))  # type: ignore[arg-type]
@@ -122,17 +109,3 @@ def test_a_prompt_without_an_answer_and_a_score_that_fails_are_errors_of_every_r
     monkeypatch.setattr(during, "score_named", lambda name, scoring: SimpleNamespace(value=lambda rows: 1 / 0))
     found = Group(2).run(lambda strategy: made()(task, Split(), strategy))  # type: ignore[arg-type]
     assert all(isinstance(one, TrainingError) and "exact_match" in str(one) for one in found)
-
-
-@pytest.mark.parametrize("others", [("sdpa", "eager"), ("eager",)])
-def test_finrays_attention_is_taken_off_for_answers_and_put_back_whatever_happens(others: tuple[str, ...]) -> None:
-    model: Any = Model(attention.NAME, *others)
-    with _attending_by_itself(model):
-        assert model.attention == others[0]
-    assert model.attention == attention.NAME
-    with pytest.raises(ZeroDivisionError), _attending_by_itself(model):
-        _ = 1 / 0
-    assert model.attention == attention.NAME
-    model = Model("flash_attention_2", *others)
-    with _attending_by_itself(model):
-        assert model.attention == "flash_attention_2"

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config import trust
 from finray.config.requests import EvaluationRequest
-from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation import artifacts
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.compare import JUDGES
 from finray.evaluation.engines import Answer
 from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.statistics import adjusted
 from finray.evaluation.subjects import Case
 from finray.hardware import cpu_has_bf16
 from tests.support import runs, tiny
@@ -68,6 +68,11 @@ def test_rows_of_a_file_are_scored_and_those_that_were_trained_on_are_named(
     written = json.loads((found.folder / "metrics.json").read_text())
     assert {one["row"] for one in written["in_training_data"]["rows"]} >= {"other.jsonl:1", "other.jsonl:3"}
     assert written["made_by"]["data"]["source"].endswith("other.jsonl")
+    # Where every row was trained on, there is nothing left to score.
+    trained_on = write(tmp_path / "trained_on.jsonl", [{"messages": conversation(number)} for number in (2, 4)])
+    every = evaluate(run_dir, file=trained_on, output=tmp_path / "out", max_new_tokens=1)
+    assert every.overlap is not None
+    assert (every.overlap.rows, every.held_out) == ({0, 1}, ())
 
 
 def test_the_training_rows_may_be_scored_and_it_is_said_what_they_are(run_dir: Path) -> None:
@@ -85,6 +90,7 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         model = run_dir / "checkpoint-000001"
     elif kind == "model":
         model = Path(shutil.copytree(tiny_model_dir, tmp_path / "a-model"))
+        (model / "finray.json").write_text('{"rows": "completion"}')
     else:
         model = Path(shutil.copytree(run_dir / "final", tmp_path / "an-adapter"))
     found = evaluate(model, file=other, max_new_tokens=2, output=tmp_path / "out")
@@ -104,6 +110,8 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
     if kind == "model":
         assert found.compared == ()
         assert any("training data is unknown" in note for note in found.notes)
+        # These rows are asked as chats.
+        assert any("`data.format=prompt_completion` asks them as in the training" in note for note in found.notes)
     else:
         assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
 
@@ -169,8 +177,19 @@ def test_a_signal_says_what_is_kept_and_the_same_command_continues(
     assert len(answered) == 2 * 3
 
 
-def test_several_baselines_each_have_a_sentence(run_dir: Path, other: Path, tiny_model_dir: Path) -> None:
-    found = evaluate(run_dir, file=other, baselines=["base", str(run_dir / "checkpoint-000001"), str(tiny_model_dir)])
+def test_several_baselines_each_have_a_sentence_and_count_for_each_other(
+    run_dir: Path, other: Path, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    baselines = ["base", str(run_dir / "checkpoint-000001"), str(tiny_model_dir)]
+    found = evaluate(run_dir, file=other, baselines=baselines, output=tmp_path)
+    # Each alone, with what was computed before.
+    alone = [evaluate(run_dir, file=other, baselines=[one], output=tmp_path) for one in baselines]
+    for score in ("loss", "exact_match"):
+        p, each = (
+            [one.test.p for part in parts for one in part.compared if one.score == score] for parts in ([found], alone)
+        )
+        assert p == pytest.approx(adjusted(each))
+    assert p != each or min(each) == 1
     names = [one.name for one in found.models]
     assert names == ["base", "checkpoint-000001", tiny_model_dir.name, "tuned"]
     assert found.models[0].loss == pytest.approx(found.models[2].loss, rel=1e-5)
@@ -218,14 +237,19 @@ def test_the_columns_of_held_out_rows_are_those_of_their_own_file(run_dir: Path)
     assert [found[index]["messages"] for index in range(3)] == [conversation(number) for number in (6, 7, 8)]
 
 
-def test_choices_are_compared_by_their_likelihood(run_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_template", [True, False])
+def test_choices_are_compared_by_their_likelihood(tiny_model_dir: Path, tmp_path: Path, has_template: bool) -> None:
+    """They begin where answers do in training: after plain words with a space."""
     choices = ["red", "a small dog", "blue one", "three"]
+    space = "" if has_template else " "
     rows = [
-        {"prompt": f"what {word}", "completion": choices[place], "choices": choices}
+        {"prompt": f"what {word}", "completion": space + choices[place], "choices": choices}
         for place, word in enumerate(["one", "two", "three", "four"])
     ]
     file = write(tmp_path / "choices.jsonl", rows)
     model = Path(shutil.copytree(tiny_model_dir, tmp_path / "m"))
+    if not has_template:
+        (model / "chat_template.jinja").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransformersEngine, "generate", None)
         found = evaluate(model, file=file, metrics=["multiple_choice", "multiple_choice_by_length"])
@@ -233,11 +257,13 @@ def test_choices_are_compared_by_their_likelihood(run_dir: Path, tiny_model_dir:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     right = by_length = 0
     for place, row in enumerate(rows):
-        text = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        text = (
+            f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n" if has_template else row["prompt"]
+        )
         values = []
         for choice in choices:
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            ids = [*prompt, *tokenizer(choice, add_special_tokens=False)["input_ids"]]
+            ids = [*prompt, *tokenizer(space + choice, add_special_tokens=False)["input_ids"]]
             with torch.no_grad():
                 logits = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
             values.append(sum(float(logits[at - 1, ids[at]]) for at in range(len(prompt), len(ids))))
@@ -248,6 +274,10 @@ def test_choices_are_compared_by_their_likelihood(run_dir: Path, tiny_model_dir:
         model, ["evaluation.scoring.choices=" + json.dumps(choices)], file=file, metrics=["multiple_choice"]
     )
     assert fixed.tuned.metrics["multiple_choice"] == right / 4
+    # Other choices are another question: nothing of the first is taken for it.
+    fewer = ["evaluation.scoring.choices=" + json.dumps([*choices[::-1]])]
+    again = evaluate(model, fewer, file=file, metrics=["multiple_choice"])
+    assert (again.tuned.metrics["multiple_choice"], again.rates != ()) == (right / 4, True)
 
 
 def test_a_choice_that_the_answer_is_not_among_is_an_error(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -338,10 +368,6 @@ def test_rows_of_a_file_are_scored_where_those_of_the_training_are_gone(
     assert "overlap with the training data was not checked: the file does not exist" in found.notes
 
 
-def test_every_task_has_a_judge() -> None:
-    assert JUDGES.keys() == SPECS.keys()
-
-
 # --- what is refused, before a model is loaded ---------------------------------------------
 
 
@@ -356,6 +382,7 @@ def test_every_task_has_a_judge() -> None:
         ({"file": "nowhere.jsonl"}, "does not exist"),
         ({"baselines": ["no/such/model"]}, "no/such/model"),
         ({"temperature": -1.0}, "cannot be used"),
+        *(({name: 0}, f"evaluation.{name}") for name in ("max_rows", "max_new_tokens", "batch_size")),
         ({"overrides": ["evaluation.metrix=[]"]}, "metrix"),
         ({"overrides": ["evaluation.metric=accuracy"]}, "causal_lm has no metric `accuracy`"),
         ({"engine": "fast"}, "known names are transformers, vllm"),
@@ -414,6 +441,7 @@ def test_a_model_without_rows_is_told_of_files(
     [
         ("lm_eval", {"harness": ["arc_easy"]}, "pip install lm-eval"),
         ("sacrebleu", {"metrics": ["bleu"]}, "pip install sacrebleu"),
+        ("rouge_score", {"metrics": ["rougeL"]}, "pip install rouge-score"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_pip_line(
@@ -475,7 +503,9 @@ metric_list:
 """
 
 
-def test_the_harness_scores_base_and_adapter_as_its_own_model_does(run_dir: Path, tmp_path: Path) -> None:
+def test_the_harness_scores_base_and_adapter_as_its_own_model_does(
+    run_dir: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -506,6 +536,10 @@ def test_the_harness_scores_base_and_adapter_as_its_own_model_does(run_dir: Path
     assert compared.rows == 12
     assert found.json()["made_by"]["versions"]["lm-eval"] == version("lm-eval")
     assert "exact_match" in found.tuned.metrics
+    # Without any rows of one's own.
+    alone = evaluate(tiny_model_dir, harness=[str(task)], output=tmp_path / "alone")
+    assert (alone.rows, len(alone.predictions), alone.overlap) == (0, 0, None)
+    assert alone.tuned.metrics == {"colours acc": found.base.metrics["colours acc"]}
 
 
 def test_a_task_that_is_not_there_is_one_message(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,9 @@ import pytest
 import torch
 
 from finray.cli import show
-from finray.config.schema import ModelConfig
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
-from finray.evaluation import generate as module
-from finray.evaluation.engines import Answer
 from finray.evaluation.engines.sampling import Sampling
+from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.generate import Answers, Asking, generate_text
 from finray.evaluation.outcome import Comparison
 from finray.evaluation.prompts import Prompt
@@ -205,113 +202,6 @@ def test_a_file_of_answers_that_cannot_be_written_is_refused_before_a_model_is_l
         assert (code, "repair" in err) == (2, True)
 
 
-class Spoken:
-    """Stands for an engine that says its prompt backwards, with a capital letter where the adapter takes part."""
-
-    def __init__(self, made: dict[str, Any]) -> None:
-        self.made = made
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, adapter: bool = True, on_token: Any = None
-    ) -> Iterator[Answer]:
-        for row, prompt in reversed(list(enumerate(prompts))):
-            text = "".join(map(chr, prompt))[::-1]
-            if on_token is not None:
-                for letter in text:
-                    on_token(row, ord(letter))
-            yield Answer(row, tuple(map(ord, text)), text.title() if adapter else text, "stop")
-
-    def close(self) -> None:
-        self.made["closed"] = True
-
-
-class Letters:
-    """A tokenizer whose tokens are characters."""
-
-    chat_template = None
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(map(chr, tokens)).title()
-
-
-@pytest.fixture
-def spoken(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What an engine is made of and asked."""
-    made: dict[str, Any] = {}
-    artifact = Artifact(Path("adapter"), ModelConfig(name="base"), {})
-
-    def make_engine(name: str, of: Any, **options: Any) -> Spoken:
-        made.update(options, name=name, of=of)
-        return Spoken(made)
-
-    def artifact_of(path: Any, *, base: str | None) -> Artifact:
-        made.update(path=path, base=base)
-        return replace(artifact, base=None) if path == "whole" else artifact
-
-    monkeypatch.setattr(module, "artifact_of", artifact_of)
-    monkeypatch.setattr(module, "make_engine", make_engine)
-    monkeypatch.setattr(module, "load_tokenizer", lambda model: Letters() if model.name == "adapter" else None)
-    return made
-
-
-def test_several_answers_are_in_the_order_of_the_prompts_and_the_engine_is_closed_whatever_happens(
-    spoken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else vLLM's processes and a merged model would be left."""
-    written: list[str] = []
-    prompts = [Prompt("ab"), Prompt("cde")]
-    options: dict[str, Any] = {"sampling": Sampling(9), "batch_size": 3, "write": written.append}
-    found = generate_text("p", prompts, compare=True, **options)
-    assert (found.texts, found.base) == (("Ba", "Edc"), ("ba", "edc"))
-    assert written == [], "several answers come in any order"
-    assert spoken.pop("closed")
-
-    def failing(*_: Any, **__: Any) -> Any:
-        raise DataError("odd")
-
-    monkeypatch.setattr(Spoken, "generate", failing)
-    with pytest.raises(DataError, match="odd"):
-        generate_text("p", prompts, **options)
-    assert spoken["closed"]
-
-
-def test_a_single_answer_is_written_as_it_comes(spoken: dict[str, Any]) -> None:
-    written: list[str] = []
-    sampling = Sampling(9, stop=("A!",))
-    found = generate_text("p", [Prompt("cba")], sampling=sampling, batch_size=1, write=written.append)
-    # What may be the beginning of a word to stop at is held back.
-    assert (written, found.texts) == (["Ab", "c"], ("Abc",))
-
-
-@pytest.mark.parametrize(
-    "prompt", [Prompt.of("a", "be brief"), Prompt("a", tools=({"name": "f"},))], ids=["messages", "tools"]
-)
-@pytest.mark.parametrize(
-    ("raw", "template", "error", "said"),
-    [
-        (True, "x", ConfigError, "plain text has neither messages nor tools"),
-        (None, "x", ModelError, "needs a chat template, but the model was trained without it"),
-        (None, None, ModelError, "needs a chat template, but the model has none"),
-    ],
-)
-def test_a_conversation_is_not_given_to_a_model_as_plain_text_or_by_a_template_it_was_not_trained_with(
-    spoken: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
-    prompt: Prompt, raw: bool | None, template: str | None, error: type[FinrayError], said: str,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(Letters, "chat_template", template)
-    artifact = Artifact(Path("adapter"), None, {"rows": "completion"})
-    monkeypatch.setattr(module, "artifact_of", lambda path, base: artifact)
-    with pytest.raises(error, match=said) as caught:
-        generate_text("p", [Prompt("a"), prompt], sampling=Sampling(), batch_size=1, raw=raw)
-    assert caught.value.repair is not None
-    assert ("--no-raw" in caught.value.repair) == (raw is None and template is not None)
-    assert "name" not in spoken, "no engine is made"
-
-
 @pytest.mark.parametrize(
     ("notes", "config", "refused"),
     [
@@ -330,3 +220,53 @@ def test_models_that_give_no_answers_are_known_by_their_task_or_class(
     plain: Any = SimpleNamespace(chat_template="x")
     with pytest.raises(ModelError, match="is a classifier") if refused else nullcontext():
         Asking.of(Artifact(tmp_path, None, notes), plain)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has a word for each engine that is closed."""
+    found, close = list[str](), TransformersEngine.close
+    monkeypatch.setattr(TransformersEngine, "close", lambda engine: (found.append("closed"), close(engine)))
+    monkeypatch.setattr("finray.evaluation.artifacts.cpu_has_bf16", lambda: False)
+    return found
+
+
+def test_a_single_answer_is_written_as_it_comes_and_the_engine_is_closed_whatever_happens(
+    tiny_model_dir: Path, closed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else vLLM's processes and a merged model would be left."""
+    written: list[str] = []
+    options: dict[str, Any] = {"sampling": Sampling(8), "batch_size": 2, "write": written.append}
+    (text,) = generate_text(tiny_model_dir, [Prompt("how many")], **options)
+    assert ("".join(written), len(written) > 1, closed) == (text, True, ["closed"])
+    written.clear()
+    several = generate_text(tiny_model_dir, [Prompt("where is"), Prompt("how many")], **options)
+    assert (several[1], written) == (text, []), "several answers come in any order"
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise DataError("odd")
+
+    monkeypatch.setattr(TransformersEngine, "generate", failing)
+    with pytest.raises(DataError, match="odd"):
+        generate_text(tiny_model_dir, [Prompt("a")], **options)
+    assert len(closed) == 3
+
+
+@pytest.mark.parametrize(
+    ("raw", "template", "error", "said"),
+    [
+        (True, True, ConfigError, "plain text has neither messages nor tools"),
+        (None, True, ModelError, "needs a chat template, but the model was trained without it"),
+        (None, False, ModelError, "needs a chat template, but the model has none"),
+    ],
+)
+def test_a_conversation_is_not_given_to_a_model_as_plain_text_or_by_a_template_it_was_not_trained_with(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    raw: bool | None, template: bool, error: type[FinrayError], said: str,
+) -> None:  # fmt: skip
+    folder = folder_of(tiny_model_dir, tmp_path / "model", template=template, rows="completion")
+    monkeypatch.setattr("finray.evaluation.generate.make_engine", None)
+    for prompt in (Prompt.of("a", "be brief"), Prompt("a", tools=({"name": "f"},))):
+        with pytest.raises(error, match=said) as caught:
+            generate_text(folder, [Prompt("a"), prompt], sampling=Sampling(), batch_size=1, raw=raw)
+        assert ("--no-raw" in str(caught.value.repair)) == (raw is None and template)

@@ -18,12 +18,13 @@ import finray
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config import trust
 from finray.data.sampling.splits import sample
-from finray.errors import ConfigError, DataError, FinrayError
+from finray.errors import DataError, FinrayError
 from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.outcome import Comparison
+from finray.evaluation.subjects import Subject
 from tests.support import runs
-from tests.support.evaluated import Train, conversation, evaluate, loss_of, text_of
+from tests.support.evaluated import Train, conversation, evaluate, loss_of, text_of, write
 
 pytestmark = pytest.mark.long
 
@@ -115,7 +116,27 @@ def test_files_hold_the_scores_and_every_row(found: Comparison, run_dir: Path) -
     assert lines[0]["where"].endswith("eval.jsonl:1")
 
 
-def test_rates_are_of_what_this_call_computed(run_dir: Path, tmp_path: Path) -> None:
+def test_what_follows_the_last_learned_token_is_read_only_where_positions_depend_on_the_row(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, ask = list[int](), TransformersEngine.log_likelihood
+
+    def noted(engine: Any, rows: Any, **options: Any) -> Any:
+        read.append(sum(len(one.context) + len(one.tokens) for one in rows))
+        return ask(engine, rows, **options)
+
+    monkeypatch.setattr(TransformersEngine, "log_likelihood", noted)
+    losses = []
+    for turns in (False, True):
+        monkeypatch.setattr(Subject, "turns", turns)
+        options: dict[str, Any] = {"max_new_tokens": 1, "baselines": [], "output": tmp_path / str(turns)}
+        losses.append(evaluate(run_dir, **options).tuned.loss)
+    # A line's end after each of three answers.
+    assert read[1] - read[0] == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_rates_are_of_what_this_call_computed(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rates(found: Comparison) -> dict[str, dict[str, Any]]:
         written = json.loads((found.folder / "metrics.json").read_text())["rates"]
         assert written == found.plain()["rates"]
@@ -144,6 +165,9 @@ def test_rates_are_of_what_this_call_computed(run_dir: Path, tmp_path: Path) -> 
     losses.write_bytes(b"".join(losses.read_bytes().splitlines(keepends=True)[:-1]))
     assert [one["rows"] for one in rates(evaluate(run_dir, output=tmp_path / "new")).values()] == [1]
     assert rates(evaluate(run_dir, output=tmp_path / "new")) == {}
+    # What was computed in another dtype is none of it.
+    monkeypatch.setattr("finray.evaluation.subjects.inference_dtype", lambda *_: torch.bfloat16)
+    assert list(rates(evaluate(run_dir, output=tmp_path / "new"))) == parts
 
 
 def first_letters(answers: list[str], references: list[str]) -> float:
@@ -292,33 +316,34 @@ def test_a_test_split_is_taken_before_the_evaluation_split(train: Train) -> None
     assert evaluate(path).rows == 2
 
 
-def test_a_model_that_was_trained_whole_is_compared_with_what_it_began_from(train: Train, tiny_model_dir: Path) -> None:
-    path = train(adapter=None)
-    found = evaluate(path)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    rows = [conversation(number) for number in (6, 7, 8)]
-    for folder, scores in ((tiny_model_dir, found.base), (path / "final", found.tuned)):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        assert scores.loss == pytest.approx(loss_of(model, tokenizer, rows), rel=1e-4)
-    assert abs(found.base.loss - found.tuned.loss) > 0.05
+def test_a_run_that_holds_nothing_out_is_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = train(**{"data.eval_source": None})
+    # Tasks of lm-eval need none, where nothing else asks for rows.
+    for asked in ({}, {"harness": ["t"], "split": "test"}, {"harness": ["t"], "metrics": ["bleu"]}):
+        with pytest.raises(DataError, match=r"no held-out rows|no split"):
+            evaluate(path, **asked)
+    monkeypatch.setattr("finray.evaluation.answers.make_engine", None)
+    with pytest.raises(TypeError, match="NoneType"):
+        evaluate(path, harness=["t"])
 
 
-def test_rows_that_are_learned_as_a_whole_have_losses_and_no_answers(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+def test_rows_of_a_mix_without_a_prompt_are_not_asked_and_counted_as_are_references_that_were_cut_off(
+    train: Train, tmp_path: Path
 ) -> None:
-    path = train(**{"data.train_on": "all"})
-    monkeypatch.setattr(TransformersEngine, "generate", None)
-    found = evaluate(path)
-    assert (found.rows, len(found.predictions)) == (3, 0)
-    assert found.tuned.loss != found.base.loss
-    assert {file.name.partition("-")[0] for file in found.folder.iterdir()} == {"metrics.json", "losses"}
-    with pytest.raises(ConfigError, match="no answers to score"):
-        evaluate(path, metrics=["rougeL"])
-
-
-def test_a_run_that_holds_nothing_out_is_refused(train: Train) -> None:
-    with pytest.raises(DataError, match="has no held-out rows"):
-        evaluate(train(**{"data.eval_source": None}))
+    chats = [{"messages": conversation(number)} for number in range(8)]
+    texts = [{"text": f"the dog {number}"} for number in range(8)]
+    mix = [{"source": str(write(tmp_path / "chats.jsonl", chats))}, {"source": str(write(tmp_path / "t.jsonl", texts))}]
+    limit = {"data.max_length": 57, "data.on_too_long": "truncate"}
+    path = train(**{"data.source": None, "data.mix": mix, "data.eval_source": None, "data.eval_ratio": 0.5, **limit})
+    found = evaluate(path, max_new_tokens=1)
+    (skipped,) = [note for note in found.notes if "without a prompt" in note]
+    (cut,) = [note for note in found.notes if "references were cut off at data.max_length=57" in note]
+    assert (found.rows, skipped.split()[0]) == (len(found.predictions), str(8 - found.rows))
+    tokenizer = AutoTokenizer.from_pretrained(path / "final")
+    asked = [conversation(int(one.where.rpartition(":")[2]) - 1) for one in found.predictions]
+    lengths = [len(tokenizer(text_of(one), add_special_tokens=False)["input_ids"]) for one in asked]
+    assert min(lengths) < 57
+    assert cut.split()[2] == str(sum(length >= 57 for length in lengths))
 
 
 def test_scores_that_cannot_be_written_are_an_error_before_a_model_is_loaded(

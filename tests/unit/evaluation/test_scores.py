@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
@@ -47,17 +46,6 @@ def score(name: str, **settings: Any) -> Score:
 )
 def test_exact_match_is_the_share_of_equal_answers(answers: list[str], references: list[str], expected: float) -> None:
     assert score("exact_match").value(answered(list(zip(answers, references, strict=True)))) == expected
-
-
-def test_exact_match_is_that_of_lm_eval() -> None:
-    """lm-eval compares as it is told to; finray ignores white space at both ends."""
-    from lm_eval.api.metrics import exact_match_hf_evaluate
-
-    found = [*pairs(), *((f" {right}\n", right) for _, right in pairs()[:100])]
-    said, right = ([one.strip() for one in some] for some in zip(*found, strict=True))
-    expected = float(exact_match_hf_evaluate(predictions=said, references=right)["exact_match"])
-    assert 0.1 < expected < 0.9
-    assert score("exact_match").value(answered(found)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["rouge1", "rouge2", "rougeL", "rougeLsum"])
@@ -458,26 +446,6 @@ def test_what_a_metric_prints_is_not_on_standard_output(capsys: pytest.CaptureFi
     with blaming("mine:f"):
         print("so far so good")
     assert capsys.readouterr() == ("", "so far so good\n")
-
-
-def test_a_score_without_its_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *more: None if name in ("sacrebleu", "rouge_score") else there(name, *more),
-    )
-    for name, package in (("bleu", "sacrebleu"), ("chrf", "sacrebleu"), ("rougeL", "rouge-score")):
-        with pytest.raises(ConfigError) as caught:
-            score(name)
-        assert f"pip install {package}" in str(caught.value.repair)
-
-
-def test_an_unknown_score_is_an_error_that_names_the_field() -> None:
-    with pytest.raises(ConfigError) as caught:
-        score("exact_mach")
-    assert "evaluation.metrics" in str(caught.value)
-    assert "exact_match" in str(caught.value)
 
 
 @pytest.mark.parametrize(

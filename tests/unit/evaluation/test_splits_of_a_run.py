@@ -2,54 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from finray.config.schema import DataConfig
-from finray.data.dataset.prepared import Splits
-from finray.errors import DataError
-from finray.evaluation import rows
-from finray.evaluation.rows import Lazy, of_run, prompt_and_answer, stream_of
-
-
-@pytest.mark.parametrize(
-    ("there", "asked", "wanted"),
-    [
-        ("train eval test", None, "test"),
-        ("train eval", None, "eval"),
-        ("train test", None, "test"),
-        ("train eval test", "eval", "eval"),
-        ("train eval test", "train", "train"),
-    ],
-)
-def test_the_split_that_is_asked_for_else_the_test_or_the_evaluation_split(
-    monkeypatch: pytest.MonkeyPatch, there: str, asked: str | None, wanted: str
-) -> None:
-    splits = Splits(*(name if name in there else None for name in ("train", "eval", "test")))  # type: ignore[arg-type]
-    own: Any = "run"
-    monkeypatch.setattr(rows, "splits_of", lambda run, config: (splits, f"dataset of {run} {config}"))
-    assert of_run(own, "config", asked) == (wanted, wanted, "dataset of run config", "train")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("there", "asked", "said", "others"),
-    [
-        ("train", None, "the run has no held-out rows to evaluate on", "train"),
-        ("train eval", "test", "the run has no split `test`", "train, eval"),
-        ("train test", "eval", "the run has no split `eval`", "train, test"),
-    ],
-)
-def test_a_split_that_is_not_there_is_named_with_those_that_are(
-    monkeypatch: pytest.MonkeyPatch, there: str, asked: str | None, said: str, others: str
-) -> None:
-    splits = Splits(*(name if name in there else None for name in ("train", "eval", "test")))  # type: ignore[arg-type]
-    monkeypatch.setattr(rows, "splits_of", lambda run, config: (splits, "dataset"))
-    with pytest.raises(DataError) as caught:
-        of_run("run", "config", asked)  # type: ignore[arg-type]
-    assert caught.value.message == said
-    assert str(caught.value.repair).endswith(f"--split: {others}")
+from finray.evaluation.rows import Lazy, prompt_and_answer, stream_of
 
 
 @pytest.mark.parametrize(

@@ -61,23 +61,6 @@ def test_the_bootstrap_is_near_scipys_bca(rows: int) -> None:
     assert interval(values[:, None], mean, seed=1) != found
 
 
-def test_a_score_of_sums_has_the_interval_of_the_score_and_not_of_a_mean() -> None:
-    draw = np.random.default_rng(0)
-    weight = draw.integers(1, 200, 80).astype(float)
-    statistics = np.stack([weight * draw.uniform(0.5, 1.5, 80), weight], axis=1)
-    theirs = stats.bootstrap(
-        (statistics[:, 0], statistics[:, 1]),
-        lambda first, second: first.sum() / second.sum(),
-        paired=True,
-        vectorized=False,
-        n_resamples=3000,
-        rng=np.random.default_rng(1),
-    )
-    found = interval(statistics, ratio)
-    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=0.015)
-    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=0.015)
-
-
 def test_right_or_wrong_pairs_have_mcnemars_exact_test() -> None:
     first, second = right(8, 40), np.roll(right(18, 40), 3, axis=0)
     gained, lost = 13, 3
@@ -108,21 +91,6 @@ def test_few_graded_rows_are_swapped_in_every_way_there_is(rows: int) -> None:
         other = np.where(np.array(swap)[:, None], first, second).sum(0)
         extreme += abs(ratio(other, rows) - ratio(one, rows)) >= observed - 1e-12
     assert paired(first, second, ratio).p == pytest.approx(extreme / 2**rows)
-
-
-def test_many_graded_rows_have_the_p_of_scipys_permutation_test() -> None:
-    draw = np.random.default_rng(5)
-    first = draw.exponential(1.0, 50)
-    second = first + draw.normal(0.12, 0.5, 50)
-    theirs = stats.permutation_test(
-        (first, second),
-        lambda one, other, axis: np.mean(one - other, axis=axis),
-        permutation_type="samples",
-        n_resamples=20_000,
-        rng=np.random.default_rng(0),
-    )
-    assert paired(first[:, None], second[:, None], mean).p == pytest.approx(theirs.pvalue, abs=0.02)
-    assert 0.01 < theirs.pvalue < 0.5
 
 
 def test_p_values_of_several_comparisons_are_holms() -> None:
@@ -296,13 +264,6 @@ def test_many_rows_are_taken_in_groups_with_the_interval_and_the_p_of_the_normal
     apart = paired(values[:, None], (values + moved)[:, None], mean)
     assert apart.p == pytest.approx(2 * stats.norm.sf(1.5), abs=0.02)
     assert max(drawn) <= 10_000
-
-
-def test_columns_are_added_up_the_same_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = np.random.default_rng(1).integers(0, 5, (30, 4)).astype(float)
-    found = list(module._resampled_sums(values, 0))
-    monkeypatch.setattr(module, "_COLUMNS", 2)
-    assert np.array_equal(found, list(module._resampled_sums(values, 0)))
 
 
 def test_no_interval_leaves_the_scale_of_its_score() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import finray
@@ -19,7 +18,7 @@ from finray.config.requests import EvaluationRequest
 from finray.config.schema import ModelConfig
 from finray.config.tasks import task_spec
 from finray.config.trust import of_stranger
-from finray.errors import ConfigError, DataError, FinrayError
+from finray.errors import ConfigError
 from finray.evaluation import subjects
 from finray.evaluation.rows import prepared_beside
 from finray.evaluation.subjects import Case, Subject, _baselines, _folder, files_of
@@ -83,6 +82,17 @@ def test_weights_are_told_apart_by_the_names_sizes_and_times_of_their_files(
     assert Subject("base", own, adapter=False).identity == {"weights": began, "base": None}
     own.began_as = ModelConfig(name=str(folder))
     assert Subject("base", own, adapter=False).identity == {"weights": listed, "base": None}
+
+
+def test_a_models_configuration_says_whether_positions_depend_on_the_row(tmp_path: Path) -> None:
+    for rope, turns in (
+        ({"rope_type": "default"}, False),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+        (None, True),
+    ):
+        plain = {"model_type": "llama", "rope_parameters": {**(rope or {}), "rope_theta": 1e4}}
+        (tmp_path / "config.json").write_text(json.dumps(plain) if rope else "{")
+        assert Subject("tuned", Artifact(tmp_path, None, {})).turns is turns
 
 
 # --- the models -----------------------------------------------------------------------------------------------------
@@ -180,15 +190,6 @@ def test_results_lie_in_a_folder_of_what_was_evaluated_and_of_its_rows(
     assert _folder(model, run, artifact, EvaluationRequest(**request_)) == found
 
 
-def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    artifact: Any = None
-    with pytest.raises(FinrayError, match="the scores cannot be written: not a directory") as caught:
-        _folder("m", None, artifact, EvaluationRequest(output=tmp_path / "file" / "out"))
-    assert caught.value.where == str(tmp_path / "file" / "out")
-    assert "--output" in str(caught.value.repair)
-
-
 # --- their rows -----------------------------------------------------------------------------------------------------
 
 
@@ -204,113 +205,6 @@ def test_rows_of_a_file_are_prepared_beside_the_run_unless_the_user_says_where(t
         assert prepared_beside(run, config) == expected
     # What the config of somebody else's run says is not the place for the user's rows.
     assert prepared_beside(run, of_stranger(config, "config.yaml")) == tmp_path / "runs" / PREPARED
-
-
-class Held:
-    """So many rows, each of a prompt and an answer but those that are ``whole``; the last of them are plain text."""
-
-    def __init__(self, count: int, whole: int = 0, text: int = 0) -> None:
-        self.count, self.whole, self.text = count, whole, text
-        self.prompted = np.arange(count - text)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def row(self, number: int) -> tuple[Any, Any]:
-        return np.array([1, 2]), np.array([number < self.whole or number >= self.count - self.text, 1])
-
-
-def rows_of(case: Any) -> Any:
-    """What the property works out, of a case that is not made from a model on the disk."""
-    case._rows_of_file = lambda: Case._rows_of_file(case)
-    return Case.rows.func(case)  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-def a_case(preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The case of a run, whose rows are made up."""
-    config = preparing.config(put("own.jsonl", lines([SHORT])), train_on="completion")
-    counts = SimpleNamespace(dropped_too_long=0, bad_rows=0, truncated=0)
-    manifest = SimpleNamespace(splits=defaultdict(lambda: counts))
-    dataset = SimpleNamespace(kind=lambda split="train": "pairs", manifest=manifest)
-    monkeypatch.setattr(subjects, "of_file", lambda config, *, root: (Held(50), dataset))
-    monkeypatch.setattr(subjects, "of_run", lambda run, config, split: ("test", Held(50), dataset, "trained on"))
-    monkeypatch.setattr(subjects, "saved_config", lambda run: config)
-    monkeypatch.setattr(subjects, "stream_of", lambda name, data: f"stream of {name}")
-    case: Any = SimpleNamespace(
-        request=EvaluationRequest(),
-        run=SimpleNamespace(path=tmp_path / "runs" / "one"),
-        config=config.model_copy(),
-        resolved=None,
-        spec=task_spec("causal_lm"),
-        subjects=(),
-        notes=[],
-        dataset=dataset,
-    )
-    return case
-
-
-def test_rows_of_a_mix_without_a_prompt_are_not_asked_and_counted(a_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects, "of_run", lambda *_: ("test", Held(9, whole=2, text=3), a_case.dataset, None))
-    rows = rows_of(a_case)
-    assert (rows.asks, rows.numbers) == (True, (2, 3, 4, 5))
-    assert a_case.notes == ["5 rows without a prompt were skipped: they have neither answers nor losses"]
-    # Those that a ratio holds out may all be text.
-    monkeypatch.setattr(subjects, "of_run", lambda *_: ("test", Held(3, text=3), a_case.dataset, None))
-    rows = rows_of(a_case)
-    assert (rows.asks, rows.numbers) == (False, (0, 1, 2))
-
-
-def test_rows_of_a_run_whose_references_were_cut_off_are_counted(a_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(9)
-    held.lengths = np.array([64, 3, 64, 9, 9, 9, 9, 9, 64])  # type: ignore[attr-defined]
-    monkeypatch.setattr(subjects, "of_run", lambda *_: ("test", held, a_case.dataset, None))
-    rows_of(a_case)
-    assert a_case.notes == [], "none was cut off: they are just that long"
-    a_case.dataset.manifest.splits["stream of test"].truncated = 4
-    rows_of(a_case)
-    assert a_case.notes == ["up to 3 references were cut off at data.max_length=64"]
-
-
-@pytest.mark.parametrize(("kind", "trained"), [("chat", "completion"), ("chat", "chat"), ("completion", "completion")])
-def test_rows_that_are_asked_as_chats_of_a_model_trained_without_them_are_noted(
-    a_case: Any, tmp_path: Path, kind: str, trained: str
-) -> None:
-    a_case.request, a_case.run = EvaluationRequest(file=tmp_path / "rows.jsonl"), None
-    a_case.dataset.kind = lambda split="train": kind
-    a_case.subjects = (OWN, replace(OWN, artifact=Artifact(Path("m"), None, {"rows": trained})))  # type: ignore[typeddict-item]
-    rows_of(a_case)
-    said = [note for note in a_case.notes if "`data.format=prompt_completion` asks them as in the training" in note]
-    assert len(said) == (kind == "chat" and trained == "completion")
-
-
-def test_tasks_of_lm_eval_need_no_rows_of_the_run(a_case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_run(*_: Any) -> Any:
-        raise DataError("the run has no held-out rows to evaluate on")
-
-    monkeypatch.setattr(subjects, "of_run", of_run)
-    a_case.request = EvaluationRequest(harness=["arc_easy"])
-    assert rows_of(a_case) is None
-    assert a_case.notes == ["only the tasks of lm-eval: the run has no held-out rows to evaluate on"]
-    for asked in ({}, {"harness": ["arc_easy"], "split": "test"}, {"harness": ["arc_easy"], "metrics": ["bleu"]}):
-        a_case.request = EvaluationRequest(**asked)
-        with pytest.raises(DataError, match="no held-out rows"):
-            rows_of(a_case)
-
-
-@pytest.mark.parametrize(
-    ("kind", "task", "said"),
-    [
-        ("labelled", "causal_lm", "rows with labels are for a classifier"),
-        ("pairs", "sequence_classification", "rows with prompts and answers are not for a classifier"),
-    ],
-)
-def test_rows_of_another_kind_than_the_model_reads_are_refused(a_case: Any, kind: str, task: str, said: str) -> None:
-    a_case.dataset.kind, a_case.spec = lambda split="train": kind, task_spec(task)
-    with pytest.raises(FinrayError, match=said):
-        rows_of(a_case)
-    a_case.dataset.kind = lambda split="train": "labelled" if task == "sequence_classification" else "pairs"
-    assert rows_of(a_case).name == "test"
 
 
 # --- the config -----------------------------------------------------------------------------------------------------
@@ -391,21 +285,6 @@ def test_a_file_is_read_for_an_exported_model_as_in_its_training(
     assert found.data.system is None
 
 
-@pytest.mark.parametrize(
-    "request_", [{"max_rows": 0}, {"max_rows": -5}, {"max_rows": 2.5}, {"max_new_tokens": 0}, {"batch_size": 0}]
-)
-def test_numbers_of_a_request_are_checked_as_those_of_a_config(
-    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch, request_: dict[str, Any]
-) -> None:
-    own = preparing.config(put("own.jsonl", lines([SHORT])))
-    monkeypatch.setattr(subjects, "saved_config", lambda run: own)
-    given: Any = "a run", None
-    with pytest.raises(ConfigError) as caught:
-        subjects._config_of("m", *given, EvaluationRequest(**request_), ["evaluation.max_rows=9"])
-    (name,) = request_
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [f"evaluation.{name}"]
-
-
 def test_a_split_that_no_run_has_is_said_before_a_model_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,11 +295,3 @@ def test_a_split_that_no_run_has_is_said_before_a_model_is_looked_for(
         assert (caught.value.where, caught.value.repair) == ("--split", "use train, eval or test")
     assert finray_command("evaluate", "m", "--split", "validation")[2].count("there is no split `validation`") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_is_not_there_is_said_before_a_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
-    artifact: Any = Artifact(Path("m"), None, {})
-    with pytest.raises(FinrayError, match="the file does not exist") as caught:
-        subjects._config_of("m", None, artifact, EvaluationRequest(file="nowhere.jsonl"), ())
-    assert caught.value.where == "--file nowhere.jsonl"

@@ -1,8 +1,7 @@
-"""Which engine is made of a name and what it is given; and the random numbers that answers are drawn with."""
+"""What no engine takes, and the random numbers that answers are drawn with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,98 +10,17 @@ import pytest
 import torch
 
 from finray.errors import ConfigError, DataError, ModelError
-from finray.evaluation import engines
-from finray.evaluation.engines import Continuation, Sampling, base, joins_gpus, make_engine, require_engine
-from finray.evaluation.engines import transformers as own
-from finray.evaluation.engines.base import Loading, check_adapter, check_continuations, check_prompts
+from finray.evaluation.engines import Continuation, Sampling, make_engine
+from finray.evaluation.engines.base import check_adapter, check_continuations, check_prompts
 from finray.evaluation.engines.sampling import NO_TOKEN
 from finray.models.artifacts import Artifact
 
-ARTIFACT = Artifact(Path("a-model"), None, {})
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Loading]]:
-    """Engines by name and what they were made of, on a machine without a GPU that computes in fp16, say."""
-    found: list[tuple[str, Loading]] = []
-
-    def named(group: str, name: str, *, where: str) -> Callable[[Loading], Any]:
-        assert (group, where) == ("finray.engines", "--engine")
-        return lambda loading: found.append((name, loading)) or name
-
-    monkeypatch.setattr(engines, "load_named", named)
-    monkeypatch.setattr(base, "load_tokenizer", lambda model: f"tokenizer of {model.name}")
-    monkeypatch.setattr(base, "inference_device", lambda: torch.device("meta"))
-    default = {torch.device("meta"): torch.float16}
-    monkeypatch.setattr(base, "inference_dtype", lambda precision, device: precision or default[device])
-    return found
-
-
-@pytest.mark.parametrize(("has_vllm", "name"), [(True, "vllm"), (False, "transformers")])
-def test_auto_is_vllm_where_it_is_installed(
-    made: list[tuple[str, Loading]], monkeypatch: pytest.MonkeyPatch, has_vllm: bool, name: str
-) -> None:
-    monkeypatch.setattr(engines, "find_spec", lambda package: package if has_vllm and package == "vllm" else None)
-    lines: list[str] = []
-    options: dict[str, Any] = {"batch_size": 7, "merge": True, "dtype": torch.float64, "notify": lines.append}
-    assert make_engine("auto", ARTIFACT, **options) == name  # type: ignore[comparison-overlap]
-    device = torch.device("meta")
-    expected = Loading(ARTIFACT, "tokenizer of a-model", device, torch.float64, 7, True, lines.append)
-    assert made == [(name, expected)]
-    why = "using finray's own engine, because vLLM is not installed (pip install vllm)"
-    assert lines == ([] if has_vllm else [why])
-    assert [joins_gpus(one) for one in ("auto", "vllm", "transformers")] == [has_vllm, True, False]
-
 
 @pytest.mark.parametrize("size", [0, -5])
-def test_an_engine_that_answers_no_rows_at_a_time_is_refused(made: list[tuple[str, Loading]], size: int) -> None:
+def test_an_engine_that_answers_no_rows_at_a_time_is_refused(tiny_model_dir: Path, size: int) -> None:
     with pytest.raises(ConfigError, match=f"a batch cannot have {size} rows") as caught:
-        make_engine("transformers", ARTIFACT, batch_size=size)
-    assert (caught.value.where, bool(caught.value.repair), made) == ("--batch-size", True, [])
-
-
-def test_a_model_that_vllm_does_not_take_is_answered_by_finrays_own(
-    made: list[tuple[str, Loading]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = engines.load_named
-
-    def refuse(loading: Loading) -> Any:
-        raise ModelError("vLLM cannot load the model: odd", repair="none")
-
-    monkeypatch.setattr(engines, "find_spec", lambda package: package)
-    monkeypatch.setattr(
-        engines, "load_named", lambda group, name, **more: refuse if name == "vllm" else usual(group, name, **more)
-    )
-    lines: list[str] = []
-    make_engine("auto", ARTIFACT, notify=lines.append)
-    assert lines == ["using finray's own engine: vLLM cannot load the model: odd"]
-    # Whoever asks for vLLM gets vLLM, or why not.
-    with pytest.raises(ModelError, match="odd"):
-        make_engine("vllm", ARTIFACT, notify=lines.append)
-    assert len(lines) == 1
-    (only,) = made
-    plain = Loading(ARTIFACT, "tokenizer of a-model", torch.device("meta"), torch.float16, 32, False, lines.append)
-    assert only == ("transformers", plain)
-    assert (Loading.of(ARTIFACT).batch_size, Loading.of(ARTIFACT).merge, Loading.of(ARTIFACT).dtype) == (
-        *(32, False),
-        torch.float16,
-    )
-
-
-def test_an_engine_that_needs_a_package_is_asked_for_it_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
-
-    class Needy:
-        @staticmethod
-        def require() -> None:
-            asked.append("needy")
-
-    monkeypatch.setattr(engines, "load_named", lambda group, name, *, where: Needy if name == "needy" else object)
-    for name in ("auto", "plain", "needy"):
-        require_engine(name)
-    assert asked == ["needy"]
+        make_engine("transformers", Artifact(tiny_model_dir, None, {}), batch_size=size)
+    assert caught.value.where == "--batch-size"
 
 
 def test_prompts_and_continuations_that_are_just_short_enough() -> None:
@@ -208,8 +126,3 @@ def test_an_option_out_of_its_range_is_told_the_range(field: str, good: list[Any
             Sampling(**{field: value})
         assert caught.value.where == f"--{field.replace('_', '-')}"
         assert caught.value.repair == f"use a value {wanted}"
-
-
-def test_both_kinds_of_devices_have_a_limit_of_tokens_in_a_pass() -> None:
-    """A GPU that has none could not answer at all."""
-    assert own.PASS_TOKENS["cuda"] > own.PASS_TOKENS["cpu"] > 1000

@@ -105,25 +105,10 @@ def test_the_comparison_can_see_a_row_that_reads_what_was_in_its_slot_before(mon
     assert {row: list(answer.tokens) for row, answer in found.items()} != expected
 
 
-def test_a_row_in_a_slot_never_reads_the_one_before_it() -> None:
-    engine = made("llama", batch_size=1)
-    alone = by_row(engine.generate([PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
-    after = by_row(engine.generate([PROMPTS[6], PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
-    assert [alone[0].tokens, alone[1].tokens] == [after[1].tokens, after[2].tokens]
-    # The same in slots that are filled with numbers as large as they can be.
-    held = slots.Slots._allocated
-
-    def filled(self: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(one.fill_(1e4) for one in held(self, *tensors))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots.Slots, "_allocated", filled)
-        again = by_row(engine.generate([PROMPTS[6], PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
-    assert [after[row].tokens for row in range(3)] == [again[row].tokens for row in range(3)]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize(("shared", "read_once"), [(20, True), (8, True), (7, False)])
+@pytest.mark.parametrize(
+    ("family", "shared", "read_once"),
+    [("llama", 20, True), ("gemma2", 8, True), ("gpt2", 8, True), ("llama", 7, False)],
+)
 def test_a_prefix_that_all_prompts_have_in_common_is_read_once(family: str, shared: int, read_once: bool) -> None:
     prefix = torch.randint(3, 380, (shared,), generator=torch.Generator().manual_seed(99)).tolist()
     # One prompt is nothing but the prefix and a token.
@@ -331,14 +316,14 @@ SETTINGS: dict[str, tuple[list[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_of_a_generation_config_that_changes_answers_is_named(name: str) -> None:
-    model, (idle, asking) = tiny.build_model("llama").eval(), SETTINGS[name]
-    for value in [*idle, asking]:
-        setattr(model.generation_config, name, value)
-        lines: list[str] = []
-        TransformersEngine.of(model, Words(), batch_size=4, notify=lines.append)
-        assert [name in line for line in lines] == [True] * (value == asking)
+def test_a_setting_of_a_generation_config_that_changes_answers_is_named() -> None:
+    for name, (idle, asking) in SETTINGS.items():
+        model = tiny.build_model("llama").eval()
+        for value in [*idle, asking]:
+            setattr(model.generation_config, name, value)
+            lines: list[str] = []
+            TransformersEngine.of(model, Words(), batch_size=4, notify=lines.append)
+            assert [name in line for line in lines] == [True] * (value == asking), (name, value)
 
 
 def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> None:
@@ -368,8 +353,14 @@ BY_LENGTH = [("dynamic", "llama"), ("longrope", "llama"), ("longrope", "phi3"), 
 BY_LENGTH += [("longrope", "gemma3")]
 
 
-@pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize(("kind", "family"), BY_LENGTH)
+@pytest.mark.parametrize(
+    ("kind", "family", "packs"),
+    [
+        *((*one, True) for one in BY_LENGTH),
+        # In padded batches, by Transformers' own `generate`.
+        *((*one, False) for one in BY_LENGTH if one[1] in ("llama", "phi3")),
+    ],
+)
 def test_positions_that_depend_on_the_length_of_a_row_are_those_of_the_row_alone(
     kind: str, family: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,7 +377,7 @@ def test_positions_that_depend_on_the_length_of_a_row_are_those_of_the_row_alone
     found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
     assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
     prefix = PROMPTS[6][:14]
-    for prompt in (prefix, [*prefix, 9, 8, 7], PROMPTS[6]):
+    for prompt in ([*prefix, 9, 8, 7], PROMPTS[6]):
         # One after the other, as in a chat, and several that begin alike.
         (answer,) = engine.generate([prompt], Sampling(NEW))
         right = plain(tiny.build_model(family, **settings).eval(), prompt)

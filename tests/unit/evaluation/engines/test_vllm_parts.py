@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from finray.errors import DataError, ModelError
+from finray.evaluation import engines
 from finray.evaluation.artifacts import artifact_of
-from finray.evaluation.engines import Answer, Continuation, Sampling, make_engine
+from finray.evaluation.engines import Answer, Continuation, Sampling, joins_gpus, make_engine
 from finray.evaluation.engines import vllm as module
 from finray.evaluation.engines.base import Loading
 from finray.evaluation.engines.vllm import VLLMEngine, _not_beside
@@ -333,6 +334,22 @@ def test_what_vllm_cannot_load_is_said_in_its_first_line(
         made(adapter, merge=True)
     assert caught.value.message == f"vLLM cannot load the model: {said}"
     assert not list(tmp_path.iterdir()), "what was merged for it is gone"
+
+
+def test_auto_is_vllm_where_that_takes_the_model(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact, lines = artifact_of(tiny_model_dir), list[str]()
+    monkeypatch.setattr(engines, "find_spec", lambda package: package)
+    assert make_engine("auto", artifact, batch_size=7, dtype=torch.float32, notify=lines.append).name == "vllm"
+    assert (StandIn.last.options["max_num_seqs"], StandIn.last.options["dtype"], lines) == (7, "float32", [])
+    monkeypatch.setattr(StandIn, "refuses", ValueError("odd"))
+    assert make_engine("auto", artifact, notify=lines.append).name == "transformers"
+    # Whoever asks for vLLM gets vLLM, or why not.
+    with pytest.raises(ModelError, match="vLLM cannot load the model: odd"):
+        make_engine("vllm", artifact, notify=lines.append)
+    monkeypatch.setattr(engines, "find_spec", lambda package: None)
+    assert make_engine("auto", artifact, notify=lines.append).name == "transformers"
+    assert ["odd" in lines[0], "pip install vllm" in lines[1], len(lines)] == [True, True, 2]
+    assert [joins_gpus(one) for one in ("auto", "vllm", "transformers")] == [False, True, False]
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError"])
