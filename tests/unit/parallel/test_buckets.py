@@ -16,8 +16,6 @@ from finray.errors import CheckpointError, FinrayError
 from finray.parallel import base, ddp
 from finray.parallel.base import (
     OtherRankFailed,
-    ProcessGroup,
-    StatefulOptimizer,
     grad_norm,
     kinds_of_state,
     on_all_ranks,
@@ -172,19 +170,6 @@ def test_one_process_alone_has_no_buckets_and_gives_zeros_for_what_has_no_gradie
 # --- what all strategies share ----------------------------------------------------------------------------------------
 
 
-def test_gradients_are_divided_by_the_scale_in_place() -> None:
-    own = parameters()
-    own[0].grad = torch.full_like(own[0], 8.0)
-    kept = own[0].grad
-    ProcessGroup(CPU).unscale_gradients(own, torch.tensor(4.0))
-    assert own[0].grad is kept
-    assert kept.unique().tolist() == [2.0]
-    assert own[1].grad is None
-    own[0].grad = None
-    ProcessGroup(CPU).unscale_gradients(own, torch.tensor(4.0))
-    assert own[0].grad is None, "nothing to divide"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
 def test_the_norm_is_one_number_in_fp32(dtype: torch.dtype, other: torch.dtype) -> None:
@@ -242,24 +227,6 @@ def test_state_of_other_parameters_or_of_another_shape_is_refused() -> None:
         stateful(optimizer).load_state_of(weight, "w", kinds, Reader(**{**moments, "w__exp_avg": torch.ones(3, 2)}))
     with pytest.raises(CheckpointError, match="belongs to a different optimizer"):
         stateful(optimizer).load_state_of(weight, "w", kinds - {"step"}, Reader(**moments))
-
-
-def test_the_count_of_an_optimizer_that_is_not_torchs_is_a_number() -> None:
-    class Theirs(torch.optim.SGD):
-        pass
-
-    vector = torch.nn.Parameter(torch.zeros(3))
-    values = {"step": torch.tensor(5.0), "exp_avg": torch.ones(3)}
-    for optimizer, kind in ((Theirs([vector]), int), (torch.optim.SGD([vector]), torch.Tensor)):
-        stateful(optimizer).load_vector_state(vector, {}, values, {})
-        assert isinstance(optimizer.state[vector]["step"], kind)
-        assert float(optimizer.state[vector]["step"]) == 5.0
-        assert stateful(optimizer).vector_state(vector) == (optimizer.state[vector], {})
-    bare = Theirs([vector])
-    stateful(bare).load_vector_state(vector, {}, {"exp_avg": torch.ones(3)}, {})
-    assert set(bare.state[vector]) == {"exp_avg"}
-    own = StatefulOptimizer()
-    assert stateful(own) is own  # type: ignore[arg-type, comparison-overlap]
 
 
 def test_what_fails_on_any_rank_fails_on_all_with_the_message_of_the_first() -> None:
