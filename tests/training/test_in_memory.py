@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from finray.checkpoint import Checkpoint
-from finray.parallel.ddp import DDPStrategy
 from finray.records import Note, Record, TrainRecord
 from finray.runtime.memory_actors import STEPS, CheckpointMemoryActor
 from finray.training import memory as memories
 from finray.training.memory import MemoryPart
-from tests.support import damaged, runs
+from tests.support import runs
 
 
 class Kept:
@@ -134,45 +130,22 @@ def test_what_is_stored_is_taken_where_it_is_newer(plain: runs.Plain, tmp_path: 
     assert runs.assemble_alone(plain, tmp_path / "run", memory=memory).loop.state.step == 4
 
 
-def test_damage_of_any_file_in_memory_is_named_and_the_checkpoint_before_is_used(
-    plain: runs.Plain, tmp_path: Path
-) -> None:
-    memory = Kept()
-    killed_at(plain, tmp_path / "run", 7, memory)
-    older, newest = (held[1] for held in memory.held.values())
-    strategy = DDPStrategy(torch.device("cpu"))
+def test_what_is_damaged_or_gone_is_passed_over_in_memory_and_on_storage(plain: runs.Plain, tmp_path: Path) -> None:
+    memory, told = Kept(), list[Record]()
+    often = runs.changed(plain, {"train.max_steps": 10})
+    killed_at(often, tmp_path / "run", 9, memory)
+    assert [part.step for part in memory.parts()] == [2, 6]
 
-    def fetch(warn: Callable[[str], None]) -> Checkpoint | None:
-        return memories.fetch_newest(memory, strategy, tmp_path / "elsewhere", after=4, warn=warn)
+    def goes_on() -> int:
+        return runs.assemble_alone(often, tmp_path / "run", memory=memory, notify=told.append).loop.state.step
 
-    for name, content in [*newest.items()]:
-        for kind, changed in damaged.damages(content, older.get(name)).items():
-            if changed is None:
-                del newest[name]
-            else:
-                newest[name] = changed
-            said: list[str] = []
-            assert (fetch(said.append), len(said)) == (None, 1), (name, kind)
-            assert f"{name} of step 6 in memory" in said[0], (kind, said)
-            newest[name] = content
-    assert {"adapter_model.safetensors", "training_state/state.json"} <= newest.keys()
-    # Negative control: as they were, they are a checkpoint.
-    found = fetch(pytest.fail)
-    assert found is not None
-    assert found.step == 6
-    shutil.rmtree(found.path)
-    # Where nothing newer is stored, the one before in memory is used.
-    content, newest["adapter_model.safetensors"] = newest["adapter_model.safetensors"], b""
-    warnings: list[str] = []
-    found = memories.fetch_newest(memory, strategy, tmp_path / "elsewhere", after=0, warn=warnings.append)
-    assert found is not None
-    assert (found.step, len(warnings)) == (2, 1)
-    shutil.rmtree(found.path)
-    newest["adapter_model.safetensors"] = content
+    # Of step 8 on storage something is damaged: what is in memory is newer than what is left there.
+    runs.flip(tmp_path / "run" / "checkpoint-000008" / "adapter_model.safetensors")
+    assert goes_on() == 6
     # A part that nobody has any more.
-    told: list[Record] = []
     memory.get = lambda part: None  # type: ignore[method-assign]
-    assert runs.assemble_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop.state.step == 4
+    told.clear()
+    assert goes_on() == 4
     (warning,) = (one.message for one in told if isinstance(one, Note) and one.level == "warning")
     assert "skipped a checkpoint in memory" in warning
     assert "rank 0 is gone" in warning

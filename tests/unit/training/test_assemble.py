@@ -208,6 +208,22 @@ def test_the_header_counts_what_is_trained_on(
         assert begun.evaluates is first
 
 
+LORA = {"method": "rslora", "rank": 4, "alpha": 3, "target_modules": ["q_proj", "o_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "bits", "said"),
+    [
+        (LORA, 4, "rslora of rank 4, alpha 3, on q_proj, o_proj, base in 4 bits; adafactor, linear from 0.003; fsdp"),
+        ({"method": "none"}, None, "all weights; adafactor, linear from 0.003; fsdp"),
+    ],
+)
+def test_the_header_names_adapter_optimizer_rate_and_strategy(adapter: Any, bits: int | None, said: str) -> None:
+    train = {"optimizer": "adafactor", "schedule": "linear", "learning_rate": 3e-3}
+    resolved = Resolved("bf16", bits, "finray_packed", packs=True, strategy="fsdp", use_gpu=False, learning_rate=3e-3)  # type: ignore[arg-type]
+    assert outputs.method_of(config(adapter=adapter, train=train), resolved) == said
+
+
 @pytest.mark.parametrize(
     ("format_", "kind", "hint"), [("auto", "chat", True), ("messages", "chat", False), ("auto", "text", False)]
 )

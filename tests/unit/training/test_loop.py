@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from finray.errors import TrainingError
+from finray.errors import CheckpointError, TrainingError
 from finray.records import EvalRecord, Note, TrainRecord
 from finray.training import loop as module
 from finray.training.evaluator import CheckpointScores
 from finray.training.loop import decide_saving, peak_memory
+from finray.training.pulse import Pulse
 from finray.training.state import TrainState
 from finray.training.step import Signals
 from tests.support.made_up_run import CPU, LOSSES, WEIGHTS, Make, Run
@@ -53,19 +54,6 @@ def test_records_are_means_by_weight_and_sums_since_the_one_before(make: Make, e
     assert made.rates == [(0.5, 0.0)] * 10
 
 
-def test_fp16_records_its_scale_and_what_it_skipped(make: Make) -> None:
-    losses = [1.0, 3e37, 1.0]
-    made = make(steps=3, losses=losses, precision="fp16").run()
-    norms = [record.grad_norm for record in made.of(TrainRecord)]
-    assert norms == [pytest.approx(1.0), None, pytest.approx(1.0)]
-    assert [(record.loss_scale, record.skipped) for record in made.of(TrainRecord)] == [
-        (2.0**16, 0),
-        (2.0**15, 1),
-        (2.0**15, 1),
-    ]
-    assert [found for _, found in made.rates] == [0.0, 1.0, 0.0]
-
-
 def test_a_run_goes_on_where_its_state_stands(make: Make) -> None:
     state = TrainState(step=6, position=18, tokens=1000, seconds=50.0)
     made = make(state=state).run()
@@ -102,17 +90,6 @@ def test_evaluations_come_at_the_start_at_intervals_and_at_the_end(
     # A continued run does not begin with one.
     again = make(held_out=[1.0], state=TrainState(step=9, position=27))
     assert [record.step for record in again.run().of(EvalRecord)] == [10]
-
-
-@pytest.mark.parametrize("behind", [True, False])
-@pytest.mark.parametrize("every", [3, 4, 100])
-def test_checkpoints_come_at_intervals_and_at_the_end(make: Make, every: int, behind: bool) -> None:
-    made = make(checkpoint={"every_steps": every, "asynchronous": behind}).run()
-    due = sorted({*range(every, 11, every), 10})
-    assert made.saved == [(step, {}, f"{step} {'behind' if behind and step != 10 else 'at once'}") for step in due]
-    # Every one is told, the last as soon as it is there.
-    assert made.reported == [(f"c{step}", {"step": float(step)}) for step in due]
-    assert made.loop.phases["checkpoint"] == 3.0 * len(due)
 
 
 def test_what_is_written_behind_becomes_a_checkpoint_at_the_next_step_that_reads_numbers(make: Make) -> None:
@@ -436,14 +413,6 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(make: Make, step: int, hi
     assert made.saved == []
 
 
-def test_a_step_that_is_not_finite_ends_the_run_and_closes_what_is_open(make: Make) -> None:
-    made = make(losses=[1.0, math.nan, 1.0, 1.0], steps=4, tracking={"log_every": 3})
-    with pytest.raises(TrainingError, match="the loss is nan at step 2"):
-        made.loop.run()
-    assert made.said == ["closed"]
-    assert [found for _, found in made.rates] == [0.0, 1.0, 1.0]
-
-
 def test_the_summary_says_what_the_run_came_to(make: Make) -> None:
     made = make(held_out=[2.0, 1.5], evaluation={"every_steps": None}).run()
     found = made.loop.summary()
@@ -481,6 +450,129 @@ def test_what_is_saved_after_a_step(
         options = {name: name in given.split() for name in names}
         found = decide_saving(**options, asynchronous=background)
         assert (found.storage, found.in_memory, found.is_stopped) == expected
+
+
+# --- checkpoints in memory --------------------------------------------------------------------------------------------
+
+
+class InMemory:
+    """Keeps snapshots; storing one takes half a second of the next one's time."""
+
+    def __init__(self, made: Run, interval: int) -> None:
+        self.made, self.interval, self.buffers = made, interval, {"b": 1}
+        self.begun: list[tuple[int, Any]] = []
+        self.is_ready = self.is_closed = False
+        made.loop.memory = self  # type: ignore[assignment]
+
+    def ready(self, *, is_whole: bool) -> bool:
+        self.made.now += 0.5
+        self.is_ready = is_whole
+        return is_whole
+
+    def begin(self, snapshot: Any, step: int) -> None:
+        assert self.is_ready
+        self.is_ready = False
+        self.begun.append((step, snapshot))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_while_records_are_not_on_disk_nothing_is_kept_in_memory_and_the_end_of_the_run_is_an_error(make: Make) -> None:
+    made = make(checkpoint={"every_steps": 4})
+    kept = InMemory(made, 3)
+
+    def refuse() -> None:
+        raise CheckpointError("the run's records could not be written")
+
+    made.trackers.is_behind, made.trackers.keep = True, refuse
+    with pytest.raises(CheckpointError, match="records could not be written"):
+        made.run()
+    assert (kept.begun, made.loop.state.step, kept.is_closed) == ([], 10, True)
+
+
+# --- parts of an epoch ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    # An epoch is seven items, and a step takes three.
+    [(1.0, [3, 5, 7, 10]), (0.5, [2, 3, 4, 5, 6, 7, 9, 10]), (2.0, [5, 10]), (9.0, [10])],
+)
+def test_checkpoints_and_evaluations_come_with_the_step_that_ends_a_part_of_an_epoch(
+    make: Make, every: float, steps: list[int]
+) -> None:
+    values = [20.0 + number for number in range(len(steps))]
+    made = make(
+        held_out=values,
+        checkpoint={"every_epochs": every, "every_steps": 1, "keep_best": False},
+        evaluation={"every_epochs": every, "on_start": False},
+    ).run()
+    assert [step for step, _, _ in made.saved] == steps
+    assert [record.step for record in made.of(EvalRecord)] == steps
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_add_their_metrics_and_what_is_done_can_be_read_meanwhile(make: Make) -> None:
+    made = make(held_out=[2.0, 1.0], evaluation={"every_steps": 5, "on_start": False})
+    pulse, seen = Pulse(lambda: made.now), list[Any]()
+    made.loop.pulse = pulse
+    score = made.loop.task.score
+
+    def looked(batch: Any, sums: Any) -> None:
+        seen.append((pulse.part, pulse.share))
+        score(batch, sums)
+
+    def answered(told: Any) -> dict[str, float]:
+        assert not made.loop.task.model.training
+        told(0.5)
+        seen.append((pulse.part, pulse.share))
+        made.now += 1.0
+        return {"exact": 0.25}
+
+    made.loop.task.score = looked  # type: ignore[method-assign]
+    made.loop.answered = answered
+    made.run()
+    assert [record.metrics for record in made.of(EvalRecord)] == [
+        {"eval_loss": value, "exact": 0.25} for value in (2.0, 1.0)
+    ]
+    assert seen == [("evaluating", 0.0), ("answering prompts", 0.5)] * 2
+    assert (pulse.part, pulse.share) == ("", 0.0)
+    assert made.loop.phases["evaluate"] == 2 * 6.0
+    # After as many steps, of two seconds each, of which none were spent in an all-reduce.
+    assert (pulse.step, pulse.steps, pulse.phase) == (10, 10, "other")
+    assert (pulse.work_s, pulse.longest_s) == (20.0, 2.0)
+
+
+def test_a_metric_that_no_evaluation_has_is_named_with_those_there_are(make: Make) -> None:
+    made = make(held_out=[2.0])
+    made.loop.best_metric = ("rouge", "max")
+    with pytest.raises(TrainingError, match="the evaluation has no metric `rouge`") as caught:
+        made.loop.run()
+    assert (caught.value.where, caught.value.repair) == ("evaluation.metric", "use one of: eval_loss")
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "said"),
+    [
+        *(("", "", ""), ("eval_loss", "", ""), ("eval_loss", "min", "")),
+        ("accuracy", "max", "eval_loss now chooses the best checkpoint, instead of accuracy"),
+        ("accuracy", "", "eval_loss now chooses the best checkpoint, instead of accuracy"),
+        ("eval_loss", "max", "the best checkpoint now has the smallest eval_loss"),
+    ],
+)
+def test_the_best_value_of_another_metric_or_direction_is_forgotten(
+    make: Make, metric: str, mode: str, said: str
+) -> None:
+    known: dict[str, Any] = {"metric": metric, "metric_mode": mode, "best": 0.5, "stale_evaluations": 3}
+    state = TrainState(step=9, position=27, **known)
+    made = make(held_out=[1.0], state=state)
+    assert made.said == ([Note(f"{said}; its best value starts over", 9)] if said else [])
+    assert (state.metric, state.metric_mode) == ("eval_loss", "min")
+    made.run()
+    assert (state.best, state.stale_evaluations) == ((1.0, 0) if said else (0.5, 4))
 
 
 # --- what is read of the machine --------------------------------------------------------------------------------------

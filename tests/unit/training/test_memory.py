@@ -203,16 +203,6 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_and_said_once(
     assert list(scratch.iterdir()) == []
 
 
-def test_a_part_says_what_it_holds_and_only_the_first_rank_brings_the_records(tmp_path: Path) -> None:
-    memory = stored(tmp_path / "run", [4])
-    for rank in range(2):
-        part, files = memory.held[4, rank]
-        assert (part.attempt, part.step, part.rank, part.world_size) == ("attempt", 4, rank, 2)
-        assert part.digests.keys() == files.keys()
-        assert ("metrics.jsonl" in files) == (rank == 0)
-        assert part.size == sum(len(one) for name, one in files.items() if name != "metrics.jsonl")
-
-
 @pytest.mark.parametrize(("every", "interval"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
 def test_two_parts_are_stored_in_the_steps_that_may_be_lost(tmp_path: Path, every: int, interval: int) -> None:
     strategy: Any = SimpleNamespace(rank=0, world_size=1)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finray.checkpoint.pieces import PieceReader, TensorPiece, file_name, write_pieces
 from finray.config.load import build_config
 from finray.errors import CheckpointError, ConfigError
-from finray.models.roles import roles_of
 from finray.training.optim.adamw_8bit import pack, unpack
 from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings_of
-from tests.support import tiny
 from tests.support.optimizing import ROLES, SHAPES, gradients, new_parameters, train_config
 
 KINDS = ["adamw", "adamw_8bit", "adafactor", "muon", "bf16-true"]
@@ -236,79 +230,6 @@ def test_moments_of_8_bits_that_were_cut_into_parts_are_taken_up_whole(parts: in
         assert torch.equal(found[f"{name}/state1"], expected[f"{name}/state1"])
 
 
-class Rank:
-    """This process as one of several that share weights by rows; the last ones have none of few rows.
-
-    A share of the matrix is a number of blocks of 256 elements, so its bytes are those of the whole.
-    """
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world, self.mesh = rank, world, init_device_mesh("cpu", (world,))
-
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
-        each = -(-len(whole) // self.world)
-        return whole[each * self.rank : each * (self.rank + 1)]
-
-    def shard(self, whole: torch.Tensor) -> torch.Tensor:
-        own = self.own(whole.detach()).clone()
-        options: Any = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-        return DTensor.from_local(own, self.mesh, [Shard(0)], **options)
-
-    def optimizer(self, kind: str, values: Mapping[str, torch.Tensor]) -> Optimizer:
-        parameters = {name: torch.nn.Parameter(self.shard(value)) for name, value in values.items()}
-        return Optimizer(parameters, train_config(kind, **ADAM), roles=ROLES)
-
-    def push(self, optimizer: Optimizer, step: int) -> None:
-        for name, value in gradients(step).items():
-            parameter = optimizer.parameters[name]
-            parameter.grad = self.shard(value.to(parameter.dtype))
-        optimizer.step(0.02 / (1 + step), found_inf=torch.tensor(0.0))
-
-
-# torch remembers which rank of so many this process is: no number of ranks is used twice.
-@pytest.fixture(params=[(1, 8), (3, 12)])
-def shared(request: pytest.FixtureRequest) -> Iterator[Rank]:
-    rank, world = request.param
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    yield Rank(rank, world)
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "bf16-true"])
-def test_a_rank_updates_its_rows_and_keeps_their_state_as_one_that_has_all(
-    shared: Rank, kind: str, tmp_path: Path
-) -> None:
-    half, reference = moved(kind, range(2))
-    whole, _ = moved(kind, range(4))
-    optimizer = shared.optimizer(kind, new_parameters(kind))
-    for step in range(2):
-        shared.push(optimizer, step)
-    # Also those that an optimizer holds of its own.
-    assert [one.grad for group in optimizer.inner.param_groups for one in group["params"] if one.grad is not None] == []
-    # The scales of 8-bit moments have a row for each rank.
-    state = dict(reference.sharded_state())
-    for name in [name for name in state if "/absmax" in name]:
-        state[name] = state[name].reshape(shared.world, 24 // shared.world)
-    pieces = [TensorPiece(name, value, 0, tuple(value.shape)) for name, value in state.items()]
-    write_pieces(tmp_path / file_name("optimizer", rank=0, world_size=1), pieces)
-    resumed = shared.optimizer(kind, half)
-    resumed.load_sharded_state(PieceReader(tmp_path, "optimizer", [path.name for path in tmp_path.iterdir()]))
-    for one in (optimizer, resumed):
-        held = one.sharded_state()
-        assert held.keys() == state.keys()
-        for name, value in held.items():
-            assert value.shape == state[name].shape
-            local, expected = (
-                (value.to_local(), shared.own(state[name])) if isinstance(value, DTensor) else (value, state[name])
-            )
-            torch.testing.assert_close(local, expected, rtol=1e-6, atol=1e-9)
-        for step in range(2, 4):
-            shared.push(one, step)
-        for name, parameter in one.parameters.items():
-            own: Any = parameter.detach()
-            torch.testing.assert_close(own.to_local(), shared.own(whole[name].detach()), rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_of_another_optimizer_is_refused(kind: str, tmp_path: Path) -> None:
     other = "muon" if kind != "muon" else "adamw_8bit"
@@ -366,24 +287,6 @@ def test_paged_is_said_to_be_unpaged_on_a_cpu() -> None:
     assert found == [True, False]
 
 
-def test_embeddings_heads_and_norms_are_known() -> None:
-    model = tiny.build_model("gpt2", tie_word_embeddings=False)
-    roles = roles_of(model)
-    assert roles["transformer.wte.weight"] == roles["transformer.wpe.weight"] == "embedding"
-    assert roles["lm_head.weight"] == "head"
-    assert roles["transformer.h.0.ln_1.weight"] == "norm"
-    assert "transformer.h.0.mlp.c_fc.weight" not in roles
-    groups = torch_optimizer(dict(model.named_parameters()), train_config("muon"), roles=roles).param_groups
-    hidden = {id(one) for group in groups if group["use_muon"] for one in group["params"]}
-    assert hidden == {id(one) for name, one in model.named_parameters() if one.ndim == 2 and name not in roles}
-    for group in groups:
-        for one in group["params"]:
-            assert (group["weight_decay"] == 0.0) == (one.ndim < 2)
-    # LoRA+ is asked for.
-    of_lora = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in ("q.lora_A.x", "q.lora_B.x")}
-    assert {group["lr_scale"] for group in torch_optimizer(of_lora, train_config("adamw")).param_groups} == {1.0}
-
-
 @pytest.mark.parametrize("kind", ["muon", "adafactor"])
 def test_what_flattens_matrices_is_refused(kind: str) -> None:
     def fields(strategy: str) -> dict[str, Any]:
@@ -397,36 +300,6 @@ def test_what_flattens_matrices_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"{kind} needs whole matrices"):
         build_config(fields("deepspeed"), source="test")
     build_config(fields("fsdp"), source="test")
-
-
-def test_8_bits_of_a_weight_without_state_are_zeros_of_the_right_kind() -> None:
-    """As on a rank that holds no rows of it."""
-    parameters = new_parameters()
-    optimizer = Optimizer(parameters, train_config("adamw_8bit", **ADAM), roles=ROLES)
-    assert optimizer.sharded_state().keys() <= {"shared/qmap1", "shared/qmap2"}
-    for name in ("matrix", "vector"):
-        parameters[name].grad = gradients(0)[name]
-    optimizer.step(0.02, found_inf=torch.tensor(0.0))
-    state = optimizer.sharded_state()
-    for number in ("1", "2"):
-        # A large matrix is kept in bytes, an embedding in fp32; see roles and bitsandbytes' smallest size.
-        for name, dtype in (("matrix", torch.uint8), ("embed", torch.float32), ("wide", torch.float32)):
-            assert (state[f"{name}/state{number}"].dtype, tuple(state[f"{name}/state{number}"].shape)) == (
-                dtype,
-                SHAPES[name],
-            )
-        assert not state[f"embed/state{number}"].any()
-        assert state[f"matrix/state{number}"].any()
-    bytes_only = Optimizer(
-        {"matrix": new_parameters()["matrix"], "vector": new_parameters()["vector"]},
-        train_config("adamw_8bit"),
-        roles={},
-    )
-    bytes_only.parameters["vector"].grad = gradients(0)["vector"]
-    bytes_only.step(0.02, found_inf=torch.tensor(0.0))
-    state = bytes_only.sharded_state()
-    assert (state["matrix/state1"].dtype, int(state["matrix/state1"].count_nonzero())) == (torch.uint8, 0)
-    assert (state["matrix/absmax1"].dtype, tuple(state["matrix/absmax1"].shape)) == (torch.float32, (1, 24))
 
 
 @pytest.mark.parametrize("kind", KINDS)

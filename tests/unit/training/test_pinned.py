@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
-
 from finray.checkpoint import manifest
 from finray.data.dataset import plan
 from finray.data.sampling import splits
@@ -41,19 +37,3 @@ def test_rows_of_one_length_stay_in_their_order() -> None:
     plan = plan_packs([5] * 100, 10)
     assert plan.rows.tolist() == list(range(100))
     assert plan_packs([3, 9] * 40, 9).rows.tolist() == [*range(1, 80, 2), *range(0, 80, 2)]
-
-
-# --- on whichever device: `meta` stands for a GPU, and a CPU's tensor among its own is an error -----------------------
-
-
-def test_the_scale_of_attention_without_one_is_that_of_its_width() -> None:
-    query = torch.randn(1, 1, 3, 4)
-    for softcap in (None, 100.0):
-        one, other = (
-            attention.packed_attention(
-                *(torch.nn.Module(), query, query, query, None),
-                **{"segment_lengths": (3,), "softcap": softcap, "scaling": scaling},
-            )[0]
-            for scaling in (None, 1 / math.sqrt(4))
-        )
-        torch.testing.assert_close(one, other)

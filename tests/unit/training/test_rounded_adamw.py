@@ -83,22 +83,6 @@ def test_weights_that_a_model_keeps_in_fp32_are_updated_as_by_torch() -> None:
     assert all(torch.allclose(found[name], parameters[name], rtol=0, atol=1e-6) for name in SHAPES)
 
 
-def test_bf16_weights_move_as_fp32_weights_do_in_the_mean() -> None:
-    """A rate of 1e-3 is a quarter of the distance between bf16 numbers around one."""
-    exact = moved(6, torch.float32)
-    start = {name: one.detach().bfloat16().float() for name, one in new_parameters().items()}
-    draws = [moved(6, torch.bfloat16, seed=seed) for seed in range(40)]
-    for name in SHAPES:
-        large = start[name].abs() > 0.5
-        mean = torch.stack([one[name].float() for one in draws]).mean(dim=0)
-        wanted = exact[name] - new_parameters()[name].detach()
-        got = (mean - start[name])[large]
-        # Of many elements together: each alone is off by what one rounding is.
-        ratio = float((got * wanted[large]).sum() / wanted[large].square().sum())
-        assert ratio == pytest.approx(1, abs=0.05), name
-    assert not all(torch.equal(draws[0][name], draws[1][name]) for name in SHAPES)
-
-
 def lowbias32(number: int) -> int:
     """Wellons' hash of 32 bits with the constants of his list of the best, in Python's own integers."""
     mask = 2**32 - 1
@@ -137,17 +121,3 @@ def test_a_shard_of_a_weight_is_rounded_as_its_rows_of_the_whole(
     whole = updated(0, rows[-1])
     assert torch.equal(torch.cat([updated(*cut) for cut in pairwise(rows)]), whole)
     assert not torch.equal(whole, weight)
-
-
-def test_a_number_is_rounded_by_the_bits_of_the_first_element() -> None:
-    found = []
-    for shape in ((), (1,)):
-        parameter = torch.nn.Parameter(torch.full(shape, 1.3).bfloat16())
-        optimizer = Optimizer({"w": parameter}, train_config("adamw", precision="bf16-true"), roles={}, seed=3)
-        for group in optimizer.inner.param_groups:
-            group["weight_decay"] = 0.0
-        for _ in range(20):
-            parameter.grad = torch.full(shape, 0.7).bfloat16()
-            optimizer.step(1e-3, found_inf=torch.zeros(()))
-        found.append(float(parameter.detach()))
-    assert found[0] == found[1] != pytest.approx(1.3)

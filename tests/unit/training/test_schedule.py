@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from fractions import Fraction
 from typing import Any
 
@@ -134,14 +133,6 @@ def test_a_last_rate_of_a_schedule_that_does_not_decay_is_not_used_and_that_is_s
 
 def test_warm_up_is_linear_and_wastes_no_step() -> None:
     assert rates(10, schedule="constant", warmup_steps=4) == [0.25, 0.5, 0.75, *[1.0] * 7]
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_the_minimum_is_approached_and_never_passed(schedule: str) -> None:
-    values = rates(50, schedule=schedule, warmup_steps=0, min_learning_rate=0.1)
-    assert values[0] == 1.0
-    assert all(earlier > later for earlier, later in itertools.pairwise(values))
-    assert 0.1 < values[-1] < 0.15
 
 
 def test_warm_up_by_ratio_or_steps() -> None:
