@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import PreparedRun
 from finray.training import loop as loop_module
 from finray.training.assemble import evaluate_checkpoint
-from finray.training.evaluator import MOST_OUT, CheckpointScores
+from finray.training.evaluator import CheckpointScores
 from finray.training.loop import Loop
 from tests.support import runs
 from tests.support.runs import Plain, changed
@@ -197,17 +197,3 @@ def test_results_that_tell_of_no_gain_end_the_run_at_the_next_step(plain: Plain,
     assert list(evaluations(tmp_path / "run")) == [0, 2, 4, 6]
     # It stays stopped, and a run whose results come after its end was not stopped by them.
     assert beside(stopping, tmp_path / "run", 0).submitted == []
-
-
-def test_checkpoints_are_kept_until_they_are_evaluated_and_training_waits_for_the_oldest(
-    plain: Plain, inline: Path, tmp_path: Path
-) -> None:
-    often = changed(plain, {"evaluation.every_steps": 1, "checkpoint": {"keep_last": 1, "every_steps": 100}})
-    made = beside(often, tmp_path / "run", 12)
-    assert made.submitted == list(range(11))
-    assert made.most == MOST_OUT
-    assert len(evaluations(tmp_path / "run")) == 11
-    best = CheckpointStore(tmp_path / "run").best("eval_loss", "min")
-    assert CheckpointStore(tmp_path / "run").steps() == sorted({best, 10})
-    for step in {best, 10}:
-        assert manifest.verify(tmp_path / "run" / f"checkpoint-{step:06d}")["metrics"].keys() >= {"eval_loss"}

@@ -33,19 +33,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, plain: Plain) -> Path:
     return run_dir
 
 
-def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
-    run_dir = runs.cut(undisturbed, tmp_path / "run")
-    assert runs.run_alone(plain, run_dir).header.step == 4
-    assert runs.trace(run_dir) == runs.trace(undisturbed)
-    for name in ("adapter_model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
-        at = Path("checkpoint-000008") / name
-        assert (run_dir / at).read_bytes() == (undisturbed / at).read_bytes()
-
-
 KINDS: dict[str, Plain] = {
     "8bit": {"model.quantization": "8bit"},
     "4bit": {"model.quantization": "4bit"},
-    "rslora": {"adapter.method": "rslora"},
     "dora": {"adapter.method": "dora"},
     "pissa": {"adapter.method": "pissa"},
     "4bit dora": {"model.quantization": "4bit", "adapter.method": "dora"},
@@ -53,7 +43,8 @@ KINDS: dict[str, Plain] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("bert", "8bit"), *(("llama", kind) for kind in KINDS if kind != "8bit"), ("bert", "dora")]
+    ("family", "kind"),
+    [("bert", "8bit"), ("bert", "dora"), ("llama", "4bit"), ("llama", "pissa"), ("llama", "4bit dora")],
 )
 def test_every_adapter_and_base_is_trained_continued_and_exported(
     family: str, kind: str, classifier_run: Callable[..., Plain], tmp_path: Path
@@ -89,7 +80,7 @@ def test_every_adapter_and_base_is_trained_continued_and_exported(
 def test_a_checkpoint_without_its_head_is_not_continued_as_if_it_had_one(
     undisturbed: Path, plain: Plain, tmp_path: Path
 ) -> None:
-    """Negative control of the one above: other weights of the head are another curve."""
+    """Negative control of those above: other weights of the head are another curve."""
     from safetensors.torch import load_file, save_file
 
     from tests.support.checkpoints import reseal
@@ -104,11 +95,6 @@ def test_a_checkpoint_without_its_head_is_not_continued_as_if_it_had_one(
     reseal(checkpoint)
     runs.run_alone(plain, run_dir)
     assert runs.values(run_dir, "loss")[4:] != runs.values(undisturbed, "loss")[4:]
-
-
-def test_the_notes_name_the_classes(undisturbed: Path) -> None:
-    notes = json.loads((undisturbed / "checkpoint-000008" / "finray.json").read_text(encoding="utf-8"))
-    assert (notes["problem"], notes["labels"]) == ("single_label", ["animal", "neither", "plant"])
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "modernbert", "llama", "qwen2"])

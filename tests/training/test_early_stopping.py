@@ -43,21 +43,9 @@ def test_a_run_ends_after_evaluations_without_a_gain(plain: Plain, whole: Path, 
     # It has fallen, and by less than was asked for.
     assert "has not improved by more than 100 in 2 evaluations" in note["message"]
     assert CheckpointStore(tmp_path / "short").steps()[-1] == 6
+    # It stays stopped, and goes on with more patience.
+    assert runs.run_alone(stopping(plain, **HARD), tmp_path / "short").loop.state.step == 6
+    assert runs.run_alone(stopping(plain, patience=9, min_gain=100.0), tmp_path / "short").loop.state.step == 8
+    assert runs.trace(tmp_path / "short") == runs.trace(whole)
     # Loss that falls is left alone.
     assert runs.run_alone(stopping(plain, patience=2), tmp_path / "patient").loop.state.step == 8
-
-
-def test_it_stays_stopped_and_goes_on_with_more_patience(plain: Plain, whole: Path, tmp_path: Path) -> None:
-    runs.run_alone(stopping(plain, **HARD), tmp_path / "run")
-    assert runs.run_alone(stopping(plain, **HARD), tmp_path / "run").loop.state.step == 6
-    assert runs.run_alone(stopping(plain, patience=9, min_gain=100.0), tmp_path / "run").loop.state.step == 8
-    assert runs.trace(tmp_path / "run") == runs.trace(whole)
-
-
-def test_a_killed_run_has_not_forgotten_how_long_it_waited(plain: Plain, tmp_path: Path) -> None:
-    runs.run_alone(stopping(plain, **HARD), tmp_path / "run")
-    runs.keep_until(tmp_path / "run", 4)
-    assembled = runs.assemble_alone(stopping(plain, **HARD), tmp_path / "run")
-    assert (assembled.loop.state.step, assembled.loop.state.stale_evaluations) == (4, 1)
-    assembled.loop.run()
-    assert assembled.loop.state.step == 6

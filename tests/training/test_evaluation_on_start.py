@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,17 +29,3 @@ def test_it_is_on_and_changes_nothing_else(plain: Plain, tmp_path: Path) -> None
     assert runs.values(tmp_path / "with", "step") == [1, 2, 3, 4, 5, 6]
     for name in ("checkpoint-000006/adapter_model.safetensors", "checkpoint-000006/adapter_config.json"):
         assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
-
-
-def test_a_run_that_goes_on_does_not_repeat_it_and_one_that_begins_anew_does(plain: Plain, tmp_path: Path) -> None:
-    on = changed(plain, {"evaluation.on_start": True})
-    runs.run_alone(on, tmp_path / "run")
-    first = runs.records(tmp_path / "run", "eval")
-    cut = runs.cut(tmp_path / "run", tmp_path / "cut")
-    runs.run_alone(on, cut)
-    for path in cut.glob("checkpoint-*"):
-        shutil.rmtree(path)
-    runs.run_alone(on, cut)
-    again = runs.records(cut, "eval")
-    assert [record["step"] for record in again] == [0, 2, 4, 6]
-    assert [record["eval_loss"] for record in again] == [record["eval_loss"] for record in first]

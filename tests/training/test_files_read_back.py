@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from finray.checkpoint.pieces import TensorPiece, write_pieces
 from finray.checkpoint.rundir import RunDir
 from finray.config.paths import with_absolute_paths
-from finray.data.dataset.prepare import prepare_here
-from finray.errors import DataError
 from finray.runtime import driver
 from tests.support import runs
 from tests.support.runs import Plain
@@ -59,15 +57,6 @@ def test_a_resume_does_not_look_at_files_that_the_manifest_does_not_list(
     runs.run_alone(plain, resumed)
     assert runs.trace(resumed) == runs.trace(tmp_path / "whole")
     shutil.rmtree(resumed)
-
-
-def test_changed_tokens_of_the_same_size_are_not_trained_on(tiny_run: Callable[..., Plain], tmp_path: Path) -> None:
-    plain = tiny_run({"run.output_dir": str(tmp_path / "out")}, rows=16)
-    file = Path(prepare_here(runs.config_of(plain))) / "train" / "tokens-00000.arrow"
-    runs.flip(file)
-    with pytest.raises(DataError, match="has changed since it was written") as caught:
-        runs.run_alone(plain, tmp_path / "run")
-    assert caught.value.where == str(file)
 
 
 def test_a_cut_model_is_trained_with_a_warning(

@@ -22,7 +22,7 @@ from huggingface_hub import ModelCard, constants, snapshot_download
 
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.adapter_files import WEIGHTS
-from finray.errors import ConfigError, FinrayError, HubError, ModelError
+from finray.errors import ConfigError, FinrayError, HubError
 from finray.publishing.background import CheckpointPusher
 from finray.publishing.hub import LONGEST_WAIT, TRIES, Hub
 from finray.publishing.push import Pushed, push
@@ -226,16 +226,32 @@ def test_no_token(trained: Path, hub: hubs.Hub, pushed_as: Any, monkeypatch: pyt
     assert pushed_as(trained, to="ada/poems").repo == "ada/poems"
 
 
-def test_a_token_that_the_hub_does_not_know(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+def unknown(hub: hubs.Hub) -> None:
     hub.token = "hf_AnotherTokenOfNobody000000000000"
-    error = refused(pushed_as, hub, trained, to="ada/poems", merged=True)
-    assert "rejects the token (401)" in error.message
-    assert hubs.TOKEN not in str(error)
 
 
-def test_a_token_that_may_only_read(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+def reading(hub: hubs.Hub) -> None:
     hub.role = "read"
-    assert "has read access only" in refused(pushed_as, hub, trained, to="ada/poems").message
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (unknown, {"merged": True}, "rejects the token (401)"),
+        (reading, {}, "has read access only"),
+        # Nobody else has its base.
+        (None, {"base": None}, "--merged"),
+        *((None, {"to": name}, "OWNER/NAME") for name in ("a/b/c", "ada/-poems", "ada/po--ems", "ada/po ems")),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_before_anything_is_sent(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, change: Any, options: dict[str, Any], said: str
+) -> None:
+    if change is not None:
+        change(hub)
+    error = str(refused(pushed_as, hub, trained, **{"to": "ada/poems", **options}))
+    assert said in error
+    assert hubs.TOKEN not in error
 
 
 @pytest.mark.parametrize("orgs", [{}, {"acme": "read"}])
@@ -264,18 +280,6 @@ def test_a_public_model_is_pushed_to_only_where_that_is_said(trained: Path, hub:
     # Negative control of private by default: made public where asked.
     assert not pushed_as(trained, to="ada/other", public=True).private
     assert not hub.repos["ada/other"].private
-
-
-def test_an_adapter_whose_base_nobody_else_has(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
-    error = refused(pushed_as, hub, trained, to="ada/poems", base=None)
-    assert isinstance(error, ModelError)
-    assert "--merged" in str(error.repair)
-
-
-def test_a_name_that_is_none(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
-    for name in ("a/b/c", "ada/-poems", "ada/po--ems", "ada/po ems", ""):
-        if name:
-            assert "OWNER/NAME" in str(refused(pushed_as, hub, trained, to=name))
 
 
 def test_offline(trained: Path, hub: hubs.Hub, pushed_as: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,34 +422,6 @@ def test_what_breaks_off_half_way_to_xet_is_tried_again(
     assert not any(one.times for one in hub.faults)
     assert hub.repos["ada/poems"].commits == ["first", "Model"]
     assert {name: hub.repos["ada/poems"].files[name] for name in files} == files
-
-
-def test_a_push_by_xet_that_was_given_up_goes_on(hub: hubs.Hub, xet: None) -> None:
-    fault = hub.fail("POST", "/commit/", times=10**6, status=503)
-    user = Hub(hub.token, endpoint=hub.url, wait=lambda seconds: False)
-    files = {"model.safetensors": random.Random(2).randbytes(10**5)}
-    with pytest.raises(HubError, match="503"):
-        user.push(user.check("ada/poems"), files, message="Model")
-    sent, fault.times = hub.sent, 0
-    assert sent >= 10**5
-    user.push(user.check("ada/poems"), files, message="Model")
-    assert hub.sent == sent
-    assert hub.repos["ada/poems"].files["model.safetensors"] == files["model.safetensors"]
-
-
-def test_a_merged_model_is_not_merged_again_after_a_failed_push(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
-    fault = hub.fail("PUT", "^/lfs/", times=10**6, status=500)
-    with pytest.raises(HubError):
-        pushed_as(trained, to="ada/whole", merged=True)
-    (kept,) = trained.glob(".push-*")
-    before = (kept / "model.safetensors").stat().st_mtime_ns
-    fault.times = 0
-    told: list[str] = []
-    pushed_as(trained, to="ada/whole", merged=True, notify=told.append)
-    assert any(str(kept) in one for one in told)
-    assert not any("merging" in one for one in told)
-    assert not kept.exists()
-    assert before
 
 
 def with_alpha(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from finray.checkpoint.remote import INDEX, RemoteStore
 from finray.checkpoint.rundir import check_output
 from finray.config.paths import with_absolute_paths
 from finray.errors import CheckpointError, StorageError
-from finray.records import Note, Record
-from tests.support import damaged, faulty_s3, recorded, runs, s3, tiny
+from tests.support import faulty_s3, recorded, runs, s3, tiny
 
 Plain = runs.Plain
 
@@ -97,53 +95,7 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_is_the_same_run_to_tra
         assert (tmp_path / folder / "run_id").read_text() == first
 
 
-def test_a_run_that_was_taken_over_writes_nothing_more(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
-    url = bucket.url("runs/run")
-
-    def reported(path: Path, metrics: dict[str, float]) -> None:
-        if metrics["step"] == 4:
-            RemoteStore(tmp_path / "other", Objects(url), attempt="another").take()
-
-    with pytest.raises(CheckpointError, match="another process has taken over this run"):
-        runs.run_alone(tiny_on_s3, tmp_path / "run", reported=reported)
-    assert RemoteStore(tmp_path / "other", Objects(url)).steps() == [2, 4]
-
-
 # --- damage ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("method", "weights"), [("lora", "adapter_model.safetensors"), ("none", "model.safetensors")])
-def test_damage_of_any_file_of_a_checkpoint_behind_a_url(
-    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket, method: str, weights: str
-) -> None:
-    runs.run_alone(runs.changed(tiny_on_s3, {"train.max_steps": 4, "adapter.method": method}), tmp_path / "run")
-    objects = Objects(bucket.url("runs/run"))
-    names = damaged.check_that_all_damage_behind_a_url_is_named(objects, bucket, tmp_path / "copy")
-    assert {weights, "training_state/state.json", "manifest.json"} <= {*names}
-
-
-def test_a_run_goes_on_from_the_checkpoint_before_and_never_anew(
-    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
-) -> None:
-    killed_after(tiny_on_s3, tmp_path / "run", 4)
-    whole = runs.trace(tmp_path / "run")[:4]
-    shutil.rmtree(tmp_path / "run")
-    key = next(key for key in bucket.keys("runs/run/checkpoint-000004") if key.endswith("adapter_model.safetensors"))
-    bucket.put(key, bucket.get(key)[:-8])
-    told: list[Record] = []
-    loop = runs.assemble_alone(tiny_on_s3, tmp_path / "run", notify=told.append).loop
-    assert loop.state.step == 2
-    warnings = [one.message for one in told if isinstance(one, Note) and one.level == "warning"]
-    assert [key in one for one in warnings] == [True]
-    loop.run()
-    assert runs.trace(tmp_path / "run")[:4] == whole
-    # What is left of it stays to be looked at, and is no checkpoint.
-    assert key in bucket.keys("runs/run/")
-    for one in bucket.keys("runs/run/checkpoint-"):
-        if one.endswith("adapter_model.safetensors"):
-            bucket.put(one, b"")
-    with pytest.raises(CheckpointError, match="all checkpoints of the run are damaged"):
-        runs.assemble_alone(tiny_on_s3, tmp_path / "new")
 
 
 def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Plain, s3_server: s3.Server) -> None:
@@ -224,30 +176,6 @@ def test_storage_that_fails_for_good_ends_the_run_and_is_named(
         runs.assemble_alone(tiny_on_s3, tmp_path / "run")
     faulty.fault = lambda request: ""
     assert runs.run_alone(tiny_on_s3, tmp_path / "run").loop.first_step == 3
-
-
-# --- other storage than S3 ------------------------------------------------------------------------------------------
-
-
-def test_a_run_is_kept_by_any_file_system_of_fsspec(tiny_on_s3: Plain, undisturbed: Path, tmp_path: Path) -> None:
-    """One that keeps no digest of objects; tests/services has another cloud's."""
-    url = f"memory://finray-{uuid.uuid4().hex}/runs"
-    plain = runs.changed(tiny_on_s3, {"run.output_dir": url})
-    killed_after(plain, tmp_path / "first", 4)
-    shutil.rmtree(tmp_path / "first")
-    runs.run_alone(plain, tmp_path / "second")
-    assert runs.trace(tmp_path / "second") == runs.trace(undisturbed)
-    objects = Objects(f"{url}/run")
-    store = RemoteStore(tmp_path / "third", objects)
-    assert store.steps() == [2, 4, 6]
-    store.verify(6)
-    # Damage is found there, too, and the checkpoint before is used.
-    name = f"{store.places()[6]}/adapter_model.safetensors"
-    objects.remove(name)
-    said: list[str] = []
-    found = RemoteStore(tmp_path / "fourth", objects).latest(said.append)
-    assert found is not None
-    assert (found.step, len(said), objects.at(name) in said[0]) == (4, 1, True)
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

@@ -202,13 +202,6 @@ def scales(run_dir: Path) -> list[tuple[float, int]]:
     return [(one["loss_scale"], one["skipped"]) for one in runs.records(run_dir)]
 
 
-def test_fp16_follows_fp32(plain: Plain, tmp_path: Path) -> None:
-    runs.run_alone(plain, tmp_path / "fp32")
-    runs.run_alone(fp16(plain), tmp_path / "fp16")
-    assert scales(tmp_path / "fp16")[-1] == (watch.FIRST_SCALE, 0)
-    assert runs.values(tmp_path / "fp16", "loss") == pytest.approx(runs.values(tmp_path / "fp32", "loss"), rel=5e-3)
-
-
 def test_gradients_too_large_for_fp16_leave_the_update_out(plain: Plain, tmp_path: Path) -> None:
     steady = fp16(plain, CONSTANT)
     assembled = runs.assemble_alone(steady, tmp_path / "run")
