@@ -85,13 +85,6 @@ def test_what_can_be_no_job_is_none_and_the_server_is_not_asked(server: JobServe
         assert len(str(caught.value)) < 400
 
 
-def _refusing(error: Exception) -> Any:
-    def call(*_: object) -> Any:
-        raise error
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [

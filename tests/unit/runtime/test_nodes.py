@@ -268,6 +268,8 @@ def test_an_option_with_which_finray_would_not_find_the_node_is_refused_before_a
 def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """What stands for a node's process, with a worker of a training below it."""
     monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
+    # The worker does not end with its parent, as one of Ray's does.
+    monkeypatch.setattr(nodes, "_END_S", 0.2)
     worker = "exec -a ray::RayTrainWorker sleep 3600"
     process = subprocess.Popen(["bash", "-c", f"({worker}) & exec sleep 3600"], start_new_session=True)
     found = nodes.Running("m1:6379", "10.0.0.2", False, [(process.pid, psutil.Process(process.pid).create_time())], "")
