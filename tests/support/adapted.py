@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from finray.config.schema import AdapterConfig
+from finray.config.adapter_files import NOTES
+from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from tests.support import tiny
@@ -32,3 +34,16 @@ def save_adapter(model: Any, folder: Path) -> None:
     layout = SavedLayout(model)
     save_file(layout.tensors(), folder / WEIGHTS)
     layout.save_settings(folder)
+
+
+def save_classifier(model: Any, folder: Path, config: ModelConfig, tokenizer: Any, **notes: Any) -> None:
+    """As a run saves: weights and settings by the layout, and the notes beside them."""
+    layout = SavedLayout(model)
+    folder.mkdir()
+    whole = {name: tensor.detach().contiguous() for name, tensor in layout.tensors().items()}
+    save_file(layout.in_file(whole), folder / f"{layout.stem}.safetensors", metadata={"format": "pt"})
+    layout.save_settings(folder)
+    tokenizer.save_pretrained(str(folder))
+    told = {"base_model": config.name, "rows": "labelled", "task": config.task}
+    told |= {"auto_class": "AutoModelForSequenceClassification", **notes}
+    (folder / NOTES).write_text(json.dumps(told), encoding="utf-8")

@@ -27,24 +27,14 @@ from finray.models.loading import build_model
 from finray.models.many_adapters import read_plain_lora
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.pretrained.tokenizers import check_exists
-from tests.support import adapted, tiny
-from tests.support.adapted import lora, save_adapter
+from tests.support import tiny
+from tests.support.adapted import lora
 
 pytestmark = pytest.mark.long
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def test_new_adapters_depend_on_the_seed_alone() -> None:
-    torch.manual_seed(99)
-    first = trained(lora(1))
-    torch.manual_seed(3)
-    again, other = trained(lora(1)), trained(lora(2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
-    assert all(tensor.dtype == torch.float32 for tensor in first.values())
 
 
 def test_all_linear_layers_but_the_head_are_adapted() -> None:
@@ -69,17 +59,6 @@ def test_peft_imports_no_bitsandbytes_unless_something_else_has(monkeypatch: pyt
     assert sys.modules["bitsandbytes"] is found
 
 
-def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    model = lora(1)
-    adapted.change(model, 0.1)
-    save_adapter(model, tmp_path)
-    plain = PeftModel.from_pretrained(tiny.build_model("llama"), str(tmp_path)).eval()
-    tokens = torch.arange(3, 20)[None]
-    torch.testing.assert_close(plain(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
-
-
 @pytest.mark.parametrize("method", ["lora", "rslora", "dora", "pissa"])
 def test_one_misspelt_target_among_right_ones_is_an_error_that_names_the_nearest(method: str) -> None:
     with pytest.raises(ModelError, match=r"this matches no module: `v_prj` \(did you mean `v_proj`\?\)") as caught:
@@ -98,23 +77,6 @@ def test_models_that_do_not_exist(name: str) -> None:
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         check_exists(str(tmp_path))
-
-
-def test_an_exported_model_has_the_logits_of_base_and_adapter(tiny_adapter_dir: Path, tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    found = read_artifact(tiny_adapter_dir)
-    exported = export(found, tmp_path / "merged", merge=True, dtype="fp32")
-    assert exported.difference < 1e-4
-    # A server may run as somebody else.
-    modes = {path.suffix: path.stat().st_mode & 0o777 for path in (tmp_path / "merged").iterdir()}
-    assert modes[".safetensors"] == modes[".json"]
-    plain = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"))
-    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(found.base.name), str(tiny_adapter_dir))
-    tokens = torch.arange(3, 40)[None]
-    torch.testing.assert_close(plain(input_ids=tokens).logits, expected(input_ids=tokens).logits, rtol=1e-4, atol=1e-4)
-    assert AutoTokenizer.from_pretrained(str(tmp_path / "merged")).chat_template == tiny.CHATML
 
 
 def test_an_export_that_reads_back_differently_is_not_kept(
@@ -158,20 +120,6 @@ def test_modules_to_save_of_a_bf16_model_are_trained_in_fp32() -> None:
     assert {parameter.dtype for parameter in trained(saved).values()} == {torch.float32}
     frozen = {one.dtype for one in saved.parameters() if not one.requires_grad}
     assert frozen == {torch.bfloat16}
-
-
-def test_an_adapter_that_goes_on_is_trained_with_the_values_and_the_dropout_that_are_asked_for(tmp_path: Path) -> None:
-    first = lora(1, dropout=0.5)
-    adapted.change(first, 0.1)
-    save_adapter(first, tmp_path)
-    settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "inference_mode": True}))
-    again = lora(2, start_from=str(tmp_path), dropout=0.25)
-    found = trained(again)
-    assert found.keys() == trained(first).keys()
-    assert all(torch.equal(found[name], one) for name, one in trained(first).items())
-    chosen = [one.p for name, one in again.named_modules() if "lora_dropout.default" in name]
-    assert set(chosen) == {0.25}
 
 
 def test_a_new_pissa_adapter_changes_nothing_while_it_is_trained() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from finray.config.schema import AdapterConfig
 from finray.models import adapters, attention, blocks, fused_lora
-from finray.models.blocks import blocks_of, is_kept, wrap_blocks
+from finray.models.blocks import blocks_of, wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.support.packing import batch_of, gradients, packed_model, rows
 
@@ -93,42 +93,6 @@ def test_the_blocks_of_a_model_are_the_outermost_lists_of_modules_of_one_kind() 
     model.without_weights = torch.nn.ModuleList([torch.nn.SiLU(), torch.nn.SiLU()])
     model.decoder = torch.nn.ModuleList([Block()])
     assert blocks_of(model) == [*model.encoder, *model.decoder]
-
-
-class Products(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts matrix products and what is worked out beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products = self.others = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_kept(str(func)):
-            self.products += 1
-        elif str(func) in ("aten.silu.default", "aten.rsqrt.default"):
-            self.others += 1
-        return func(*args, **(kwargs or {}))
-
-
-def counts(task: CausalLM) -> tuple[int, int]:
-    with Products() as mode:
-        task.loss_sum(batch_of(rows())).backward()
-    return mode.products, mode.others
-
-
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_selective_repeats_no_matrix_product(lora: bool) -> None:
-    task = task_of("llama", lora=lora)
-    plain = counts(task)
-    wrap_blocks(task.model, checkpointing="selective")
-    selective = counts(task)
-    # What is added to the adapter's product is a product either way.
-    assert selective[0] == plain[0] + (14 if lora else 0)
-    assert selective[1] > plain[1]
-    again = task_of("llama", lora=lora)
-    wrap_blocks(again.model, checkpointing="full")
-    # Full checkpointing repeats those of the forward pass.
-    assert counts(again)[0] > plain[0]
 
 
 def moved_bytes(task: CausalLM, monkeypatch: pytest.MonkeyPatch) -> tuple[int, set[int]]:

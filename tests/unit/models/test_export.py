@@ -47,43 +47,24 @@ def test_what_a_merged_model_says_of_where_it_comes_from(adapter: Path, tmp_path
         tmp_path / "deep" / "merged", True, "fp32", exported.difference, str(tiny_model_dir), None, None
     )
     assert names(tmp_path / "deep") == {"merged"}
+    # A server may run as somebody else.
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in exported.folder.iterdir()}
+    assert modes[".safetensors"] == modes[".json"]
     assert read_artifact(exported.folder).is_adapter is False
 
 
-@pytest.mark.parametrize("stored", ["none", "4bit", "8bit"])
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_an_adapter_that_was_trained_on_a_quantized_base_says_how_far_the_merged_one_is_from_it(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, is_installed: bool
+@pytest.mark.parametrize("stored", ["4bit", "8bit"])
+def test_without_bitsandbytes_a_merged_model_says_on_what_it_was_trained_and_not_how_far_it_is_from_it(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
 ) -> None:
-    """The model as it was in training is here the same with another head."""
     notes = json.loads((adapter / "finray.json").read_text())
     (adapter / "finray.json").write_text(json.dumps({**notes, "quantization": stored}))
-    asked: list[int] = []
-
-    def packed(artifact: Any, *, bits: int) -> Any:
-        asked.append(bits)
-        model = load_artifact(artifact, dtype=torch.float32)
-        with torch.no_grad():
-            model.get_base_model().lm_head.weight.mul_(1.25)
-        return model
-
-    monkeypatch.setattr(module, "load_as_trained", packed)
-    monkeypatch.setattr(module, "find_spec", lambda name: name if is_installed else None)
+    monkeypatch.setattr(module, "load_as_trained", pytest.fail)
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
     exported = export(read_artifact(adapter), tmp_path / "out", merge=True, dtype="fp32")
     said = json.loads((tmp_path / "out" / "finray.json").read_text())
-    is_quantized = stored != "none"
-    assert exported.trained_on == (stored if is_quantized else None)
-    assert said["trained_on"] == (stored if is_quantized else "full precision")
-    if is_quantized and is_installed:
-        assert asked == [int(stored[0])]
-        # All logits are a quarter larger: the largest of them, by their spread.
-        tokens = torch.tensor([load_tokenizer(ModelConfig(name=str(adapter)))(module._PROBE)["input_ids"]])
-        with torch.no_grad():
-            logits = load_artifact(read_artifact(adapter), dtype=torch.float32)(input_ids=tokens).logits * 1.25
-        expected = float((logits * 0.2).abs().max() / logits.std())
-        assert exported.rounding == said["difference_from_training"] == pytest.approx(expected, rel=1e-3)
-    else:
-        assert (asked, exported.rounding, said["difference_from_training"]) == ([], None, exported.difference)
+    assert exported.trained_on == said["trained_on"] == stored
+    assert (exported.rounding, said["difference_from_training"]) == (None, exported.difference)
 
 
 def test_an_adapter_names_the_base_that_was_said(adapter: Path, tmp_path: Path, tiny_model_dir: Path) -> None:

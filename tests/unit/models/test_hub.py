@@ -74,17 +74,6 @@ def test_a_model_that_is_on_a_hub_that_does_not_answer_is_one_error(
     assert "--offline" in str(caught.value.repair)
 
 
-def test_a_file_behind_a_server_that_does_not_answer_is_one_error(silent: str) -> None:
-    from finray.data.sources.resolve import resolve
-
-    with pytest.raises(DataError) as caught:
-        resolve(f"{silent}/rows.jsonl", split="train")
-    assert (caught.value.message, caught.value.where) == (
-        "the server gave no answer within 0.5 s",
-        f"{silent}/rows.jsonl",
-    )
-
-
 def test_so_is_a_data_set(silent: str) -> None:
     from finray.data.sources.hub import load
     from finray.data.sources.resolve import Source

@@ -214,17 +214,6 @@ def test_files_can_be_checked_without_reading_weights(folder: Path) -> None:
         check_loading(ModelConfig(name=str(folder)))
 
 
-@pytest.mark.parametrize(("count", "more"), [(3, ""), (4, " and 1 more")])
-def test_three_of_the_weights_that_are_lacking_are_named(folder: Path, count: int, more: str) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    lacking = sorted(name for name in tensors if ".layers.1." in name)[:count]
-    kept = {name: one for name, one in tensors.items() if name not in lacking}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="they would be random") as caught:
-        load_model(ModelConfig(name=str(folder)), dtype=torch.float32)
-    assert caught.value.message.endswith(f": {', '.join(lacking[:3])}{more}")
-
-
 @pytest.mark.parametrize(("method", "dtypes"), [("none", {torch.float32}), ("lora", {torch.bfloat16, torch.float32})])
 def test_frozen_weights_are_kept_in_the_precision_of_the_passes_and_trained_ones_as_they_are_asked_for(
     folder: Path, method: Any, dtypes: set[torch.dtype]
@@ -237,19 +226,6 @@ def test_frozen_weights_are_kept_in_the_precision_of_the_passes_and_trained_ones
     assert {one.dtype for one in model.parameters() if one.requires_grad} == {torch.float32}
     # Keys and values of earlier tokens are of no use in training.
     assert model.config.use_cache is False
-
-
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_a_classifier_is_built_with_the_labels_that_are_asked_for(folder: Path, on_meta: bool) -> None:
-    labels = LabelSet("single_label", ("low", "middle", "high", "none"))
-    model = build_model(
-        *(ModelConfig(name=str(folder), task="sequence_classification"), AdapterConfig(method="none")),
-        **{"precision": "fp32", "attention_name": None, "bits": None, "seed": 0, "device": torch.device("cpu")},
-        **{"on_meta": on_meta, "labels": labels},
-    )
-    assert model.config.id2label == {0: "low", 1: "middle", 2: "high", 3: "none"}
-    assert model.score.weight.shape == (4, 64)
-    assert model.score.weight.is_meta is on_meta
 
 
 def test_a_sharded_model_is_not_filled_up_at_random_either(folder: Path) -> None:

@@ -159,12 +159,6 @@ def test_the_fast_head_is_that_of_every_family(family: str) -> None:
             assert packed.has_plain_head(batch_of(rows()[:1]))
 
 
-def test_a_model_that_keeps_row_lengths_to_itself_is_refused() -> None:
-    query = torch.randn(1, 2, 5, 4)
-    with pytest.raises(RuntimeError, match="does not pass row lengths"):
-        attention.packed_attention(torch.nn.Identity(), query, query, query, None)
-
-
 @pytest.mark.parametrize("plain_head", [True, False])
 def test_rows_of_one_length_share_a_pass_of_a_model_that_cannot_be_packed(plain_head: bool) -> None:
     model = tiny.build_model("bloom").eval()

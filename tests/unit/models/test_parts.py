@@ -17,29 +17,14 @@ from finray.errors import ModelError
 from finray.models import adapters, attention, vocabulary
 from finray.models.attention import packed_attention
 from finray.models.classifier import mark_new, modules_to_save, new_values, set_padding
-from finray.models.packing_check import check_packing_of, shrunk
+from finray.models.packing_check import check_packing_of
 from finray.models.quantized import QuantizedLinear, quantize_layers
 from finray.models.saved_layout import WEIGHTS, SavedLayout
-from finray.models.sharded import base_name
 from finray.pretrained.tokenizers import NewTokens
 from finray.pretrained.weights import stored_weights
 from tests.support import tiny
 
 # --- names and places of weights --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
-        ("base_model.model.model.layers.0.q.base_layer.weight", "model.layers.0.q.weight"),
-        ("base_model.model.lm_head.original_module.weight", "lm_head.weight"),
-        ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head.weight"),
-        ("base_model.model.model.embed.token_adapter.base_layer.weight", "model.embed.weight"),
-    ],
-)
-def test_the_name_of_a_weight_without_what_an_adapter_puts_around_it(name: str, expected: str) -> None:
-    assert base_name(name) == expected
 
 
 ROWS = torch.arange(12.0).reshape(6, 2)
@@ -103,73 +88,7 @@ def test_weights_of_another_model_or_adapter_are_refused_with_a_name(tmp_path: P
     assert all(torch.equal(one, expected[name]) for name, one in SavedLayout(again).tensors().items())
 
 
-# --- the head that is compared with the model's own -----------------------------------------------------------------
-
-
 # --- a small model of the same kind -----------------------------------------------------------------------------------
-
-
-class Config:
-    """A configuration of any fields."""
-
-    def __init__(self, **fields: Any) -> None:
-        self.__dict__.update(fields)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-SMALL = {
-    "hidden_size": (4096, 64), "d_model": (4096, 64), "num_attention_heads": (32, 4), "head_dim": (128, 16),
-    "intermediate_size": (11008, 128), "moe_intermediate_size": (1408, 64), "num_experts": (64, 4),
-    "num_experts_per_tok": (8, 2), "n_group": (8, 1), "max_position_embeddings": (131072, 512),
-    "q_lora_rank": (1536, 16), "vocab_size": (128256, 160), "rotary_dim": (64, 8), "query_pre_attn_scalar": (256, 16),
-    "num_hidden_layers": (80, 8), "sliding_window": (4096, 6), "attention_chunk_size": (8192, 6),
-    "eos_token_id": (128001, 1), "rms_norm_eps": (1e-5, 1e-5), "tie_word_embeddings": (True, True),
-    "bos_token_id": (None, None), "num_key_value_heads": (8, 2), "num_kv_heads": (1, 1), "hidden_act": ("silu", "silu"),
-}  # fmt: skip
-
-
-def test_every_size_becomes_small_and_nothing_else_changes() -> None:
-    found = shrunk(Config(**{name: before for name, (before, _) in SMALL.items()}, model_type="x", dtype="bf16"))
-    assert vars(found) == {name: after for name, (_, after) in SMALL.items()}
-    # As many shared heads as heads stay as many; a number that is none is none of ours.
-    assert vars(shrunk(Config(num_attention_heads=32, num_key_value_heads=32))) == {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
-    assert vars(shrunk(Config(num_kv_heads=0, hidden_size="large"))) == {"num_kv_heads": 0, "hidden_size": "large"}
-    # Without a window, the small model has none either.
-    assert vars(shrunk(Config(sliding_window=False, window_size=None))) == {
-        "sliding_window": False,
-        "window_size": None,
-    }
-
-
-@pytest.mark.parametrize(
-    ("depth", "kinds", "layers"),
-    [
-        (80, None, 8),
-        (3, None, 3),
-        (12, ["a", "b"] * 6, 2),
-        (12, ["a"] * 12, 2),
-        (12, ["a", "a", "a", "b"] * 3, 4),
-        (2, ["a", "b"], 2),
-        (1, ["a"], 1),
-    ],
-)
-def test_so_many_layers_are_kept_that_each_kind_is_among_them(depth: int, kinds: Any, layers: int) -> None:
-    each = [{"n": at} for at in range(depth)]
-    given = {"n_layer": depth, "per_layer": each, "layer_types": kinds, "other": [1] * (depth + 1)}
-    found = vars(shrunk(Config(**{name: value for name, value in given.items() if value is not None})))
-    assert (found["n_layer"], found["per_layer"], found["other"]) == (layers, each[:layers], given["other"])
-    assert found.get("layer_types") == (None if kinds is None else kinds[:layers])
-
-
-def test_factors_of_rotary_frequencies_are_as_many_as_the_small_heads_have() -> None:
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": (2.0,) * 48, "factor": 4.0}
-    found = vars(shrunk(Config(rope_parameters=rope)))["rope_parameters"]
-    assert found == {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": (2.0,) * 8, "factor": 4.0}
 
 
 def test_a_model_whose_numbers_are_not_finite_is_not_packed() -> None:

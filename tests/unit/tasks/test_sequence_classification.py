@@ -21,6 +21,7 @@ from finray.models.quantized import QuantizedLinear
 from finray.models.sharded import materialize
 from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import tiny
+from tests.support.adapted import save_classifier
 
 pytestmark = pytest.mark.long
 
@@ -233,23 +234,7 @@ def test_a_quantized_body_keeps_its_head(base: tuple[str, ModelConfig]) -> None:
 
 
 def save(model: Any, folder: Path, config: ModelConfig, tokenizer: Any) -> None:
-    """As a run saves: weights and settings by the layout, and the notes beside them."""
-    import json
-
-    from safetensors.torch import save_file
-
-    from finray.config.adapter_files import NOTES
-    from finray.models.saved_layout import SavedLayout
-
-    layout = SavedLayout(model)
-    folder.mkdir()
-    whole = {name: tensor.detach().contiguous() for name, tensor in layout.tensors().items()}
-    save_file(layout.in_file(whole), folder / f"{layout.stem}.safetensors", metadata={"format": "pt"})
-    layout.save_settings(folder)
-    tokenizer.save_pretrained(str(folder))
-    notes = {"base_model": config.name, "rows": "labelled", "task": config.task, "problem": "single_label"}
-    notes |= {"auto_class": "AutoModelForSequenceClassification", "labels": list(NAMES)}
-    (folder / NOTES).write_text(json.dumps(notes), encoding="utf-8")
+    save_classifier(model, folder, config, tokenizer, problem="single_label", labels=list(NAMES))
 
 
 @pytest.mark.parametrize("how", ["merged", "adapter", "whole"])
