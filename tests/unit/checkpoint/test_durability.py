@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from finray.checkpoint import CheckpointStore, directory_name, manifest
+from finray.checkpoint import CheckpointStore, directory_name
 from finray.checkpoint.store import fsync
 from finray.errors import CheckpointError
-from finray.files import replace_text
-from tests.support import damaged
 
 
 def fill(folder: Path) -> None:
@@ -65,24 +63,6 @@ def test_durable_means_fsync_of_files_and_directories(tmp_path: Path, monkeypatc
     assert synced == [str(tmp_path / "a"), str(tmp_path)]
     assert len(list(Path("/proc/self/fd").iterdir())) == before
     assert CheckpointStore(tmp_path)._sync is fsync
-
-
-def test_several_ranks_fill_one_directory(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    scratch = store.begin(1)
-
-    def of_rank(rank: int) -> Callable[[Path], None]:
-        def fill(folder: Path) -> None:
-            (folder / "state").mkdir()
-            (folder / "state" / f"rank-{rank}").write_bytes(b"x" * rank)
-
-        return fill
-
-    entries = [entry for rank in (1, 2) for entry in store.fill(scratch, 1, of_rank(rank))]
-    target = store.commit(scratch, 1, entries, metrics={"loss": 0.5})
-    content = manifest.verify(target)
-    assert [(one["path"], one["bytes"]) for one in content["files"]] == [("state/rank-1", 1), ("state/rank-2", 2)]
-    assert (content["step"], content["metrics"]) == (1, {"loss": 0.5})
 
 
 def test_a_step_that_comes_again_replaces_the_directory_and_leaves_no_rest(tmp_path: Path) -> None:
@@ -202,25 +182,6 @@ def test_checkpoints_that_were_passed_over_are_set_aside_only_where_that_is_aske
     assert [path.name.rpartition("-")[0] for path in tmp_path.glob("damaged-*")] == ["damaged-checkpoint-000003"]
 
 
-def test_a_checkpoint_is_chosen_by_who_verifies_it(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2, 3):
-        write(store, step)
-    asked: list[int] = []
-
-    def verify(step: int) -> manifest.Content:
-        asked.append(step)
-        if step != 1:
-            raise CheckpointError("not for us")
-        return manifest.read(store.path_of(step))
-
-    found = store.latest(verify=verify)
-    assert found is not None
-    assert (found.path, found.step) == (tmp_path / "checkpoint-000001", 1)
-    assert found.files == ("a.bin", "b.bin", "deep/c.bin")
-    assert asked == [3, 2, 1]
-
-
 def test_all_that_are_damaged_are_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
@@ -231,12 +192,3 @@ def test_all_that_are_damaged_are_named(tmp_path: Path) -> None:
     assert "--fresh" in str(caught.value)
     for step in (1, 2):
         assert f"{directory_name(step)}/a.bin" in str(caught.value)
-
-
-def test_a_text_for_which_there_is_no_space_leaves_no_rest(tmp_path: Path) -> None:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    replace_text(folder / "note", "one")
-    with damaged.files_up_to(4), pytest.raises(OSError, match="large"):
-        replace_text(folder / "note", "two, and more")
-    assert [(item.name, item.read_text()) for item in folder.iterdir()] == [("note", "one")]

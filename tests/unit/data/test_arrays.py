@@ -48,17 +48,6 @@ def test_rows_are_those_of_json_wherever_the_window_ends(
             assert one.message == f"the row is a {type(row).__name__}, not an object with columns"
 
 
-@pytest.mark.parametrize("limit", [20, 21, 22])
-def test_a_row_of_more_bytes_than_are_allowed_is_a_bad_row_and_the_next_is_read(tmp_path: Path, limit: int) -> None:
-    row = json.dumps({"a": "é" * 6}, ensure_ascii=False)
-    assert len(row.encode()) == 21
-    file = tmp_path / "rows.json"
-    file.write_text(f"[{row}, {row[:-3]}{row[-2:]}]", encoding="utf-8")
-    first, second = read_array(ByteRange(str(file), "array"), Reading(max_row_bytes=limit))
-    assert isinstance(first, DataError) == (limit < 21)
-    assert second == {"a": "é" * 5}
-
-
 @pytest.mark.parametrize(
     ("rest", "is_refused"), [("", False), (" \n\t\r ", False), ("x", True), (" " * 90 + "]", True)]
 )

@@ -53,10 +53,6 @@ def refused(row: dict[str, Any], **choice: Any) -> str:
 ALPACA = {"instruction": "name a river", "input": "in Peru", "output": "the Marañón"}
 
 
-def test_alpaca_with_a_chat_template_is_a_conversation() -> None:
-    assert said(example(ALPACA)) == [("user", "name a river\nin Peru"), ("assistant", "the Marañón")]
-
-
 @pytest.mark.parametrize("given", ["", None])
 def test_alpaca_without_input(given: str | None) -> None:
     row = {**ALPACA, "input": given}
@@ -94,11 +90,6 @@ def test_the_prompt_of_alpaca_with_a_system_message_and_earlier_turns() -> None:
     wanted = "be brief\n\n### Instruction:\na river?\n\n### Response:\nthe Chari\n\n"
     wanted += "### Instruction:\nname a river\n\n### Input:\nin Peru\n\n### Response:\n"
     assert example(row, chat=False) == Completion(wanted, "the Marañón")
-
-
-@pytest.mark.parametrize("history", ["abc", 5, [["one"]], ["ab"], [["a", "b", "c"]], [["a", None]], [["a", 1]]])
-def test_a_history_that_is_none_is_named(history: Any) -> None:
-    assert "`history` must be a list of [question, answer] pairs" in refused({**ALPACA, "history": history})
 
 
 def test_a_column_that_the_first_row_leaves_out_counts_in_the_others(preparing: Preparing, put: Write) -> None:
@@ -190,20 +181,9 @@ def test_several_calls_in_a_row_are_one_turn() -> None:
     assert len(chat.messages[1].extra["tool_calls"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [("[{", "`tools` is not JSON"), ('{"name": "x"}', "list of functions"), (5, "list of functions")],
-)
-def test_tools_that_are_none_are_named(tools: Any, message: str) -> None:
-    assert message in refused({"conversations": SHAREGPT[:2], "tools": tools})
-    for nothing in (None, "", "[]", []):
-        assert example({"conversations": SHAREGPT[:2], "tools": nothing}).tools == ()
-
-
-@pytest.mark.parametrize("value", ["depth(Ob)", None, "5", '{"arguments": {}}', '[{"name": 5}]'])
-def test_a_call_that_is_none_is_named_with_its_turn(value: str | None) -> None:
-    turns = [SHAREGPT[0], {"from": "function_call", "value": value}]
-    assert "conversations[1]" in refused({"conversations": turns})
+@pytest.mark.parametrize("nothing", [None, "", "[]", []])
+def test_no_tools_are_none(nothing: Any) -> None:
+    assert example({"conversations": SHAREGPT[:2], "tools": nothing}).tools == ()
 
 
 @pytest.mark.parametrize(
@@ -281,19 +261,6 @@ def test_a_prompt_of_messages_is_not_learned() -> None:
     chat = example({"prompt": [user, answer, user], "completion": [answer]})
     assert chat.prompt_messages == 3
     assert "where the prompt ends" in refused({"prompt": [user, answer], "completion": [answer]})
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ({"role": "user"}, r"messages[0] has no text"),
-        ({"content": "x"}, r"messages[0] must be an object"),
-        ({"role": "user", "content": "x", "train": "no"}, "messages[0].train must be true or false"),
-        ({"role": "user", "content": {"a": 1}}, "holds dict"),
-    ],
-)
-def test_a_message_that_is_none_is_named(message: dict[str, Any], reason: str) -> None:
-    assert reason in refused({"messages": [message]})
 
 
 # --- which format, which columns ------------------------------------------------------------------------------------
@@ -450,16 +417,48 @@ def test_a_column_without_a_name_is_no_field() -> None:
     assert said(example({"": "0", "instruction": "a", "output": "b"})) == [("user", "a"), ("assistant", "b")]
 
 
-@pytest.mark.parametrize(
-    ("row", "mapping"),
-    [
-        ({"question": "a", "answer": "b"}, {"prompt": "question", "completion": "answr"}),
-        ({"instruction": "a", "output": "b", "context": "c"}, {"input": "contxt"}),
-        ({"text": "a", "question": "b"}, {"prompt": "question"}),
-    ],
-)
-def test_a_mapping_that_comes_to_nothing_is_an_error(row: dict[str, Any], mapping: dict[str, str]) -> None:
-    refused(row, field_mapping=mapping)
+def turned(value: Any) -> dict[str, Any]:
+    return {"conversations": [SHAREGPT[0], {"from": "function_call", "value": value}]}
+
+
+def filling(**row: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {**row, "o": "x"}, {"input_template": "{a}", "output_template": "{o}"}
+
+
+def mapped(row: dict[str, Any], **mapping: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return row, {"field_mapping": mapping}
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(
+        ({**ALPACA, "history": history}, {}, "`history` must be a list of [question, answer] pairs")
+        for history in ("abc", 5, [["one"]], ["ab"], [["a", "b", "c"]], [["a", None]], [["a", 1]])
+    ),
+    ({"conversations": SHAREGPT[:2], "tools": "[{"}, {}, "`tools` is not JSON"),
+    *(({"conversations": SHAREGPT[:2], "tools": odd}, {}, "list of functions") for odd in ('{"name": "x"}', 5)),
+    # A call that is none is named with its turn.
+    *((turned(odd), {}, "conversations[1]") for odd in ("depth(Ob)", None, "5", '{"arguments": {}}', '[{"name": 5}]')),
+    ({"messages": [{"role": "user"}]}, {}, "messages[0] has no text"),
+    ({"messages": [{"content": "x"}]}, {}, "messages[0] must be an object"),
+    ({"messages": [{**USER, "train": "no"}]}, {}, "messages[0].train must be true or false"),
+    ({"messages": [{"role": "user", "content": {"a": 1}}]}, {}, "holds dict"),
+    (*filling(a=None), "`a` is null"),
+    (*filling(b=1), "`a` is missing"),
+    (*filling(a=[1]), "`a` holds list, which is not text"),
+    (*filling(a={"b": 1}), "`a` holds dict"),
+    (*filling(a=b"caf\xc3\xa9"), "`a` holds bytes, which is not text"),
+    # Mappings that come to nothing.
+    (*mapped({"question": "a", "answer": "b"}, prompt="question", completion="answr"), "answr"),
+    (*mapped({"instruction": "a", "output": "b", "context": "c"}, input="contxt"), "contxt"),
+    (*mapped({"text": "a", "question": "b"}, prompt="question"), "prompt"),
+]
+
+
+@pytest.mark.parametrize(("row", "choice", "said"), REFUSED)
+def test_a_row_that_is_none_of_its_format_is_refused_with_what_is_odd(
+    row: dict[str, Any], choice: dict[str, Any], said: str
+) -> None:
+    assert said in refused(row, **choice)
 
 
 # --- templates ------------------------------------------------------------------------------------------------------
@@ -519,24 +518,6 @@ def test_a_named_format_wins_over_templates() -> None:
 
 def test_a_template_is_not_filled_twice() -> None:
     assert filled({"a": "{o}\\n", "o": "secret"}, "{a}") == "{o}\\n"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"a": None}, "`a` is null"),
-        ({"b": 1}, "`a` is missing"),
-        ({"a": [1]}, "`a` holds list, which is not text"),
-        ({"a": {"b": 1}}, "`a` holds dict"),
-        ({"a": b"caf\xc3\xa9"}, "`a` holds bytes, which is not text"),
-    ],
-)
-def test_what_a_template_cannot_be_filled_with(row: dict[str, Any], message: str) -> None:
-    assert message in refused({**row, "o": "x"}, input_template="{a}", output_template="{o}")
-
-
-def test_a_template_may_take_nested_columns_by_another_name() -> None:
-    assert filled({"d": {"q": "a"}, "o": "x"}, "{question}?", question="d.q") == "a?"
 
 
 @pytest.mark.parametrize("name", ["passage (en)", "Answer/1", "Answer/1.text", "the question?"])

@@ -17,31 +17,6 @@ from tests.support import tiny
 from tests.support.examples import examples
 from tests.support.talk import mask_of, rows_of
 
-# Shapes of families' templates, with the special tokens of the test tokenizer.
-TEMPLATES = {
-    "chatml": tiny.CHATML,
-    # Llama 3: header, blank line, trimmed content.
-    "trimmed": (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
-    ),
-    # Gemma: the system message is folded into the first user turn, and the assistant has another name.
-    "folded": (
-        "{% if messages[0]['role'] == 'system' %}{% set s = messages[0]['content'] + '\n\n' %}"
-        "{% set ms = messages[1:] %}"
-        "{% else %}{% set s = '' %}{% set ms = messages %}{% endif %}"
-        "{% for m in ms %}<|im_start|>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-        "{{ s if loop.first else '' }}{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
-    ),
-    # SmolLM2: a default system message of the template's own.
-    "default system": (
-        "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
-        "be kind<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-}
-
 
 def make(
     tokenizer: Any, *, train_on: str = "completion", max_length: int = 512, on_too_long: str = "truncate"
@@ -73,20 +48,8 @@ def with_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return use
 
 
-@pytest.fixture(params=sorted(TEMPLATES))
-def templated(request: pytest.FixtureRequest, with_template: Callable[[str], Any]) -> Any:
-    return with_template(TEMPLATES[request.param])
-
-
 def conversation(*turns: tuple[str, str]) -> Chat:
     return Chat(tuple(Message(role, content) for role, content in turns))
-
-
-def test_answers_and_their_end_of_turn_are_learned(templated: Any) -> None:
-    chat = conversation(
-        ("system", "be small"), ("user", "what is"), ("assistant", "a dog"), ("user", "why"), ("assistant", "no")
-    )
-    assert learned_text(templated, chat) == "a dog<|im_end|>|no<|im_end|>"
 
 
 def test_an_end_of_turn_that_begins_with_another_special_token_is_learned_whole() -> None:
@@ -181,18 +144,6 @@ def test_prompts_that_end_in_white_space_are_served_as_they_are_trained_however_
                 assert mask_of(row)[len(served)] == 1
                 assert not any(mask_of(row)[: len(served)])
         assert len(encoder._tails) <= 4
-
-
-def test_a_token_across_the_border_is_split_there(tokenizer: Any) -> None:
-    """`the` + ` dog`: tokenized whole, the space belongs to the dog; served, it belongs to the prompt."""
-    whole = tokenizer("the dog", add_special_tokens=False)["input_ids"]
-    (row,) = rows_of(make(tokenizer), Completion("the ", "dog"))
-    served = tokenizer("the ", add_special_tokens=False)["input_ids"]
-    assert row.ids[: len(served)] == served
-    assert row.ids[:-1] != whole
-    assert (
-        tokenizer.decode([token for token, mask in zip(row.ids, mask_of(row), strict=True) if mask]) == "dog<|im_end|>"
-    )
 
 
 @settings(deadline=None, max_examples=examples(60))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.config.resolved import Steps
-from finray.data.sampling.order import Order, derive_key, micro_batches, mix, permutation, total_steps
-from tests.support.examples import examples
+from finray.data.sampling.order import Order, derive_key, mix, permutation, total_steps
 
 
 def reference_splitmix(value: int) -> int:
@@ -37,25 +36,6 @@ def test_order_is_pinned() -> None:
 def test_every_epoch_holds_every_item_once(count: int, seed: int, epoch: int) -> None:
     order = Order(count, seed=seed)
     assert sorted(order.batch(epoch * count, count)) == list(range(count))
-
-
-@settings(max_examples=examples(50))
-@given(
-    count=st.integers(1, 60),
-    seed=st.integers(0, 1000),
-    size=st.integers(1, 16),
-    micro=st.integers(1, 8),
-    world=st.integers(1, 5),
-    position=st.integers(0, 200),
-)
-def test_ranks_cover_the_step_whatever_the_world_size(
-    count: int, seed: int, size: int, micro: int, world: int, position: int
-) -> None:
-    batch = Order(count, seed=seed).batch(position, size)
-    shares = [micro_batches(batch, micro_batch_size=micro, rank=rank, world_size=world) for rank in range(world)]
-    pieces = sorted((piece for share in shares for piece in share), key=lambda piece: piece.index)
-    assert [item for piece in pieces for item in piece.items] == batch
-    assert [piece.index for piece in pieces] == list(range(len(pieces)))
 
 
 @given(st.integers(1, 50), st.integers(0, 100), st.integers(1, 9), st.integers(0, 30))

@@ -167,24 +167,6 @@ def test_files_of_each_kind_in_pieces_of_any_size(
         assert [row.number for row in rows] == [at + 1 for _, at in wanted[low:high]]
 
 
-def test_a_source_of_many_bytes_has_no_more_parts_than_can_be_kept(put: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 10)
-    monkeypatch.setattr(pieces, "MOST_PARTS", 8)
-    source = resolve(str(put("a.jsonl", lines([{"text": f"{at}"} for at in range(300)]))), split="train")
-    parts = plan_parts(source, Reading())
-    assert 4 <= len(parts) <= 8
-    found = [row["text"] for part in parts for piece in part for _, row in read_piece(piece, source, Reading())]  # type: ignore[index]
-    assert found == [f"{at}" for at in range(300)]
-
-
-def test_small_files_share_a_part(tmp_path: Path) -> None:
-    for at in range(40):
-        (tmp_path / f"{at:02d}.txt").write_text(f"text {at}")
-    source = resolve(str(tmp_path), split="train")
-    (part,) = plan_parts(source, Reading())
-    assert len(part) == 40
-
-
 def test_a_line_without_end_is_not_read_again_for_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large file of a single line would be read once from every piece to its end."""
     path = tmp_path / "rows.jsonl"

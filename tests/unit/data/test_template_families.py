@@ -155,33 +155,24 @@ def with_system(name: str, *messages: Message) -> tuple[Message, ...]:
     return ((system("be small\nand kind"),) if WRITTEN[name].system else ()) + messages
 
 
-@pytest.mark.parametrize("train_on", TRAIN_ON)
 @pytest.mark.parametrize("name", NAMES)
-def test_several_turns(name: str, train_on: str) -> None:
+def test_several_turns(name: str) -> None:
     turns = (user("what"), assistant("a dog"), user("a dog"), assistant("a cat"), user("why"), assistant("no"))
-    for messages in (turns, with_system(name, *turns)):
-        check(name, messages, train_on=train_on)
-        check(name, messages, train_on=train_on, prompt_messages=len(messages) - 3)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_answer_may_forbid_learning(name: str) -> None:
-    turns = [user("what"), assistant("a dog", train=False), user("why"), assistant("no")]
     for train_on in TRAIN_ON:
-        check(name, turns, train_on=train_on)
+        for messages in (turns, with_system(name, *turns)):
+            check(name, messages, train_on=train_on)
+            check(name, messages, train_on=train_on, prompt_messages=len(messages) - 3)
+        # An answer may forbid learning.
+        forbidden = [user("what"), assistant("a dog", train=False), user("why"), assistant("no")]
+        check(name, forbidden, train_on=train_on)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_white_space_around_messages(name: str) -> None:
+def test_white_space_around_messages_and_special_tokens_in_a_question(name: str) -> None:
+    """A server renders such a question just the same; the answer is still all that is learned."""
     check(name, [user("  what \n"), assistant("a dog  \n"), user(" why"), assistant("no\t")])
     check(name, [user("  what \n"), assistant("  a dog  \n")])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_in_the_question(name: str) -> None:
-    """A server renders them just the same; the answer is still all that is learned."""
-    eos = families.FAMILIES[name].eos
-    opening = WRITTEN[name].opening
+    eos, opening = families.FAMILIES[name].eos, WRITTEN[name].opening
     check(name, [user(f"one{eos}\n{opening}two{eos}"), assistant("three"), user("why"), assistant("no")])
 
 
@@ -193,22 +184,18 @@ def test_a_conversation_that_ends_with_a_question() -> None:
 # Tools
 
 WITH_TOOLS = [name for name in NAMES if WRITTEN[name].tools]
-PARALLEL = [name for name in WITH_TOOLS if name != "llama-3.1"]
 
 
-@pytest.mark.parametrize("train_on", TRAIN_ON)
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_a_call_and_its_result(name: str, train_on: str) -> None:
+def test_calls_and_their_results(name: str) -> None:
     turns = [user("how deep"), calling("blue"), result("4"), assistant("four metres")]
-    check(name, turns, TOOLS, train_on=train_on)
-    check(name, turns, train_on=train_on)
-    check(name, with_system(name, *turns), TOOLS, train_on=train_on)
-
-
-@pytest.mark.parametrize("name", PARALLEL)
-def test_calls_side_by_side(name: str) -> None:
-    turns = [user("how deep"), calling("blue", "green"), result("4"), result("5", 1), assistant("four and five")]
-    check(name, turns, TOOLS)
+    for train_on in TRAIN_ON:
+        check(name, turns, TOOLS, train_on=train_on)
+        check(name, turns, train_on=train_on)
+        check(name, with_system(name, *turns), TOOLS, train_on=train_on)
+    if name != "llama-3.1":
+        both = [user("how deep"), calling("blue", "green"), result("4"), result("5", 1), assistant("four and five")]
+        check(name, both, TOOLS)
 
 
 @pytest.mark.parametrize("name", ["qwen-2.5", "qwen-3"])
@@ -414,8 +401,11 @@ MUTATIONS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
 HARMLESS = {"the header of an answer is learned": {"mistral-v0.3", "mistral-small"}}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mutation", sorted(MUTATIONS))
+# Each mistake in a third of the families, and each family with a third of the mistakes.
+@pytest.mark.parametrize(
+    ("mutation", "name"),
+    [(mutation, name) for at, mutation in enumerate(sorted(MUTATIONS)) for name in NAMES[at % 3 :: 3]],
+)
 def test_a_wrong_mask_is_seen(mutation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, changed, options = MUTATIONS[mutation]
     call = {"messages": TURNS, **options}

@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from finray.config.schema import ModelConfig
 from finray.errors import ConfigError, DataError
-from finray.evaluation.artifacts import find_artifact
 from finray.evaluation.engines import Sampling
 from finray.evaluation.generate import generate_text
-from finray.evaluation.labels import label_texts
 from finray.evaluation.prompts import Prompt
-from finray.pretrained.tokenizers import load_tokenizer
 from finray.runtime.serve import serve
 from finray.serving.answering import Exchange
 from finray.serving.errors import ApiError
@@ -66,10 +62,8 @@ def told(answer: Any) -> str:
     [
         ("chat/completions", {**ASK, "model": "none"}, 404, "`none` does not exist; there are: one, base"),
         ("completions", {"model": "none", "prompt": "a"}, 404, "there are: one, base"),
-        ("completions", {"model": "one", "prompt": []}, 400, "prompt is empty"),
         ("completions", {"model": "one", "prompt": [1, 9999]}, 400, "token ids must be from 0"),
         ("completions", {"model": "one", "prompt": "cat " * 3000}, 400, "together may have 512"),
-        ("chat/completions", {**ASK, "model": "one", "messages": []}, 400, "messages"),
         ("chat/completions", {**ASK, "model": "one", "messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
         ("chat/completions", {**ASK, "model": "one", "messages": [{"role": "user"}]}, 400, "no text"),
         ("chat/completions", {**ASK, "model": "one", "top_logprobs": 2}, 400, "logprobs"),
@@ -258,14 +252,6 @@ def test_a_stream_says_what_the_whole_answer_says(client: TestClient, n: int) ->
     assert whole["usage"]["completion_tokens"] == sum(tokens)
 
 
-@pytest.mark.parametrize(("name", "param"), [("a b", "name"), ("ab", "path")])
-def test_an_adapter_that_cannot_be_added_is_refused_with_the_field_in_question(
-    client: TestClient, folder: Path, name: str, param: str
-) -> None:
-    answer = client.post("/v1/adapters", json={"name": name, "path": str(folder / "none")})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 def test_base_is_no_name_of_an_adapter_where_the_model_has_another(folder: Path) -> None:
     settings = ServeSettings(str(folder / "base"), dtype="fp32", name="mine", adapters_from=(str(folder),))
     for client in serving(settings):
@@ -293,37 +279,6 @@ def test_adapters_come_and_go_by_either_name_of_the_paths(client: TestClient, fo
     assert client.delete("/v1/adapters/two").status_code == 404
     assert client.delete("/v1/adapters/one").status_code == 403
     assert client.get("/v1/models/two").status_code == 404
-
-
-def test_a_classifier_gives_labels_with_their_probabilities(
-    classifier_run: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs.run_alone(classifier_run({"train.max_steps": 2}), tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoint-000002"
-    texts = ["the cat sleeps", "a tree by the river", "bread"]
-    monkeypatch.setattr("finray.evaluation.artifacts.cpu_has_bf16", lambda: False)
-    right = label_texts(find_artifact(folder), [Prompt(text) for text in texts], Sampling()).rows()
-    tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
-    for client in serving(ServeSettings(str(folder), dtype="fp32", name="kinds")):
-        found = client.post("/v1/classify", json={"model": "kinds", "input": texts}).json()
-        for one, other in zip(found["data"], right, strict=True):
-            assert one["label"] == other["label"]
-            assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
-        assert found["usage"]["prompt_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in texts)
-        pair = client.post("/v1/classify", json={"model": "kinds", "input": [["one", "two"]]})
-        assert len(pair.json()["data"]) == 1
-        for wrong, status in (
-            ({"model": "x", "input": "a"}, 404),
-            ({"model": "kinds", "input": []}, 400),
-            ({"model": "kinds", "input": 3}, 400),
-            ({"model": "kinds", "input": "cat " * 900}, 400),
-        ):
-            answer = client.post("/v1/classify", json=wrong)
-            assert answer.status_code == status
-            told(answer)
-        refused = client.post("/v1/chat/completions", json={**ASK, "model": "kinds"})
-        assert refused.status_code == 404
-        assert "/v1/classify" in told(refused)
 
 
 def test_a_classifier_with_a_full_queue_says_so_and_goes_on(
