@@ -107,6 +107,12 @@ FAMILIES: dict[str, Family] = {
     "chatml": _CHATML,
     "chatml-markers": _CHATML,
     "zephyr": Family(eos="</s>", bos="<s>", words="sentencepiece"),
+    "glm-4.5": Family(
+        eos="<|endoftext|>",
+        special=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        plain=("<think>", "</think>", *_TOOL_TAGS, "<tool_response>", "</tool_response>"),
+        words="newer",
+    ),
     "deepseek-r1": Family(
         eos="<｜end▁of▁sentence｜>",
         bos="<｜begin▁of▁sentence｜>",

@@ -67,6 +67,8 @@ class TokenScan:
         # Ids of the tokens that end learned spans, and of special tokens inside them, to how often.
         self.ends: Counter[int] = Counter()
         self.inside: Counter[int] = Counter()
+        # Special tokens that stand behind a span without an end.
+        self.behind: Counter[int] = Counter()
         # Spans that end with none of the end tokens: though the row had room, or because it is full.
         self.open, self.cut = Tally(), Tally()
         self.doubled_bos, self.no_bos, self.unknown, self.inside_rows = Tally(), Tally(), Tally(), Tally()
@@ -126,6 +128,8 @@ class TokenScan:
         full = (last + 1 == stops[within]) & (lengths[within] >= self._max_length)
         self.cut.add(rows, owner[last][~ended & full])
         self.open.add(rows, owner[last][~ended & ~full])
+        following = last[~ended & (last + 1 < stops[within])] + 1
+        self.behind.update(ids[following[np.isin(ids[following], list(self._tokens.special))]].tolist())
         if not self._whole:
             special = np.isin(ids, list(self._tokens.special)) & learned
             special[at[ended]] = False
@@ -146,6 +150,9 @@ class TokenScan:
         with_bos = f"every row begins with {bos} once" if tokens.puts_bos else f"no row begins with {bos} twice"
         unk = "" if self.unk is None else tokens.name(self.unk)
         none, open_ends = Tally(), ": the model does not learn to stop there"
+        if openers := [token for token, _ in self.behind.most_common() if token not in tokens.stops]:
+            named = ", ".join(f"{tokens.name(token)} ({token})" for token in openers)
+            open_ends += f". The next turn begins with {named}: add its id to eos_token_id in generation_config.json"
         return (
             _check(
                 "Learned text ends with an end token",

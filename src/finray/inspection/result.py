@@ -39,6 +39,7 @@ _COUNTERS: dict[str, tuple[Level, str]] = {
     "answers_rewritten": ("warning", "Answers rewritten"),
     "joined_words": ("warning", "Prompt and completion"),
     "calls_left_out": ("warning", "Tool calls left out"),
+    "unpaired_tags": ("warning", "Tags of reasoning"),
     "special_in_prompts": ("warning", "Special tokens in prompts"),
     "doubled_eos": ("problem", "End token twice"),
     "unwanted_answers": ("warning", "Unwanted answers"),

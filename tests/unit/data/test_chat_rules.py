@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from finray.data.formats.examples import Chat, Message
 from finray.data.formats.messages import messages_of
+from finray.data.tokenize.chat import ChatRenderer
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
@@ -24,9 +26,10 @@ def encode(
     tools: Tools = (),
     train_on: str = "assistant",
     tool_format: str = "plain",
+    stops: Sequence[str] = (),
     **arguments: Any,
 ) -> Any:
-    """What becomes of a conversation: rows and notes."""
+    """What becomes of a conversation: rows and notes. ``stops`` are tokens of the model's generation settings."""
     tokenizer = Tokenizer(
         families.tokenizer(name),
         train_on=train_on,  # type: ignore[arg-type]
@@ -34,6 +37,7 @@ def encode(
         on_too_long="error",
         template_arguments=arguments or None,
         tool_format=tool_format,
+        stops=families.tokenizer(name).convert_tokens_to_ids(list(stops)),
     )
     (encoded,) = tokenizer.encode([Chat(tuple(messages), tuple(tools))])
     return encoded
@@ -58,8 +62,130 @@ def test_a_generation_prompt_that_opens_reasoning_is_refused() -> None:
         encode("deepseek-r1", *TURN)
     assert "<think>" in str(caught.value)
     assert "a dog" in str(caught.value)
-    with pytest.raises(DataError, match="training and serving differ"):
-        encode("deepseek-r1", user("what"), assistant("<think>\nit barks\n</think>\n\na dog"))
+    assert "reasoning_content" in str(caught.value.repair)
+
+
+# Templates whose generation prompt opens reasoning: DeepSeek's, which leaves reasoning out; Qwen 3's of the thinking
+# models, the same with Seed's tags, and one that knows an opening tag only; and one that writes answers as they are.
+_QWEN_3 = families.template("qwen-3")
+_THINKING = (
+    _QWEN_3[: _QWEN_3.index("{%- if add_generation_prompt")]
+    + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
+)
+OPENING = {
+    "deepseek-r1": families.template("deepseek-r1"),
+    "qwen-3": _THINKING,
+    "qwen-3, seed": _THINKING.replace("think>", "seed:think>"),
+    "qwen-3, opening tag": _THINKING.replace("elif '</think>' in content", "elif '<think>' in content"),
+    "qwen-3, verbatim": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n[THINK]\n{% endif %}",
+}
+OTHER_TAGS = {"qwen-3, seed": "<seed:think>", "qwen-3, verbatim": "[THINK]"}
+THOUGHT = "it barks\nat the house"
+
+
+def check_continued(form: str) -> None:
+    """Reasoning in each form, as the last answer and as an earlier one, continues what plain Transformers renders."""
+    name, opening = form.split(",")[0], OTHER_TAGS.get(form, "<think>")
+    closing = opening[0] + "/" + opening[1:]
+    tokenizer = families.tokenizer(name)
+    served = tokenizer.apply_chat_template([{"role": "user", "content": "what"}], add_generation_prompt=True)
+    served = list(served["input_ids"])
+    assert tokenizer.decode(served).endswith(f"{opening}\n")
+    written, end = f"{THOUGHT}\n{closing}\n\na dog", tokenizer.eos_token
+    for answer in (
+        assistant("a dog", reasoning_content=THOUGHT),
+        assistant("a dog", thinking=THOUGHT),
+        assistant(f"{opening}\n{written}"),
+        assistant(written),
+    ):
+        encoded = encode(name, user("what"), answer)
+        assert [row.ids[: len(served)] for row in encoded.rows] == [served]
+        assert learned_texts(name, encoded) == [written + end]
+        assert not encoded.notes
+        later = encode(name, user("what"), answer, user("why"), assistant("no", reasoning_content="so"))
+        assert sorted(learned_texts(name, later)) == sorted([written + end, f"so\n{closing}\n\nno{end}"])
+        assert later.notes <= {"split_conversations"}
+
+
+@pytest.mark.parametrize("form", OPENING)
+def test_an_answer_continues_the_reasoning_that_its_prompt_opens(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    with_template(monkeypatch, form.split(",")[0], OPENING[form])
+    check_continued(form)
+
+
+@pytest.mark.parametrize("form", ["deepseek-r1", "qwen-3, opening tag", "qwen-3, verbatim"])
+def test_reasoning_that_is_taken_as_it_was_given_is_seen(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """As before there were forms: `</think>` twice, or an error."""
+    with_template(monkeypatch, form.split(",")[0], OPENING[form])
+    monkeypatch.setattr(ChatRenderer, "_upto", lambda self, chat, index, prompt, text: self._apply(chat, index + 1))
+    with pytest.raises((AssertionError, DataError)):
+        check_continued(form)
+
+
+@pytest.mark.parametrize(
+    ("form", "content", "is_odd"),
+    [
+        ("qwen-3", "<think>\nit bar", True),
+        ("qwen-3", "a dog", False),
+        ("qwen-3, verbatim", "[THINK]\n[THINK]\nit barks\n[/THINK]\n\na dog", True),
+        ("qwen-3, verbatim", "[THINK]\nit bar", True),
+        ("qwen-3, verbatim", "[THINK]\n[/THINK]\n\na dog", False),
+        ("deepseek-r1", "<think>\nit bar", True),
+    ],
+)
+def test_tags_that_do_not_pair_are_counted(
+    monkeypatch: pytest.MonkeyPatch, form: str, content: str, is_odd: bool
+) -> None:
+    name = form.split(",")[0]
+    with_template(monkeypatch, name, OPENING[form])
+    assert encode(name, user("what"), assistant(content)).notes == ({"unpaired_tags"} if is_odd else set())
+
+
+def test_a_closing_tag_where_nothing_is_open() -> None:
+    """Qwen 3 itself writes the other one; SmolLM3 does not."""
+    bare = assistant("it barks</think>a dog")
+    assert learned_texts("qwen-3", encode("qwen-3", user("what"), bare)) == [
+        "<think>\nit barks\n</think>\n\na dog<|im_end|>"
+    ]
+    assert encode("smollm3", user("what"), bare).notes == {"unpaired_tags"}
+    assert not encode("smollm3", user("what"), assistant("<think>it barks</think>a dog")).notes
+
+
+# Templates in which the token that begins the next turn ends an answer
+
+GLM_STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
+EMPTY = "\n<think></think>\n"
+
+
+def test_the_token_that_begins_the_next_turn_is_learned_where_a_server_stops_at_it() -> None:
+    turns = (*TURN, user("how deep"), calling("blue"), result("nine"), assistant("four"))
+    call = f"{EMPTY}<tool_call>depth\n<arg_key>river</arg_key>\n<arg_value>blue</arg_value>\n</tool_call>"
+    encoded = encode("glm-4.5", *turns, stops=GLM_STOPS)
+    said = [f"{EMPTY}a dog<|user|>", f"{call}<|observation|>", f"{EMPTY}four<|user|>"]
+    assert learned_texts("glm-4.5", encoded) == said
+    assert not encoded.notes
+    tokenizer, (row,) = families.tokenizer("glm-4.5"), encoded.rows
+    told = [message.whole() for message in turns]
+    assert tokenizer.decode(row.ids) == tokenizer.apply_chat_template(told, tokenize=False) + "<|user|>"
+    for count in (2, 4):
+        shorter = encode("glm-4.5", *turns[:count], stops=GLM_STOPS)
+        assert learned_texts("glm-4.5", shorter) == said[: count // 2]
+    assert encode("glm-4.5", *turns, stops=GLM_STOPS, train_on="all").rows[0].ids == row.ids
+    # An earlier answer, in a row of its own, because the template leaves its reasoning out later.
+    thought = encode("glm-4.5", user("what"), assistant("a dog", reasoning_content="r"), *turns[2:], stops=GLM_STOPS)
+    assert learned_texts("glm-4.5", thought)[-1] == "\n<think>r</think>\na dog<|user|>"
+
+
+def test_a_token_at_which_no_server_stops_is_not_learned() -> None:
+    turns = (*TURN, user("why"), assistant("no"))
+    for stops in ((), ("<|observation|>",)):
+        encoded = encode("glm-4.5", *turns, stops=stops)
+        assert learned_texts("glm-4.5", encoded) == [f"{EMPTY}a dog", f"{EMPTY}no<|endoftext|>"]
+        assert encoded.notes == {"open_answers"}
+    # A token of its own ends a turn: nothing is learned behind it.
+    encoded = encode("chatml", *turns, stops=("<|im_start|>", "<|im_end|>"))
+    assert learned_texts("chatml", encoded) == ["a dog<|im_end|>", "no<|im_end|>"]
 
 
 def test_a_conversation_without_the_system_message_that_is_served_is_refused() -> None:

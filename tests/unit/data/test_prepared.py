@@ -129,6 +129,10 @@ def test_the_name_is_that_of_all_that_shapes_the_rows_and_of_nothing_else(
     names = [name(change) for change in ({}, *templates, *SHAPING)]
     assert len(set(names)) == len(names)
     assert {name(change) for change in NOT_SHAPING} == {names[0]}
+    # The tokens at which a server stops end what is learned.
+    for stops in (5, [5, 7]):
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}), encoding="utf-8")
+        names.append(name({}))
     for file in (source, model / "tokenizer.json", model / "chat_template.jinja"):
         file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
         names.append(name({}))

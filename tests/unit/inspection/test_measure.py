@@ -146,6 +146,13 @@ def test_every_answer_without_its_end_is_a_problem(tokenizer: Any) -> None:
     joined = ListRows([(first[0] + second[0], first[1] + second[1])])
     check = _check(inspect_rows(tokenizer, {"train": joined}).checks, name)
     assert (check.count, check.of) == (1, 2)
+    assert "generation_config.json" not in check.finding
+    # What begins the next turn is named, if it is a special token at which no server stops.
+    check = _check(
+        inspect_rows(tokenizer, {"train": ListRows([(second[0] + first[0], second[1] + first[1])])}).checks, name
+    )
+    opener = tokenizer.decode(first[0][:1])
+    assert f"The next turn begins with {opener} ({first[0][0]}): add its id to eos_token_id" in check.finding
 
 
 def test_white_space_behind_the_end_is_no_open_end(tokenizer: Any) -> None:

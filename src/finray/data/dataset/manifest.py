@@ -61,6 +61,7 @@ class RowCounts:
     doubled_bos: int = 0
     doubled_eos: int = 0
     partly_learned: int = 0
+    unpaired_tags: int = 0
 
     def counts(self) -> dict[str, int]:
         """By name."""

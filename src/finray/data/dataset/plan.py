@@ -28,7 +28,7 @@ from finray.data.sources.resolve import Source, held_out_by_name, listed, resolv
 from finray.data.storage import Digests, file_suffix
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
-from finray.pretrained.tokenizers import load_tokenizer, tokenizer_files
+from finray.pretrained.tokenizers import generation_stops, load_tokenizer, tokenizer_files
 
 FORMAT_VERSION = 2
 # Size of a record batch of tokens; only the last in a file has fewer.
@@ -69,9 +69,9 @@ class PrepareSettings:
     """The settings of a config that change tokens, besides sources and tokenizer."""
 
     data: DataConfig
+    model: ModelConfig
     reading: Reading
     chunk_overlap: int
-    template_arguments: Mapping[str, Any]
     labels: LabelRules | None = None
 
     @classmethod
@@ -80,7 +80,7 @@ class PrepareSettings:
         prepare = config.prepare
         reading = Reading(max_row_bytes=prepare.max_row_bytes, text_rows=prepare.text_rows)
         labels = LabelRules.of(config)
-        return cls(config.data, reading, prepare.chunk_overlap, config.model.chat_template_arguments, labels)
+        return cls(config.data, config.model, reading, prepare.chunk_overlap, labels)
 
     def encoder(self, tokenizer: Any) -> Tokenizer:
         """The tokenizer with the config's settings."""
@@ -91,8 +91,9 @@ class PrepareSettings:
             max_length=data.max_length,
             on_too_long=data.on_too_long,
             chunk_overlap=self.chunk_overlap,
-            template_arguments=self.template_arguments,
+            template_arguments=self.model.chat_template_arguments,
             tool_format=data.tool_format,
+            stops=generation_stops(self.model),
         )
 
 
@@ -211,6 +212,9 @@ def shaped_by(settings: PrepareSettings, streams: list[Stream], *, tokenizer: st
         digests: cache of file digests.
     """
     data = settings.data
+    # How answers end, and how they continue a prompt that has opened their reasoning, changed with 3.
+    stops = sorted(generation_stops(settings.model)) if settings.labels is None else []
+    read: dict[str, Any] = {"reading": 3 if settings.labels is None else 2, **({"stops": stops} if stops else {})}
     described = []
     for stream in streams:
         source = stream.source
@@ -231,7 +235,7 @@ def shaped_by(settings: PrepareSettings, streams: list[Stream], *, tokenizer: st
                 **({"nulls": "left out"} if of_table else {}),
                 # What is read of a row changed: flags of turns, optional columns by row, null beside calls. Texts and
                 # templates read what they did.
-                **({} if stream.choice.format == "text" or stream.choice.input_template else {"reading": 2}),
+                **({} if stream.choice.format == "text" or stream.choice.input_template else read),
             }
         )
     return {
@@ -241,7 +245,7 @@ def shaped_by(settings: PrepareSettings, streams: list[Stream], *, tokenizer: st
         # The manifest is not protected: store only the digest of a secret.
         "template_arguments": {
             name: _sha256(value)[:24] if is_secret_name(name) else value
-            for name, value in sorted(settings.template_arguments.items())
+            for name, value in sorted(settings.model.chat_template_arguments.items())
         },
         "train_on": data.train_on,
         "max_length": data.max_length,

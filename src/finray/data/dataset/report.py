@@ -26,7 +26,10 @@ COUNTERS: dict[str, str] = {
     "joined_words": "have no white space between prompt and completion, which are joined as they are",
     "tools_as_text": "have tools or tool calls written as text, as data.tool_format says: the chat template knows none",
     "calls_left_out": "have tool calls of which the chat template leaves out a name or an argument",
-    "open_answers": "have an answer that no end-of-turn token closes: the model does not learn to stop there",
+    "open_answers": "have an answer that no end-of-turn token closes: the model does not learn to stop there; if a "
+    "special token begins the next turn, add its id to eos_token_id in generation_config.json: then that is learned",
+    "unpaired_tags": "have an answer with a tag of its reasoning, such as <think>, that is doubled, or that nothing "
+    "opens or closes: write one pair around the reasoning, or the reasoning as `reasoning_content`",
     "doubled_bos": "begin with the BOS token twice: the text has one, and another was added",
     "doubled_eos": "have an end token twice in a row: the text has one, and another was added",
     "special_in_prompts": "have text in their prompt that the tokenizer reads as special tokens, which can end or "

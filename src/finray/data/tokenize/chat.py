@@ -6,6 +6,9 @@ continues exactly what is served, for any template, with or without generation m
 
 Templates that rewrite history (Qwen 3 strips the reasoning of earlier turns) render an earlier answer differently from
 how it was generated. Such an answer gets a separate row, in which it is the last turn.
+
+A prompt may open a block of reasoning, which the answer then continues: ``reasoning.py`` has the forms of such answers.
+Where no token ends a turn, the one that begins the next turn is learned if a server stops at it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from finray import compat
 from finray.data.formats.examples import Arguments, Chat, Message
 from finray.data.formats.messages import FLAGS
 from finray.data.tokenize.outline import Outlines
+from finray.data.tokenize.reasoning import KEYS as REASONING
+from finray.data.tokenize.reasoning import Tags, reasoning_of, without_reasoning
 from finray.data.tokenize.tools import TOOL_FORMATS
 from finray.errors import DataError, FinrayError
 from finray.limits import TEMPLATE_S, cut, within
@@ -31,7 +36,6 @@ Span = tuple[int, int]
 # Templates that print today's date would give different tokens tomorrow.
 RENDER_DATE = (2024, 7, 26)
 _DATE_CODES = ("%d", "%b", "%B", "%Y", "%m", "%y", "%a", "%A", "%j", "%H", "%M", "%S")
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARKER = "\ue000{}\ue001"
 # Other roles of a tool's results: OpenAI's before there were tools, and Llama's.
 _RESULT_ROLES = ("function", "ipython")
@@ -64,6 +68,7 @@ class ChatRenderer:
     Args:
         tokenizer: a Transformers tokenizer.
         special_tokens: tokens that may end a turn, as text.
+        stops: those at which a server ends an answer, whatever they mean to the template.
         arguments: variables given to the template.
         tool_format: format of tools if the template does not support them; see ``tools.py``.
 
@@ -76,6 +81,7 @@ class ChatRenderer:
         tokenizer: Any,
         *,
         special_tokens: Iterable[str],
+        stops: Iterable[str] = (),
         arguments: Mapping[str, Any] | None = None,
         tool_format: str = "plain",
     ) -> None:
@@ -100,6 +106,9 @@ class ChatRenderer:
         self._outlines: Outlines | None = None
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(arguments or {})}
         self._any_special = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
+        self._stop = re.compile(rf"\s*(?:{'|'.join(map(re.escape, sorted(stops, key=len, reverse=True))) or '(?!)'})")
+        self._openers: dict[bool, str] = {}
+        self._tags = Tags.of(source)
 
     def render(
         self,
@@ -127,6 +136,13 @@ class ChatRenderer:
         # Their turns may be learned here, which `train: true` says of a turn that is no answer.
         notes -= {f"unread:messages[].{name}" for name in FLAGS}
         self._check_all_is_rendered(chat, text, notes)
+        last = len(chat.messages) - 1
+        if last and chat.messages[last].role == "assistant" and chat.messages[last].train:
+            if self._tags is not None:
+                text = self._upto(chat, last, self._prompt(chat, last), text)
+                _note_read(chat.messages[last], text, notes)
+            if not self.ends_turn(text) and (opener := self._opener(chat.messages[last])):
+                text = text.rstrip() + opener
         forbidden = [
             span
             for index, message in enumerate(chat.messages)
@@ -165,16 +181,25 @@ class ChatRenderer:
         self._check_all_is_rendered(chat, text, notes)
         together: list[tuple[Span, bool]] = []
         apart: list[Rendered] = []
-        for index in sorted(places[place] for place in learned):
+        answers = sorted(places[place] for place in learned)
+        if self._tags is not None and answers[-1:] == [len(chat.messages) - 1]:
+            # If that changes what precedes the last answer, earlier ones get rows of their own.
+            text = self._upto(chat, answers[-1], self._prompt(chat, answers[-1]), text)
+        for index in answers:
             message, row_text, answer = chat.messages[index], text, self._find(chat, index, text)
             if answer is not None:
+                row_text, answer = self._closed(chat, index, text, answer)
+                text = row_text
                 together += self._learned(message, index, answer, text)
             else:
                 # A separate row: the conversation up to the answer, of which only the answer is trained on.
-                prompt, row_text = self._prompt(chat, index), self._apply(chat, index + 1)
+                prompt = self._prompt(chat, index)
+                row_text = self._upto(chat, index, prompt, text)
                 answer = self._span(prompt, row_text, row_text)
                 if answer is None:
-                    raise _mismatch(prompt, row_text, has_system=chat.messages[0].role == "system")
+                    has_system = chat.messages[0].role == "system"
+                    raise _mismatch(prompt, row_text, has_system=has_system, tags=self._tags)
+                row_text, answer = self._closed(chat, index, row_text, answer)
                 parts = self._learned(message, index, answer, row_text)
                 apart.append(Rendered(row_text, tuple(span for span, _ in parts), tuple(ended for _, ended in parts)))
                 notes.add("split_conversations")
@@ -182,7 +207,7 @@ class ChatRenderer:
                 notes.add("partly_learned")
             if not answer[1] and row_text[answer[0][1] :].strip():
                 notes.add("open_answers")
-            self._check_answer(message, row_text[slice(*answer[0])], notes)
+            self._check_answer(message, row_text[: answer[0][0]], row_text[slice(*answer[0])], notes)
         whole = Rendered(text, tuple(span for span, _ in together), tuple(ended for _, ended in together))
         return [*([whole] if together or not apart else []), *apart], frozenset(notes)
 
@@ -193,8 +218,7 @@ class ChatRenderer:
         prompt = self._prompt(chat, index)
         if not text.startswith(prompt):
             return None
-        is_last = index == len(chat.messages) - 1
-        return self._span(prompt, text if is_last else self._apply(chat, index + 1), text)
+        return self._span(prompt, self._upto(chat, index, prompt, text), text)
 
     def _prompt(self, chat: Chat, index: int) -> str:
         if index == 0:
@@ -257,6 +281,10 @@ class ChatRenderer:
         stop = first.end() if first is not None else closing
         if last is not text and last[:stop] != text[:stop]:
             return None
+        if first is None:
+            # Nothing ends the turn, unless a server stops at what begins the next one.
+            first = self._stop.match(text, stop)
+            stop = first.end() if first is not None else stop
         return (len(prompt), stop), first is not None
 
     def _closing(self, text: str, start: int) -> int:
@@ -270,6 +298,74 @@ class ChatRenderer:
                 # Trailing white space belongs to the answer only if a token follows it.
                 return bare
             stop = bare - len(next(token for token in self._special if text.endswith(token, start, bare)))
+
+    def _upto(self, chat: Chat, index: int, prompt: str, text: str) -> str:
+        """The conversation up to an answer, of which ``prompt`` is served, and ``text`` is all.
+
+        The answer is as it was given; or, if its reasoning is not rendered so, in the first form in which it is,
+        between one pair of tags; or, if the template leaves reasoning out and the prompt opens it, written after the
+        prompt.
+        """
+        is_last = index == len(chat.messages) - 1
+        given = text if is_last else self._apply(chat, index + 1)
+        message, tags = chat.messages[index], self._tags
+        if tags is None or message.hidden:
+            return given
+        said = tags.said(message, prompt)
+        if said is None or tags.hold(said, prompt, given):
+            return given
+
+        def rendered(form: Message) -> str:
+            try:
+                return self._apply(replace(chat, messages=(*chat.messages[:index], form)))
+            except DataError as error:
+                if error.overdue:
+                    raise
+                return ""
+
+        for form in tags.forms(message, said, self._words):
+            if tags.hold(said, prompt, shown := rendered(form)):
+                return shown
+        if tags.are_open(prompt):
+            bare = replace(without_reasoning(message), content=_MARKER.format(0), is_null=False)
+            before, _, after = rendered(bare).partition(_MARKER.format(0))
+            if (continued := tags.continued(said, prompt, before)) is not None:
+                return continued + after
+        return given
+
+    def _closed(self, chat: Chat, index: int, text: str, answer: tuple[Span, bool]) -> tuple[str, tuple[Span, bool]]:
+        """The row of an answer that is its last, and the answer's span, both with the token that begins the next turn:
+        where no other ends it, and a server stops there."""
+        (start, stop), ended = answer
+        if ended or text[stop:].strip() or not (opener := self._opener(chat.messages[index])):
+            return text, answer
+        text = text[:stop] + opener
+        return text, ((start, len(text)), True)
+
+    def _opener(self, answer: Message) -> str:
+        """What the template writes between an answer and the next turn, up to a token at which a server stops; empty if
+        there is none. It is found by markers in the place of both contents."""
+        has_calls = bool(answer.extra.get("tool_calls"))
+        if has_calls not in self._openers:
+            asked, following = _MARKER.format(0), _MARKER.format(1)
+            call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+            result = Message("tool", following, extra={"name": "f", "tool_call_id": "call00000"})
+            turns = (
+                Message("user", "a"),
+                Message("assistant", asked, extra={"tool_calls": [call]} if has_calls else {}),
+                result if has_calls else Message("user", following),
+            )
+            try:
+                shown = self._apply(self._with_calls(Chat(turns))[0])
+            except DataError as error:
+                if error.overdue:
+                    raise
+                shown = ""
+            between = shown.partition(asked)[2].partition(following)[0]
+            # After calls, which stand between the two as well, the last one.
+            found = list(self._stop.finditer(between)) if has_calls else [self._stop.match(between)]
+            self._openers[has_calls] = found[-1][0] if found and found[-1] is not None else ""
+        return self._openers[has_calls]
 
     # --- rendering --------------------------------------------------------------------------------------------------
 
@@ -482,12 +578,16 @@ class ChatRenderer:
                 )
             notes.add("system_ignored")
 
-    def _check_answer(self, message: Message, learned: str, notes: set[str]) -> None:
+    def _check_answer(self, message: Message, prompt: str, learned: str, notes: set[str]) -> None:
+        if self._tags is not None:
+            learned = self._tags.whole(prompt, learned)
+            if not self._tags.are_paired(learned):
+                notes.add("unpaired_tags")
+            _note_read(message, learned, notes)
         if not message.content.strip() and "tool_calls" not in message.extra:
             notes.add("empty_answers")
-        reasoning = next((message.extra[name] for name in _REASONING if message.extra.get(name)), "")
         squeezed = ""
-        for part in (message.content, str(reasoning)):
+        for part in (message.content, reasoning_of(message)):
             if not _is_rendered(part, learned):
                 squeezed = squeezed or "".join(learned.split())
                 if "".join(part.split()) not in squeezed:
@@ -637,6 +737,12 @@ def guarded(what: str, *, repair: str) -> Iterator[None]:
         ) from None
 
 
+def _note_read(message: Message, learned: str, notes: set[str]) -> None:
+    """Take back that a message's reasoning is not read, where it is learned all the same."""
+    if (reasoning := reasoning_of(message)) and "".join(reasoning.split()) in "".join(learned.split()):
+        notes -= {f"unread:messages[].{name}" for name in REASONING if message.extra.get(name) == reasoning}
+
+
 def _is_rendered(content: str, text: str) -> bool:
     """Whether a message's content is in the rendering, verbatim or as JSON text."""
     content = content.strip()
@@ -650,14 +756,16 @@ def _dated(template: str) -> str:
     return f"{{%- macro strftime_now(pattern) -%}}{{{{ pattern{filters} }}}}{{%- endmacro -%}}{template}"
 
 
-def _mismatch(prompt: str, text: str, *, has_system: bool) -> DataError:
+def _mismatch(prompt: str, text: str, *, has_system: bool, tags: Tags | None) -> DataError:
     """The error that shows what is served and what is trained on, from their first difference."""
     same = next((at for at, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), len(text))
+    wants_reasoning = tags is not None and tags.are_open(prompt)
     return DataError(
         f"training and serving differ: the prompt that a server renders continues with {prompt[same : same + 40]!r}, "
         f"the conversation with {text[same : same + 40]!r}",
         where="model.chat_template",
         repair="set model.chat_template_arguments so that both agree (such as `enable_thinking: false`), or "
         "model.chat_template to a template whose generation prompt is the start of its answers"
-        + (", or remove the system message, which this template may not support" if has_system else ""),
+        + (", or remove the system message, which this template may not support" if has_system else "")
+        + (", or give the answer's reasoning, as `reasoning_content` or before one closing tag" * wants_reasoning),
     )

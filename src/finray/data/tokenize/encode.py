@@ -126,6 +126,7 @@ class Tokenizer:
         chunk_overlap: tokens of plain text that are repeated at the start of the next piece, as context.
         template_arguments: variables given to the chat template.
         tool_format: format of tools if the chat template does not support them.
+        stops: ids of tokens at which a server ends an answer, from the model's generation settings; EOS is another.
 
     Raises:
         DataError: the tokenizer has no Rust backend, or lacks a required end-of-sequence token.
@@ -141,6 +142,7 @@ class Tokenizer:
         chunk_overlap: int = 0,
         template_arguments: Mapping[str, Any] | None = None,
         tool_format: str = "plain",
+        stops: Collection[int] = (),
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -161,6 +163,7 @@ class Tokenizer:
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self._names = {number: str(added[number].content) for number in self._special_ids}
+        self._stops = [self._names[number] for number in {*stops, tokenizer.eos_token_id} if number in self._names]
         self._special_texts = sorted(str(added[number].content) for number in self._special_ids)
         # The first characters tell most texts apart in a fraction of the time of the expression.
         self._begins = tuple({text[0] for text in self._special_texts if text})
@@ -192,6 +195,7 @@ class Tokenizer:
         return ChatRenderer(
             self._tokenizer,
             special_tokens=self._special_texts,
+            stops=self._stops,
             arguments=self._template_arguments,
             tool_format=self._tool_format,
         )
