@@ -115,9 +115,7 @@ class TokenScan:
         # The token that ends each span, in front of trailing white space.
         at = last.copy()
         for _ in range(_TRAILING):
-            candidates = [token for token in np.unique(ids[at]).tolist() if token not in self._tokens.special]
-            spaces = [token for token in candidates if self._decode([token], skip_special_tokens=False).isspace()]
-            white = np.isin(ids[at], spaces) & (at > 0) & learned[at - 1] & (owner[at - 1] == owner[at])
+            white = self._are_space(ids[at]) & (at > 0) & learned[at - 1] & (owner[at - 1] == owner[at])
             if not white.any():
                 break
             at = np.where(white, at - 1, at)
@@ -128,13 +126,21 @@ class TokenScan:
         full = (last + 1 == stops[within]) & (lengths[within] >= self._max_length)
         self.cut.add(rows, owner[last][~ended & full])
         self.open.add(rows, owner[last][~ended & ~full])
-        following = last[~ended & (last + 1 < stops[within])] + 1
+        following, ends_at = last[~ended] + 1, stops[within][~ended]
+        for _ in range(_TRAILING):
+            following, ends_at = following[following < ends_at], ends_at[following < ends_at]
+            following = following + self._are_space(ids[following])
+        following = following[following < ends_at]
         self.behind.update(ids[following[np.isin(ids[following], list(self._tokens.special))]].tolist())
         if not self._whole:
             special = np.isin(ids, list(self._tokens.special)) & learned
             special[at[ended]] = False
             self.inside.update(ids[special].tolist())
             self.inside_rows.add(rows, np.unique(owner[special]))
+
+    def _are_space(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        candidates = [token for token in np.unique(tokens).tolist() if token not in self._tokens.special]
+        return np.isin(tokens, [one for one in candidates if self._decode([one], skip_special_tokens=False).isspace()])
 
     def checks(self, *, kind: str) -> tuple[Check, ...]:
         """The results.

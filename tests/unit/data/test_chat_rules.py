@@ -72,15 +72,19 @@ _THINKING = (
     _QWEN_3[: _QWEN_3.index("{%- if add_generation_prompt")]
     + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"
 )
+_VERBATIM = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+)
 OPENING = {
     "deepseek-r1": families.template("deepseek-r1"),
     "qwen-3": _THINKING,
     "qwen-3, seed": _THINKING.replace("think>", "seed:think>"),
     "qwen-3, opening tag": _THINKING.replace("elif '</think>' in content", "elif '<think>' in content"),
-    "qwen-3, verbatim": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n[THINK]\n{% endif %}",
+    "qwen-3, verbatim": f"{_VERBATIM}<think>\n{{% endif %}}",
+    "qwen-3, brackets": f"{_VERBATIM}[THINK]\n{{% endif %}}{{# until [/THINK] #}}",
 }
-OTHER_TAGS = {"qwen-3, seed": "<seed:think>", "qwen-3, verbatim": "[THINK]"}
+OTHER_TAGS = {"qwen-3, seed": "<seed:think>", "qwen-3, brackets": "[THINK]"}
 THOUGHT = "it barks\nat the house"
 
 
@@ -128,9 +132,9 @@ def test_reasoning_that_is_taken_as_it_was_given_is_seen(monkeypatch: pytest.Mon
     [
         ("qwen-3", "<think>\nit bar", True),
         ("qwen-3", "a dog", False),
-        ("qwen-3, verbatim", "[THINK]\n[THINK]\nit barks\n[/THINK]\n\na dog", True),
-        ("qwen-3, verbatim", "[THINK]\nit bar", True),
-        ("qwen-3, verbatim", "[THINK]\n[/THINK]\n\na dog", False),
+        ("qwen-3, verbatim", "<think>\n<think>\nit barks\n</think>\n\na dog", True),
+        ("qwen-3, brackets", "[THINK]\nit bar", True),
+        ("qwen-3, brackets", "[THINK]\n[/THINK]\n\na dog", False),
         ("deepseek-r1", "<think>\nit bar", True),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from finray.config.load import build_config
 from finray.data.tokenize import chat
 from finray.errors import DataError
 from finray.inspection.inspect import generation_stops, inspect
+from finray.inspection.result import findings
 from finray.pretrained import tokenizers
 from tests.support import tiny
 
@@ -145,6 +147,29 @@ def test_plain_text_has_nothing_to_compare(tiny_model_dir: Path, tmp_path: Path)
     assert found.parity.holds
     ends = next(check for check in found.checks if check.name == "Learned text ends with an end token")
     assert ends.level == "ok"
+
+
+def test_what_begins_the_next_turn_ends_an_answer_if_the_generation_settings_say_so(
+    tiny_model_dir: Path, conversations: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    template = tiny.CHATML.replace("<|im_end|>", "")
+    opener = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    start = next(token["id"] for token in opener if token["content"] == "<|im_start|>")
+
+    def ends() -> Any:
+        found = inspect(_config(model, conversations, tmp_path, template=template), compared=None)
+        assert found.parity.holds
+        (check,) = (one for one in found.checks if one.name == "Learned text ends with an end token")
+        return check, {one.level for one in findings(found)} - {"ok", "note"}
+
+    check, levels = ends()
+    assert (check.level, check.count, levels) == ("problem", 39, {"problem"})
+    assert f"<|im_start|> ({start})" in check.finding
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, start]}), encoding="utf-8")
+    check, levels = ends()
+    assert (check.level, check.of, levels) == ("ok", 79, set())
+    assert check.finding.endswith("<|im_start|> (79)")
 
 
 def test_serving_stops_at_the_tokens_of_the_generation_settings(

@@ -138,7 +138,7 @@ class ChatRenderer:
         self._check_all_is_rendered(chat, text, notes)
         last = len(chat.messages) - 1
         if last and chat.messages[last].role == "assistant" and chat.messages[last].train:
-            if self._tags is not None:
+            if self._tags is not None and self._tags.are_in(chat.messages[last]):
                 text = self._upto(chat, last, self._prompt(chat, last), text)
                 _note_read(chat.messages[last], text, notes)
             if not self.ends_turn(text) and (opener := self._opener(chat.messages[last])):
@@ -182,7 +182,8 @@ class ChatRenderer:
         together: list[tuple[Span, bool]] = []
         apart: list[Rendered] = []
         answers = sorted(places[place] for place in learned)
-        if self._tags is not None and answers[-1:] == [len(chat.messages) - 1]:
+        is_last_learned = answers[-1:] == [len(chat.messages) - 1]
+        if is_last_learned and self._tags is not None and self._tags.are_in(chat.messages[-1]):
             # If that changes what precedes the last answer, earlier ones get rows of their own.
             text = self._upto(chat, answers[-1], self._prompt(chat, answers[-1]), text)
         for index in answers:

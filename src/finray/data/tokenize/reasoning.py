@@ -34,7 +34,13 @@ class Tags:
     def of(cls, source: str) -> Tags | None:
         """The pair in a template's source, or that of a single tag in it; None if it has none."""
         every = [cls(f"{begin}{name}{end}", f"{begin}/{name}{end}") for begin, name, end in _TAG.findall(source)]
-        return max(every, key=lambda tags: (tags.opening in source) + (tags.closing in source), default=None)
+        pairs = [tags for tags in every if tags.opening in source and tags.closing in source]
+        # In brackets alone stands also an index, as in `message[reasoning]`.
+        return next(iter([*pairs, *(tags for tags in every if tags.opening.startswith("<"))]), None)
+
+    def are_in(self, message: Message) -> bool:
+        """Whether an answer has one of the tags, or reasoning in a field."""
+        return self.opening in message.content or self.closing in message.content or bool(reasoning_of(message))
 
     def are_open(self, prompt: str) -> bool:
         """Whether a prompt ends inside the tags, so that an answer begins there."""
