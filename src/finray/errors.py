@@ -252,12 +252,8 @@ def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
 
 def did_you_mean_path(name: str | Path, *patterns: str) -> str:
-    """As :func:`did_you_mean`, with what lies beside a path that does not exist, written as the path is.
-
-    Args:
-        name: the path.
-        patterns: of the names that may be meant; none means all.
-    """
+    """As :func:`did_you_mean`, with what lies beside a path that does not exist, written as the path is; ``patterns``
+    are of the names that may be meant, and none means all."""
     path = Path(name)
 
     def likeness(other: Path) -> float:

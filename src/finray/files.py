@@ -52,29 +52,19 @@ _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """How files of one kind are read.
+    """How files of one kind are read."""
 
-    Attributes:
-        error: what is raised where one cannot be used; ``where`` is the file.
-        repair: what the user can do then.
-        limit: bytes that such a file has at most.
-        links: whether it may be a link to a file elsewhere: a file that the user names, or one of a model directory,
-            which people put together from links. Else it lies in its directory, as :func:`lies_in` sees it.
-    """
-
-    error: type[FinrayError]
-    repair: str | None = None
-    limit: int = 256 * 2**20
+    error: type[FinrayError]  # what is raised where one cannot be used; ``where`` is the file
+    repair: str | None = None  # what the user can do then
+    limit: int = 256 * 2**20  # bytes that such a file has at most
+    # Whether it may be a link to a file elsewhere: a file that the user names, or one of a model directory, which
+    # people put together from links. Else it lies in its directory, as :func:`lies_in` sees it.
     links: bool = False
 
     @contextmanager
     def reading(self, where: Path | str, *, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-        """Whatever goes wrong with a file inside the block becomes one error that names it.
-
-        Args:
-            where: the file.
-            also: errors of a library that reads it, beside those of Python.
-        """
+        """Whatever goes wrong with a file inside the block, also the errors ``also`` of a library that reads it,
+        becomes one error that names it."""
         try:
             yield
         except Exception as error:

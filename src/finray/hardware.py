@@ -19,11 +19,8 @@ def cpu_has_bf16() -> bool:
 
 
 def machine_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that processes here may have: the machine's, or less where a control group limits it.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+    """Bytes of memory that processes here may have: the machine's, or less where a control group limits it. ``root`` is
+    where ``proc`` and ``sys`` are."""
     limits = [int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))]
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -95,36 +95,23 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True)
 class TrainRecord:
-    """An optimizer step, or the steps since the record before.
-
-    Attributes:
-        epoch: passes over the data so far.
-        loss: mean per target.
-        grad_norm: before clipping; None where fp16 overflowed and the update was skipped.
-        tokens: seen since the run began, over all ranks.
-        supervised: targets since the record before.
-        samples_digest: equal for two steps exactly when they saw the same rows in the same order.
-        data_wait_s: seconds spent waiting for data.
-        seconds: training time since the run began.
-        skipped: updates skipped so far, with fp16.
-        samples: rows seen, with ``tracking.record_samples``.
-    """
+    """An optimizer step, or the steps since the record before."""
 
     step: int
-    epoch: float
-    loss: float
-    grad_norm: float | None
+    epoch: float  # passes over the data so far
+    loss: float  # mean per target
+    grad_norm: float | None  # before clipping; None where fp16 overflowed and the update was skipped
     lr: float
-    tokens: int
-    supervised: int
-    samples_digest: str
+    tokens: int  # seen since the run began, over all ranks
+    supervised: int  # targets since the record before
+    samples_digest: str  # equal for two steps exactly when they saw the same rows in the same order
     tokens_per_s: float
-    data_wait_s: float
+    data_wait_s: float  # seconds spent waiting for data
     peak_memory_bytes: int
-    seconds: float
+    seconds: float  # training time since the run began
     loss_scale: float | None = None
-    skipped: int | None = None
-    samples: tuple[int, ...] | None = None
+    skipped: int | None = None  # updates skipped so far, with fp16
+    samples: tuple[int, ...] | None = None  # rows seen, with ``tracking.record_samples``
 
     def json(self) -> dict[str, Any]:
         """The record as it is written; fields that a run does not have are left out."""
@@ -215,33 +202,23 @@ Record = TrainRecord | EvalRecord | EvalProgress | Note | RunHeader | PreparePro
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a finished run says of itself; ``summary.json`` in the run directory.
-
-    Attributes:
-        total_steps: more than ``step`` where the run stopped early.
-        supervised: targets learned from, over all ranks.
-        train_seconds: over all starts.
-        first_loss: of the first step of the last start, which is ``first_step``.
-        mean_loss: mean per target over all steps of the run; None where its records are gone.
-        best: best value of ``best_metric``, which chose the best checkpoint; None where nothing was evaluated.
-        phases: seconds by phase.
-        peak_memory_bytes: by rank.
-    """
+    """What a finished run says of itself; ``summary.json`` in the run directory."""
 
     step: int
-    total_steps: int
+    total_steps: int  # more than ``step`` where the run stopped early
     tokens: int
-    supervised: int
-    train_seconds: float
+    supervised: int  # targets learned from, over all ranks
+    train_seconds: float  # over all starts
     tokens_per_s: float
-    first_loss: float | None
+    first_loss: float | None  # of the first step of the last start, which is ``first_step``
     final_loss: float | None
     best_metric: str
+    # Best value of ``best_metric``, which chose the best checkpoint; None where nothing was evaluated.
     best: float | None
-    phases: Mapping[str, float] = field(default_factory=dict)
-    peak_memory_bytes: tuple[int, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds by phase
+    peak_memory_bytes: tuple[int, ...] = ()  # by rank
     first_step: int = 1
-    mean_loss: float | None = None
+    mean_loss: float | None = None  # mean per target over all steps of the run; None where its records are gone
 
     def json(self) -> dict[str, Any]:
         """The summary as it is written: the best value under ``best_<metric>``."""

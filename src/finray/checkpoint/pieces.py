@@ -25,21 +25,13 @@ _FILES = FileKind(CheckpointError)
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """Some rows of a tensor.
+    """Some rows of a tensor."""
 
-    Attributes:
-        name: of the whole tensor.
-        tensor: rows ``start`` to ``start + len(tensor)``; the whole tensor if it has no dimensions.
-        start: first row; if ``flat``, first element.
-        shape: of the whole tensor.
-        flat: whether ``tensor`` is 1-D and holds elements, which may end in the middle of a row.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    start: int
-    shape: tuple[int, ...]
-    flat: bool = False
+    name: str  # of the whole tensor
+    tensor: torch.Tensor  # rows ``start`` to ``start + len(tensor)``; the whole tensor if it has no dimensions
+    start: int  # first row; if ``flat``, first element
+    shape: tuple[int, ...]  # of the whole tensor
+    flat: bool = False  # whether ``tensor`` is 1-D and holds elements, which may end in the middle of a row
 
 
 def file_name(stem: str, *, rank: int, world_size: int) -> str:

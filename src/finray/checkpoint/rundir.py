@@ -80,15 +80,10 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run.
+    """Paths of a run."""
 
-    Attributes:
-        path: on this machine.
-        url: URL of which ``path`` is the local copy; None if the run is on this machine.
-    """
-
-    path: Path
-    url: str | None = None
+    path: Path  # on this machine
+    url: str | None = None  # URL of which ``path`` is the local copy; None if the run is on this machine
 
     def store(self, *, patient: bool = False) -> CheckpointStore:
         """Its checkpoints; ``patient`` as in :class:`~finray.checkpoint.objects.Objects`."""
@@ -269,11 +264,8 @@ class RunDir:
             return True
 
     def forget(self, *, whole: bool = False) -> None:
-        """Remove a run that has nothing but its config and logs, which stay; does nothing if it has more.
-
-        Args:
-            whole: remove whatever a start writes before its first step, and nothing else.
-        """
+        """Remove a run that has nothing but its config and logs, which stay; does nothing if it has more. ``whole``
+        removes whatever a start writes before its first step, and nothing else."""
         there = [one.name for one in self.path.iterdir()] if self.path.is_dir() else []
         behind = [] if self.url is None else Objects(self.url).files()
         names = {*there, *(one.partition("/")[0] for one in behind)} - {LOGS}
@@ -475,14 +467,9 @@ def saved_config(run: RunDir) -> Config:
 
 
 def trust_run(place: str | Path) -> list[str]:
-    """The user accepts what a run or a model names; says what that is, one line each.
-
-    Args:
-        place: a run, a directory or config in one, its URL, or a model directory or Hub id.
-
-    Raises:
-        FinrayError: there is no such run, or its config cannot be read.
-    """
+    """The user accepts what a run or a model names; says what that is, one line each. ``place`` is a run, a directory
+    or config in one, its URL, or a model directory or Hub id.
+    Raises FinrayError: there is no such run, or its config cannot be read."""
     path = Path(copies.local_copy(copies.named_run(place), weights=False)).expanduser()
     lines: list[str] = []
     if not path.exists():
@@ -556,12 +543,8 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
 
 
 def other_run(run: RunDir, *problems: str, shorter: bool) -> ConfigError:
-    """The error for a directory that holds a run with another configuration, with all ways to proceed.
-
-    Args:
-        problems: the fields that differ.
-        shorter: whether one of them would make the run shorter.
-    """
+    """The error for a directory that holds a run with another configuration, with all ways to proceed: ``problems`` are
+    the fields that differ, one of which may make the run ``shorter``."""
     repair = "set these fields back to continue it, choose another run.name, or start over with --fresh"
     if run.final.is_dir():
         is_adapter = saved_config(run).adapter.method != "none"

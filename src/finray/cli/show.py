@@ -49,19 +49,12 @@ TrustRun = Annotated[bool, typer.Option("--trust-run", help=TRUST_RUN.help)]
 
 @dataclass(slots=True)
 class Mode:
-    """The options that every command has.
+    """The options that every command has."""
 
-    Attributes:
-        json: standard output is one JSON document; everything else goes to standard error.
-        quiet: no progress and no notes, only results, warnings and errors.
-        verbose: what Ray and its workers print is shown.
-        written: the document is there; an error that follows it is a message only.
-    """
-
-    json: bool = False
-    quiet: bool = False
-    verbose: bool = False
-    written: bool = False
+    json: bool = False  # standard output is one JSON document; everything else goes to standard error
+    quiet: bool = False  # no progress and no notes, only results, warnings and errors
+    verbose: bool = False  # what Ray and its workers print is shown
+    written: bool = False  # the document is there; an error that follows it is a message only
 
 
 # What options may be: seeds are the largest.

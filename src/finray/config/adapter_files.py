@@ -75,12 +75,8 @@ class Notes(TypedDict, total=False):
 
 
 def matching_none(targets: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The entries of ``adapter.target_modules`` that match none of a model's modules; PEFT ignores them.
-
-    Args:
-        targets: a list of whole names, or of their endings.
-        names: names of the model's modules.
-    """
+    """The entries of ``adapter.target_modules``, whole names or their endings, that match none of a model's modules;
+    PEFT ignores them."""
     modules = tuple(names)
     return [target for target in targets if not any(name == target or name.endswith(f".{target}") for name in modules)]
 

@@ -156,21 +156,13 @@ def _sources(file: ForeignFile, *keys: str) -> list[Any]:
 
 @dataclass
 class ForeignData:
-    """Reads the datasets of one config.
+    """Reads the datasets of one config."""
 
-    Attributes:
-        raw: the config.
-        path: its file.
-        dataset_info: LLaMA-Factory's table of datasets, if it is not where the file says.
-        lose: called with a setting that is not carried over, the reason, and its value.
-        notes: what the user should check.
-    """
-
-    raw: Mapping[str, Any]
-    path: Path
-    dataset_info: Path | None
-    lose: Callable[[str, str, Any], None]
-    notes: list[str] = field(default_factory=list)
+    raw: Mapping[str, Any]  # the config
+    path: Path  # its file
+    dataset_info: Path | None  # LLaMA-Factory's table of datasets, if it is not where the file says
+    lose: Callable[[str, str, Any], None]  # called with a setting that is not carried over, the reason, and its value
+    notes: list[str] = field(default_factory=list)  # what the user should check
 
     def note(self, text: str) -> None:
         """Add a note once."""

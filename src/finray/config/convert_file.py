@@ -21,33 +21,19 @@ from finray.limits import cut
 
 @dataclass
 class ForeignFile:
-    """A config of LLaMA-Factory or Axolotl while it is read.
+    """A config of LLaMA-Factory or Axolotl while it is read."""
 
-    Attributes:
-        system: whose config it is.
-        raw: its keys and values.
-        lines: the line of each key.
-        path: the file.
-        workers: number of processes of the run, if it is known.
-        dataset_info: LLaMA-Factory's table of datasets, if it is not where the file says.
-        out: sections of finray that were read so far.
-        lost: lines that are not carried over.
-        notes: what the user should check.
-        origin: the key that a field came from.
-        used: keys that need no further reading.
-    """
-
-    system: str
-    raw: dict[str, Any]
-    lines: dict[str, int]
-    path: Path
-    workers: int | None
-    dataset_info: Path | None
-    out: dict[str, Any] = field(default_factory=dict)
-    lost: list[Lost] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    origin: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    system: str  # whose config it is
+    raw: dict[str, Any]  # its keys and values
+    lines: dict[str, int]  # the line of each key
+    path: Path  # the file
+    workers: int | None  # number of processes of the run, if it is known
+    dataset_info: Path | None  # LLaMA-Factory's table of datasets, if it is not where the file says
+    out: dict[str, Any] = field(default_factory=dict)  # sections of finray that were read so far
+    lost: list[Lost] = field(default_factory=list)  # lines that are not carried over
+    notes: list[str] = field(default_factory=list)  # what the user should check
+    origin: dict[str, str] = field(default_factory=dict)  # the key that a field came from
+    used: set[str] = field(default_factory=set)  # keys that need no further reading
 
     def get(self, *keys: str) -> Any:
         """The value of the first key that is set, else the system's default; marks all keys as used."""

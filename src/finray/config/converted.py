@@ -10,19 +10,12 @@ import yaml
 
 @dataclass(frozen=True)
 class Lost:
-    """A line that was not carried over.
+    """A line that was not carried over."""
 
-    Attributes:
-        line: number in the file, from 1; 0 for a default of the other system.
-        key: with its value, as it was.
-        why: the reason; empty for an unknown key.
-        near: the suggestion for an unknown key, from :func:`finray.errors.did_you_mean`.
-    """
-
-    line: int
-    key: str
-    why: str
-    near: str = ""
+    line: int  # number in the file, from 1; 0 for a default of the other system
+    key: str  # with its value, as it was
+    why: str  # the reason; empty for an unknown key
+    near: str = ""  # the suggestion for an unknown key, from :func:`finray.errors.did_you_mean`
 
     def __str__(self) -> str:
         where = f"line {self.line}, " if self.line else ""
@@ -31,19 +24,12 @@ class Lost:
 
 @dataclass
 class Converted:
-    """A converted file.
+    """A converted file."""
 
-    Attributes:
-        system: whose file it was.
-        plain: sections of finray.
-        lost: what was not carried over, by line.
-        notes: what the user should check.
-    """
-
-    system: str
-    plain: dict[str, Any]
-    lost: list[Lost] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    system: str  # whose file it was
+    plain: dict[str, Any]  # sections of finray
+    lost: list[Lost] = field(default_factory=list)  # what was not carried over, by line
+    notes: list[str] = field(default_factory=list)  # what the user should check
 
     @property
     def unknown(self) -> list[str]:

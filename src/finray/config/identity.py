@@ -45,12 +45,7 @@ LENGTH = ("train.epochs", "train.max_steps")
 
 def with_decisions(config: Config, resolved: Resolved | None) -> dict[str, dict[str, Any]]:
     """A config as plain types, with what its run decided in the place of what it leaves open: size of a step, epochs,
-    learning rate, classes. For comparing configs, and for people; whatever computes reads ``resolved``.
-
-    Args:
-        config: of the run.
-        resolved: None if nothing was decided yet.
-    """
+    learning rate, classes. For comparing configs, and for people; whatever computes reads ``resolved``."""
     plain = config.plain()
     if resolved is None:
         return plain

@@ -309,12 +309,8 @@ def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_yaml(path: Path, root: Path | None = None) -> dict[str, Any]:
-    """Read a YAML mapping; duplicate keys and syntax errors are reported with their line.
-
-    Args:
-        path: the file.
-        root: the directory that it must lie in; None for a file that the user names.
-    """
+    """Read a YAML mapping, a file that lies in ``root`` (None: the user names it); duplicate keys and syntax errors are
+    reported with their line."""
     data = parse_yaml(_text_of(path, root=root), name=str(path))
     if data is not None and not isinstance(data, dict):
         raise ConfigError(_NO_SECTIONS, where=str(path))
@@ -322,12 +318,8 @@ def read_yaml(path: Path, root: Path | None = None) -> dict[str, Any]:
 
 
 def read_yaml_lines(path: Path, *, repair: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """As :func:`read_yaml`, with the keys as written and the line of each.
-
-    Args:
-        path: the file.
-        repair: where there is none.
-    """
+    """As :func:`read_yaml`, with the keys as written and the line of each; ``repair`` is said where there is no
+    file."""
     text = _text_of(path, repair=repair)
     document: tuple[dict[str, Any], dict[str, int]] | None = _parsed(text, str(path), _Loader.get_lines)
     if document is None:

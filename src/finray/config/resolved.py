@@ -23,59 +23,37 @@ class Execution:
 
     Workers that decided for themselves could differ from each other, or from those of the start before. So nothing
     outside of ``planning/`` reads an ``auto`` of these.
-
-    Attributes:
-        precision: dtype of the forward and backward pass.
-        bits: bits of the stored weights of frozen linear layers; None for the dtype of ``precision``.
-        attention: Transformers' name of the attention over packed rows; None for the model's own.
-        packs: whether rows may share a forward pass.
-        strategy: as ``parallel.strategy``, never ``auto``.
-        use_gpu: whether each worker has a GPU.
-        liger: whether Liger's kernels are used.
-        weights: dtype in which weights that are trained are kept.
-        learning_rate: the peak of the schedule.
     """
 
-    precision: Precision
+    precision: Precision  # dtype of the forward and backward pass
+    # Bits of the stored weights of frozen linear layers; None for the dtype of ``precision``.
     bits: Literal[4, 8] | None
-    attention: str | None
-    packs: bool
-    strategy: str
-    use_gpu: bool
+    attention: str | None  # Transformers' name of the attention over packed rows; None for the model's own
+    packs: bool  # whether rows may share a forward pass
+    strategy: str  # as ``parallel.strategy``, never ``auto``
+    use_gpu: bool  # whether each worker has a GPU
     # Here and below: what runs had whose files are older than a field, where their configs did not say.
-    liger: bool = False
-    weights: Literal["fp32", "bf16"] = "fp32"
-    learning_rate: float = 2e-4
+    liger: bool = False  # whether Liger's kernels are used
+    weights: Literal["fp32", "bf16"] = "fp32"  # dtype in which weights that are trained are kept
+    learning_rate: float = 2e-4  # the peak of the schedule
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How the training rows form steps: decided once the data are prepared, by :func:`finray.data.dataset.run_data`.
+    """How the training rows form steps: decided once the data are prepared, by :func:`finray.data.dataset.run_data`."""
 
-    Attributes:
-        global_batch_size: packs (or rows) per optimizer step.
-        epochs: passes over the data, where ``train.max_steps`` is not set.
-        pack_length: tokens that a pack holds at most; None for ``data.max_length``.
-    """
-
-    global_batch_size: int = 8
-    epochs: float = 1.0
-    pack_length: int | None = None
+    global_batch_size: int = 8  # packs (or rows) per optimizer step
+    epochs: float = 1.0  # passes over the data, where ``train.max_steps`` is not set
+    pack_length: int | None = None  # tokens that a pack holds at most; None for ``data.max_length``
 
 
 @dataclass(frozen=True)
 class Resolved(Steps, Execution):
-    """All decisions that the config of a run may leave open, as its ``resolved.json`` has them.
+    """All decisions that the config of a run may leave open, as its ``resolved.json`` has them."""
 
-    Attributes:
-        problem: what a classifier predicts; None for another task.
-        labels: names of its classes, in the order of their ids; none in a regression.
-        class_weights: of these classes in the loss; none where all have the same.
-    """
-
-    problem: Problem | None = None
-    labels: tuple[str, ...] = ()
-    class_weights: tuple[float, ...] = ()
+    problem: Problem | None = None  # what a classifier predicts; None for another task
+    labels: tuple[str, ...] = ()  # names of its classes, in the order of their ids; none in a regression
+    class_weights: tuple[float, ...] = ()  # of these classes in the loss; none where all have the same
 
     @classmethod
     def of(
@@ -104,23 +82,15 @@ class PreparedRun:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Whether rows of a model may share a forward pass; :mod:`finray.models.packing_check` finds out.
+    """Whether rows of a model may share a forward pass; :mod:`finray.models.packing_check` finds out."""
 
-    Attributes:
-        safe: whether they may.
-        family: the architecture, as its configuration names it.
-        reason: why not, where they may not.
-        positions: most tokens of a row, where the model learned a vector for each position; None for no such limit.
-        hidden_size: width of the model; None where its configuration does not say.
-        lasting: False where the check failed for lack of memory or of a package, and another time may not.
-    """
-
-    safe: bool
-    family: str
-    reason: str = ""
+    safe: bool  # whether they may
+    family: str  # the architecture, as its configuration names it
+    reason: str = ""  # why not, where they may not
+    # Most tokens of a row, where the model learned a vector for each position; None for no such limit.
     positions: int | None = None
-    hidden_size: int | None = None
-    lasting: bool = True
+    hidden_size: int | None = None  # width of the model; None where its configuration does not say
+    lasting: bool = True  # False where the check failed for lack of memory or of a package, and another time may not
 
     @property
     def warning(self) -> str:

@@ -26,25 +26,19 @@ _LESS_IS_BETTER = {"loss", "perplexity", "error", "mse", "rmse", "mae"}
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """A task as the rooms that load no model see it.
+    """A task as the rooms that load no model see it."""
 
-    Attributes:
-        name: as ``model.task``.
-        rows: kinds of prepared rows that it learns from (``chat``, ``completion``, ``text``, ``labelled``).
-        auto_class: Transformers' class that loads its models.
-        peft_type: PEFT's ``TaskType``.
-        best: the metric that chooses the best checkpoint and stops a run early, and whether less or more is better;
-            what ``evaluation.metric`` names takes its place.
-        metrics: names of all metrics, with `*` for those of classes; None where only an evaluation tells.
-        reads_labels: whether ``data.format: auto`` is text with a label, and the model is made for the labels in it.
-    """
-
-    name: str
+    name: str  # as ``model.task``
+    # Kinds of prepared rows that it learns from (``chat``, ``completion``, ``text``, ``labelled``).
     rows: frozenset[str]
-    auto_class: str
-    peft_type: str
+    auto_class: str  # Transformers' class that loads its models
+    peft_type: str  # PEFT's ``TaskType``
+    # The metric that chooses the best checkpoint and stops a run early, and whether less or more is better; what
+    # ``evaluation.metric`` names takes its place.
     best: tuple[str, Mode]
+    # Whether ``data.format: auto`` is text with a label, and the model is made for the labels in it.
     reads_labels: bool = False
+    # Names of all metrics, with `*` for those of classes; None where only an evaluation tells.
     metrics: tuple[str, ...] | None = None
 
     @property

@@ -166,14 +166,9 @@ def export_model(
 
 
 def load_trained(path: str | Path) -> tuple[Any, Any]:
-    """Load a trained model for inference, on the GPU if there is one, and its tokenizer; an adapter is not merged.
-
-    Args:
-        path: a run, checkpoint or model directory.
-
-    Raises:
-        FinrayError: the model cannot be loaded.
-    """
+    """Load the model of a run, checkpoint or model directory for inference, on the GPU if there is one, and its
+    tokenizer; an adapter is not merged.
+    Raises FinrayError: the model cannot be loaded."""
     artifact = find_artifact(path)
     device = inference_device()
     model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)

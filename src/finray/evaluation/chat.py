@@ -24,25 +24,15 @@ def require_template(asking: Asking) -> None:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns with a model.
+    """Turns with a model."""
 
-    Attributes:
-        engine: of the model; the KV cache of earlier turns is reused.
-        asking: how the model is prompted.
-        sampling: sampling settings.
-        adapter: whether to apply the adapter; without it the base model answers.
-        system: system message; None means that of training.
-        messages: the turns so far.
-        forgotten: number of turns that the model no longer gets.
-    """
-
-    engine: Engine
-    asking: Asking
-    sampling: Sampling
-    adapter: bool = True
-    system: str | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    forgotten: int = 0
+    engine: Engine  # of the model; the KV cache of earlier turns is reused
+    asking: Asking  # how the model is prompted
+    sampling: Sampling  # sampling settings
+    adapter: bool = True  # whether to apply the adapter; without it the base model answers
+    system: str | None = None  # system message; None means that of training
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the turns so far
+    forgotten: int = 0  # number of turns that the model no longer gets
 
     def say(self, text: str, write: Callable[[str], None]) -> list[str]:
         """Answer a user's message.

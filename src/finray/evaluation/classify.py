@@ -28,15 +28,10 @@ TOKENS, _SCORED = 2048, 256
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """The prediction for one row.
+    """The prediction for one row."""
 
-    Attributes:
-        label: a class, several (those above a half), or a number.
-        probabilities: of each class, in the order of their ids; empty for regression.
-    """
-
-    label: Label
-    probabilities: tuple[float, ...] = ()
+    label: Label  # a class, several (those above a half), or a number
+    probabilities: tuple[float, ...] = ()  # of each class, in the order of their ids; empty for regression
 
 
 @dataclass(frozen=True, slots=True)

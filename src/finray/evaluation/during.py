@@ -29,12 +29,8 @@ from finray.training.task import Task
 
 
 class TrainingAnswers:
-    """Metrics of greedy answers at an evaluation; see :class:`finray.training.evaluator.AnswerMetrics`.
-
-    Args:
-        config: of the run.
-        precision: dtype of the forward pass of training.
-    """
+    """Metrics of greedy answers at an evaluation, in the precision of training; see
+    :class:`finray.training.evaluator.AnswerMetrics`."""
 
     def __init__(self, config: Config, precision: str) -> None:
         self._config = config

@@ -32,31 +32,22 @@ class Loss(SummedScore):
 
 @dataclass(slots=True)
 class Judged:
-    """Results of models on the rows; by model name, the evaluated one last.
+    """Results of models on the rows; by model name, the evaluated one last."""
 
-    Attributes:
-        totals: scores by name, in the order of display.
-        statistics: by model and score (N, K).
-        values: by model, scores that are not sums over rows.
-        prediction: a row and the answers to it, by index; None if there are no answers.
-        classes: of a classifier, by id.
-        confusion: by model, rows by their class and the predicted one, if each row has one class.
-        harness: by model, metrics of lm-eval tasks.
-        made_by: versions and settings that it depends on, besides models and data.
-        contrasts: by model and score, numbers of all rows (N, K) by which models are compared where the score is no sum
-            over rows.
-        counts: by model and score, how the checks of answers ended.
-    """
-
-    totals: dict[str, Score]
-    statistics: dict[str, dict[str, FloatArray]]
-    values: dict[str, dict[str, ScoreEstimate]]
+    totals: dict[str, Score]  # scores by name, in the order of display
+    statistics: dict[str, dict[str, FloatArray]]  # by model and score (N, K)
+    values: dict[str, dict[str, ScoreEstimate]]  # by model, scores that are not sums over rows
+    # A row and the answers to it, by index; None if there are no answers.
     prediction: Callable[[int], Prediction] | None = None
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # of a classifier, by id
+    # By model, rows by their class and the predicted one, if each row has one class.
     confusion: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    harness: dict[str, dict[str, TaskMetric]] = field(default_factory=dict)
+    harness: dict[str, dict[str, TaskMetric]] = field(default_factory=dict)  # by model, metrics of lm-eval tasks
+    # Versions and settings that it depends on, besides models and data.
     made_by: dict[str, Any] = field(default_factory=dict)
+    # By model and score, numbers of all rows (N, K) by which models are compared where the score is no sum over rows.
     contrasts: dict[str, dict[str, FloatArray]] = field(default_factory=dict)
+    # By model and score, how the checks of answers ended.
     counts: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
 
     def of_row(self, index: int) -> dict[str, dict[str, float]]:

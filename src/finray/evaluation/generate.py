@@ -27,19 +27,13 @@ from finray.results import AsIs, RowsResult, print_labelled
 
 @dataclass(frozen=True, slots=True)
 class Answers(RowsResult, Sequence[str]):
-    """A model's answers to prompts: a sequence of texts.
-
-    Attributes:
-        prompts: the prompts.
-        texts: the answers, in the same order, without special tokens.
-        base: the answers of the adapter's base model; empty if they were not asked for.
-    """
+    """A model's answers to prompts: a sequence of texts."""
 
     AS_IS: ClassVar[tuple[str, ...]] = ("answers",)
 
-    prompts: tuple[Prompt, ...]
-    texts: tuple[str, ...]
-    base: tuple[str, ...] = ()
+    prompts: tuple[Prompt, ...]  # the prompts
+    texts: tuple[str, ...]  # the answers, in the same order, without special tokens
+    base: tuple[str, ...] = ()  # the answers of the adapter's base model; empty if they were not asked for
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -76,22 +70,14 @@ class Answers(RowsResult, Sequence[str]):
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How a model is prompted: as it was trained.
+    """How a model is prompted: as it was trained."""
 
-    Attributes:
-        tokenizer: of the model.
-        raw: whether text is passed without the chat template.
-        system: system message for conversations that have none.
-        arguments: variables for the chat template.
-        tool_format: format of tools if the template does not support them.
-        form: of the prompts of training rows, for text that is passed without the chat template; None as it is.
-    """
-
-    tokenizer: Any
-    raw: bool
-    system: str | None
-    arguments: Mapping[str, Any] | None
-    tool_format: str
+    tokenizer: Any  # of the model
+    raw: bool  # whether text is passed without the chat template
+    system: str | None  # system message for conversations that have none
+    arguments: Mapping[str, Any] | None  # variables for the chat template
+    tool_format: str  # format of tools if the template does not support them
+    # Of the prompts of training rows, for text that is passed without the chat template; None as it is.
     form: str | None = None
 
     @classmethod

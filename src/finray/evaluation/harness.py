@@ -175,12 +175,7 @@ def _generated(
 
 
 class _Results:
-    """Results of requests by their content: known from before, or computed now.
-
-    Args:
-        results: that are known.
-        add: saves one there.
-    """
+    """Results of requests by their content: known from before, or computed now, and saved by ``add``."""
 
     def __init__(self, results: dict[int, Any], add: Callable[[int, Any], None]) -> None:
         self._known, self._add = results, add

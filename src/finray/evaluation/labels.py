@@ -49,19 +49,13 @@ class Pair(Prompt):
 
 @dataclass(frozen=True, slots=True)
 class TextLabels(RowsResult, Sequence[Any]):
-    """Labels of texts: a sequence of classes, tuples of classes, or numbers.
-
-    Attributes:
-        texts: the texts, one or two each.
-        names: of the classes.
-        predictions: the labels and the probabilities of the classes.
-    """
+    """Labels of texts: a sequence of classes, tuples of classes, or numbers."""
 
     AS_IS: ClassVar[tuple[str, ...]] = ("labels",)
 
-    texts: tuple[tuple[str, ...], ...]
-    names: tuple[str, ...]
-    predictions: tuple[Classification, ...]
+    texts: tuple[tuple[str, ...], ...]  # the texts, one or two each
+    names: tuple[str, ...]  # of the classes
+    predictions: tuple[Classification, ...]  # the labels and the probabilities of the classes
 
     def __getitem__(self, index: Any) -> Any:
         chosen = self.predictions[index]

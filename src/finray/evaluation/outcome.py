@@ -25,18 +25,13 @@ METRICS_FILE, PREDICTIONS_FILE = "metrics.json", "predictions.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ScoreEstimate:
-    """A score and its 95 % interval.
-
-    Attributes:
-        checks: counts how those of ``pass_at_k`` ended.
-        rows: number of rows that it is about, if not all.
-    """
+    """A score and its 95 % interval."""
 
     value: float
     interval: Interval
     is_share: bool = False
-    checks: dict[str, Any] = field(default_factory=dict)
-    rows: int | None = None
+    checks: dict[str, Any] = field(default_factory=dict)  # counts how those of ``pass_at_k`` ended
+    rows: int | None = None  # number of rows that it is about, if not all
 
     def json(self) -> dict[str, Any]:
         """As JSON types."""
@@ -127,21 +122,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How fast a part of an evaluation was computed in this call; what was kept from an earlier one does not count.
+    """How fast a part of an evaluation was computed in this call; what was kept from an earlier one does not count."""
 
-    Attributes:
-        model: name of the model.
-        part: ``loss``, ``answers``, ``choices`` or ``labels``.
-        rows: that were computed.
-        tokens: that were scored or generated; for ``labels``, those of the texts.
-        seconds: without loading the model.
-    """
-
-    model: str
-    part: str
-    rows: int
-    tokens: int
-    seconds: float
+    model: str  # name of the model
+    part: str  # ``loss``, ``answers``, ``choices`` or ``labels``
+    rows: int  # that were computed
+    tokens: int  # that were scored or generated; for ``labels``, those of the texts
+    seconds: float  # without loading the model
 
     def json(self) -> dict[str, Any]:
         """As JSON types."""

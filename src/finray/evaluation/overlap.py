@@ -93,16 +93,11 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Evaluated rows that are in the training data.
+    """Evaluated rows that are in the training data."""
 
-    Attributes:
-        equal: indices of rows that are training rows.
-        shared: indices of other rows that share a run of 13 words with one.
-        named: for the first of them: the row, the training row, and the share of its runs found there.
-    """
-
-    equal: tuple[int, ...]
-    shared: tuple[int, ...]
+    equal: tuple[int, ...]  # indices of rows that are training rows
+    shared: tuple[int, ...]  # indices of other rows that share a run of 13 words with one
+    # For the first of them: the row, the training row, and the share of its runs found there.
     named: tuple[tuple[str, str, float], ...]
 
     @property

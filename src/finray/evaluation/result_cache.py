@@ -70,13 +70,7 @@ class ResultCache:
     @contextmanager
     def writer(self, *, made_by: Mapping[str, str]) -> Iterator[Callable[[int, Any], None]]:
         """Yields a function that saves the result of a row; once it returns, the result survives the process.
-
-        Args:
-            made_by: the engine that computes them, with its version.
-
-        Raises:
-            FinrayError: they cannot be written.
-        """
+        ``made_by`` is the engine that computes them, with its version. Raises FinrayError: they cannot be written."""
         with self._writing():
             stream = appending(self._path)
             stream.truncate(self._whole)

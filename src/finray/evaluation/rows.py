@@ -109,11 +109,7 @@ class EvaluationRows:
         return replace(self, numbers=tuple(place[key] for key in keys))
 
     def columns(self, config: Config) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Index and source columns of each row; the source is read once.
-
-        Args:
-            config: that the dataset was prepared by.
-        """
+        """Index and source columns of each row; the source is read once."""
         source = SourceRows(config, has_chat_template=False)
         for index, value in (row for _, rows in self._sources(source) for row in rows):
             # A row that was prepared can be read.
@@ -122,11 +118,7 @@ class EvaluationRows:
 
     def texts(self, config: Config) -> dict[int, str]:
         """By index, the text of each labelled row as it stands in the source, which is read once; with its second text
-        in a line of its own. Rows that are not found again are missing.
-
-        Args:
-            config: that the dataset was prepared by.
-        """
+        in a line of its own. Rows that are not found again are missing."""
         texts: dict[int, str] = {}
         with suppress(FinrayError):
             source = SourceRows(config, has_chat_template=False)

@@ -43,23 +43,14 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Comparison of two models on the same rows.
+    """Comparison of two models on the same rows."""
 
-    Attributes:
-        difference: the second's score minus the first's.
-        interval: of the difference.
-        p: p-value: probability of a difference at least as large if the models are equally good.
-        method: the name of the test.
-        gained: rows that only the second gets right, for 0/1 scores.
-        lost: rows that only the first gets right.
-    """
-
-    difference: float
-    interval: Interval
-    p: float
-    method: str
-    gained: int | None = None
-    lost: int | None = None
+    difference: float  # the second's score minus the first's
+    interval: Interval  # of the difference
+    p: float  # p-value: probability of a difference at least as large if the models are equally good
+    method: str  # the name of the test
+    gained: int | None = None  # rows that only the second gets right, for 0/1 scores
+    lost: int | None = None  # rows that only the first gets right
 
 
 def is_right_or_wrong(statistics_NK: FloatArray) -> bool:

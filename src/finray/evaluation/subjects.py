@@ -99,31 +99,18 @@ def files_of(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """The input of a judge.
+    """The input of a judge."""
 
-    Attributes:
-        request: the request.
-        run: run of the evaluated model; None if it has none.
-        config: of the run, or for the model alone, with the request applied to ``evaluation``.
-        spec: of the task.
-        subjects: the models, the evaluated one last.
-        folder: for results; known to be writable.
-        progress: called with the progress of each part.
-        spread: creates an engine of several replicas, if requested.
-        notes: remarks for the reader, added along the way.
-        rates: how fast each part was computed, added along the way.
-    """
-
-    request: EvaluationRequest
-    run: RunDir | None
-    config: Config
-    spec: TaskSpec
-    subjects: tuple[Subject, ...]
-    folder: Path
-    progress: Progress
-    spread: Callable[..., Engine] | None = None
-    notes: list[str] = field(default_factory=list)
-    rates: list[Rate] = field(default_factory=list)
+    request: EvaluationRequest  # the request
+    run: RunDir | None  # run of the evaluated model; None if it has none
+    config: Config  # of the run, or for the model alone, with the request applied to ``evaluation``
+    spec: TaskSpec  # of the task
+    subjects: tuple[Subject, ...]  # the models, the evaluated one last
+    folder: Path  # for results; known to be writable
+    progress: Progress  # called with the progress of each part
+    spread: Callable[..., Engine] | None = None  # creates an engine of several replicas, if requested
+    notes: list[str] = field(default_factory=list)  # remarks for the reader, added along the way
+    rates: list[Rate] = field(default_factory=list)  # how fast each part was computed, added along the way
 
     @classmethod
     def of(

@@ -75,21 +75,13 @@ class DuplicateGroup:
 
 @dataclass(frozen=True, slots=True)
 class Duplicates:
-    """Exact duplicates.
+    """Exact duplicates."""
 
-    Attributes:
-        splits: one name (copies inside a split), or two (rows of the second that are also in the first).
-        rows: copies beyond the first of each text, or rows of the second split that the first has too.
-        groups: number of distinct texts among them.
-        of: rows that were compared (of the second split, if there are two).
-        examples: the largest groups.
-    """
-
-    splits: tuple[str, ...]
-    rows: int
-    groups: int
-    of: int
-    examples: tuple[DuplicateGroup, ...]
+    splits: tuple[str, ...]  # one name (copies inside a split), or two (rows of the second that are also in the first)
+    rows: int  # copies beyond the first of each text, or rows of the second split that the first has too
+    groups: int  # number of distinct texts among them
+    of: int  # rows that were compared (of the second split, if there are two)
+    examples: tuple[DuplicateGroup, ...]  # the largest groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,21 +39,13 @@ class ServedRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptDifference:
-    """One way in which prompts differ, with an example.
+    """One way in which prompts differ, with an example."""
 
-    Attributes:
-        count: answers that differ in this way.
-        where: source of the example.
-        turn: number of the answer's message, from 0.
-        position: number of the first token that differs, from 0.
-        stretches: both prompts, aligned at their common beginning and end.
-    """
-
-    count: int
-    where: str
-    turn: int
-    position: int
-    stretches: tuple[Stretch, ...]
+    count: int  # answers that differ in this way
+    where: str  # source of the example
+    turn: int  # number of the answer's message, from 0
+    position: int  # number of the first token that differs, from 0
+    stretches: tuple[Stretch, ...]  # both prompts, aligned at their common beginning and end
 
     def text(self, prompt: str) -> str:
         """The ``trained`` or the ``served`` prompt as text."""

@@ -55,12 +55,8 @@ def require_startable(config: Config) -> None:
 
 
 def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = refuse) -> list[FinrayError]:
-    """All problems that the quick checks find; paths in the config must be absolute.
-
-    Args:
-        config: the run's.
-        missing: as for :func:`check_extras`.
-    """
+    """All problems that the quick checks find; paths in the config must be absolute. ``missing``: see
+    :func:`check_extras`."""
     problems: list[FinrayError] = []
     for check in (
         check_extensions,
@@ -106,12 +102,8 @@ def check_task(config: Config) -> None:
 
 
 def not_a_writer(config: Config, settings: Mapping[str, Any]) -> ConfigError | None:
-    """The error of an encoder or a classifier that is to be trained as a language model; None for others.
-
-    Args:
-        config: the run's.
-        settings: of the model, as in its ``config.json``.
-    """
+    """The error of an encoder or a classifier, by its ``config.json``, that is to be trained as a language model; None
+    for others."""
     kind, architectures = str(settings.get("model_type")), settings.get("architectures")
     names = [str(architecture) for architecture in architectures] if isinstance(architectures, list) else []
     writes = "decoder" in kind or any(name.endswith(_HEADS_THAT_WRITE) for name in names)

@@ -18,15 +18,10 @@ UTILIZATION = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations per token.
+    """Operations per token."""
 
-    Attributes:
-        useful: forward and backward pass.
-        again: recomputation of activations.
-    """
-
-    useful: float
-    again: float
+    useful: float  # forward and backward pass
+    again: float  # recomputation of activations
 
     @property
     def total(self) -> float:
@@ -57,17 +52,11 @@ def flops_per_token(blueprint: Blueprint, *, row: int, learned: float, checkpoin
 
 @dataclass(frozen=True, slots=True)
 class SpeedPlan:
-    """Estimated duration of a run on GPUs with known peak rate; computed, not measured.
+    """Estimated duration of a run on GPUs with known peak rate; computed, not measured."""
 
-    Attributes:
-        tokens_per_s: total over all workers.
-        seconds: for all steps, if the data is known.
-        step_seconds: per step, likewise.
-    """
-
-    tokens_per_s: float
-    seconds: float | None = None
-    step_seconds: float | None = None
+    tokens_per_s: float  # total over all workers
+    seconds: float | None = None  # for all steps, if the data is known
+    step_seconds: float | None = None  # per step, likewise
 
 
 def plan_speed(

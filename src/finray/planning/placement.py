@@ -133,12 +133,7 @@ def elsewhere(cluster: ClusterConfig) -> Placement:
 
 
 def room(free: Iterable[Mapping[str, float]], each: Mapping[str, float], *, most: int) -> int:
-    """Number of workers for which nodes have room, at most ``most``.
-
-    Args:
-        free: available resources of each node.
-        each: resources of a worker, all on one node.
-    """
+    """Number of workers, each on one node, for which the available resources of nodes suffice, at most ``most``."""
     wanted = {name: amount for name, amount in each.items() if amount > 0}
     return min(most, sum(min(_times(node.get(name, 0), amount) for name, amount in wanted.items()) for node in free))
 
@@ -312,12 +307,7 @@ def this_machine(gpus: Sequence[Gpu]) -> Node:
 
 
 def device_of(placement: Placement, nodes: Sequence[Node] | None = None) -> Device:
-    """What a worker of a placement runs on.
-
-    Args:
-        placement: of the workers.
-        nodes: the nodes of the cluster; None where Ray runs on this machine alone, for the run.
-    """
+    """What a worker of a placement runs on; ``nodes`` is None where Ray runs on this machine alone, for the run."""
     gpus = local_gpus() if nodes is None and placement.use_gpu else []
     nodes = [this_machine(gpus)] if nodes is None else nodes
     if placement.use_gpu:

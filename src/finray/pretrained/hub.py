@@ -52,12 +52,8 @@ def refusal() -> str | None:
 
 
 def unreachable(url: str, within_s: float) -> str | None:
-    """Why a web server cannot be reached, a :class:`Silence` among it; None where it answers, whatever that is.
-
-    Args:
-        url: address of the server.
-        within_s: seconds that an answer may take. A server that took longer is not asked again for ten seconds.
-    """
+    """Why a web server cannot be reached, a :class:`Silence` after ``within_s`` seconds among it; None where it
+    answers, whatever that is. A server that took longer is not asked again for ten seconds."""
     # Not at the start of every command.
     import http.client
     import urllib.error

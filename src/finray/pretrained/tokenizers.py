@@ -236,15 +236,10 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Words that were added.
+    """Words that were added."""
 
-    Attributes:
-        ids: of the words, in their order.
-        known: number of the tokens before them.
-    """
-
-    ids: tuple[int, ...]
-    known: int
+    ids: tuple[int, ...]  # of the words, in their order
+    known: int  # number of the tokens before them
 
     @property
     def rows(self) -> int:

@@ -55,15 +55,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The weights of a directory.
+    """The weights of a directory."""
 
-    Attributes:
-        tensors: by name.
-        size: bytes of the files.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    size: int
+    tensors: Mapping[str, StoredTensor]  # by name
+    size: int  # bytes of the files
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -23,17 +23,11 @@ _LIMITS = (4000, 2000, 1000, 500, 250, 120)
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """The data of the explorer of answers.
+    """The data of the explorer of answers."""
 
-    Attributes:
-        data: JSON types.
-        rows: number of rows included, and in total.
-        limit: length to which longer texts were truncated; None if none was.
-    """
-
-    data: Mapping[str, Any]
-    rows: tuple[int, int]
-    limit: int | None
+    data: Mapping[str, Any]  # JSON types
+    rows: tuple[int, int]  # number of rows included, and in total
+    limit: int | None  # length to which longer texts were truncated; None if none was
 
 
 def explorer(runs: Sequence[tuple[str, Sequence[Evaluation]]], *, budget: int = BUDGET) -> Explorer | None:

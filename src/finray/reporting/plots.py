@@ -14,49 +14,35 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values by x, ascending in x. None or a non-finite value is a gap in the curve.
-
-    Attributes:
-        colour: index of the colour; None means the index of the series in the plot.
-    """
+    """Values by x, ascending in x. None or a non-finite value is a gap in the curve."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
-    colour: int | None = None
+    colour: int | None = None  # index of the colour; None means the index of the series in the plot
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line that marks an event at this x.
-
-    Attributes:
-        colour: index of the colour of its series; None for a separate colour.
-    """
+    """A vertical line that marks an event at this x."""
 
     x: float
     label: str
-    colour: int | None = None
+    colour: int | None = None  # index of the colour of its series; None for a separate colour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A plot, created by :func:`histogram` or :func:`curves` and shown by templates: ``{{ figure(plot) }}``.
-
-    Attributes:
-        limit: position and label of a vertical line.
-        group: plots of a group share cursor and zoom of the x axis.
-        marks: more vertical lines.
-    """
+    """A plot, created by :func:`histogram` or :func:`curves` and shown by templates: ``{{ figure(plot) }}``."""
 
     kind: Literal["bars", "lines"]
     title: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
-    limit: tuple[float, str] | None = None
-    group: str | None = None
-    marks: tuple[Mark, ...] = ()
+    limit: tuple[float, str] | None = None  # position and label of a vertical line
+    group: str | None = None  # plots of a group share cursor and zoom of the x axis
+    marks: tuple[Mark, ...] = ()  # more vertical lines
 
     def plain(self) -> dict[str, Any]:
         """The plot as JSON types, as ``plots.js`` reads it."""

@@ -122,12 +122,7 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Repo
 
 
 def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
-    """The complete page.
-
-    Args:
-        runs: at least one.
-        now: time of creation; None means the current time.
-    """
+    """The complete page of at least one run, with the time ``now`` (None: the current time) of its creation."""
     names = labels(runs)
     explored = explorer([(name, run.evaluations) for name, run in zip(names, runs, strict=True)])
     return render(
@@ -474,19 +469,14 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """What a run depends on, and how to reproduce it.
-
-    Attributes:
-        versions: of Python and packages, of the last start.
-        files: of the finished model or the newest checkpoint, with their SHA-256.
-    """
+    """What a run depends on, and how to reproduce it."""
 
     command: str
     config: str
-    versions: tuple[tuple[str, str], ...]
+    versions: tuple[tuple[str, str], ...]  # of Python and packages, of the last start
     identities: tuple[tuple[str, str], ...]
     folder: str
-    files: tuple[tuple[str, int, str], ...]
+    files: tuple[tuple[str, int, str], ...]  # of the finished model or the newest checkpoint, with their SHA-256
     more_files: int
 
 

@@ -63,32 +63,21 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRow:
-    """A row, and each model's answer.
+    """A row, and each model's answer."""
 
-    Attributes:
-        key: the same for the same row in another run.
-        answers: by model; the first of several.
-        scores: by model and score.
-    """
-
-    key: tuple[str, str]
+    key: tuple[str, str]  # the same for the same row in another run
     where: str
     prompt: str
     reference: str
-    answers: Mapping[str, str]
-    scores: Mapping[str, Mapping[str, float]]
+    answers: Mapping[str, str]  # by model; the first of several
+    scores: Mapping[str, Mapping[str, float]]  # by model and score
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation; models by name, baselines first, the evaluated one last.
+    """One evaluation; models by name, baselines first, the evaluated one last."""
 
-    Attributes:
-        name: the directory below ``evaluation/``; empty for the run's own held-out rows.
-        higher_is_better: by score, None where it is not known; empty for evaluations of earlier versions.
-    """
-
-    name: str
+    name: str  # the directory below ``evaluation/``; empty for the run's own held-out rows
     rows: int
     models: Mapping[str, Mapping[str, Scored]]
     differences: tuple[Difference, ...]
@@ -98,6 +87,7 @@ class Evaluation:
     confusion: Mapping[str, tuple[tuple[int, ...], ...]]
     made_by: Mapping[str, Any]
     answered: tuple[AnsweredRow, ...] = ()
+    # By score, None where it is not known; empty for evaluations of earlier versions.
     higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
 
     @property

@@ -30,21 +30,13 @@ Level = Literal["good", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class ClusterFinding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        level: severity.
-        what: what was checked.
-        node: the machine; empty for all.
-        text: what was found.
-        repair: what to do about it.
-    """
-
-    level: Level
-    what: str
-    node: str
-    text: str
-    repair: str = ""
+    level: Level  # severity
+    what: str  # what was checked
+    node: str  # the machine; empty for all
+    text: str  # what was found
+    repair: str = ""  # what to do about it
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +203,7 @@ def judged_storage(
 
 
 def machine(storage: str) -> Diagnosis:
-    """Check this machine.
-
-    Args:
-        storage: where runs are written: a directory or a URL.
-    """
+    """Check this machine; ``storage`` is where runs are written, a directory or a URL."""
     probe = Probe()
     facts = probe.facts([] if is_url(storage) else [folder_of(storage)])
     mark = os.urandom(4).hex()

@@ -72,29 +72,17 @@ Handle = Callable[[Record], None]
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A connected Ray, and what the run uses of it.
+    """A connected Ray, and what the run uses of it."""
 
-    Attributes:
-        ray: the module, connected.
-        is_local: Ray was started on this machine for the run, and ends with it.
-        placement: of the workers.
-        execution: what the config leaves open, except for what depends on the data.
-        env: environment variables of the run's processes.
-        worker_env: those of the training workers.
-        started: ``time.perf_counter()`` before it was connected.
-        seconds: time that connecting took.
-        packing: whether rows of the model may be packed, with its positions and its width.
-    """
-
-    ray: Any
-    is_local: bool
-    placement: Placement
-    execution: Execution
-    env: dict[str, str]
-    worker_env: dict[str, str]
-    started: float
-    seconds: float
-    packing: Packing
+    ray: Any  # the module, connected
+    is_local: bool  # Ray was started on this machine for the run, and ends with it
+    placement: Placement  # of the workers
+    execution: Execution  # what the config leaves open, except for what depends on the data
+    env: dict[str, str]  # environment variables of the run's processes
+    worker_env: dict[str, str]  # those of the training workers
+    started: float  # ``time.perf_counter()`` before it was connected
+    seconds: float  # time that connecting took
+    packing: Packing  # whether rows of the model may be packed, with its positions and its width
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,7 @@ LOADING = -1
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An exception that ended an attempt: the step it had resumed from, the error's type and first line, the rank and
-    its machine, and the end of the traceback.
-
-    Attributes:
-        start: identifies the ``finray train`` that the attempt belongs to.
-        time: seconds since the epoch.
-        printed: the last lines of the rank's log.
-    """
+    its machine, and the end of the traceback."""
 
     attempt: str
     from_step: int
@@ -51,9 +45,9 @@ class Failure:
     rank: int = 0
     host: str = ""
     traceback: str = ""
-    start: str = ""
-    time: float = 0.0
-    printed: str = ""
+    start: str = ""  # identifies the ``finray train`` that the attempt belongs to
+    time: float = 0.0  # seconds since the epoch
+    printed: str = ""  # the last lines of the rank's log
 
 
 def log_name(rank: int) -> str:

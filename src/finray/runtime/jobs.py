@@ -55,23 +55,14 @@ _USUAL = {"hf_": "HF_TOKEN", "sk-": "OPENAI_API_KEY", "gh": "GITHUB_TOKEN", "AKI
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, as the server knows it.
+    """A training job, as the server knows it."""
 
-    Attributes:
-        id: for `finray jobs logs` and `stop`.
-        run: directory or URL of the run.
-        status: pending, running, succeeded, failed or stopped.
-        started: start time in UTC; None before.
-        exit_code: of `finray train`, once it has ended.
-        message: the server's message about it.
-    """
-
-    id: str
-    run: str
-    status: str
-    started: str | None = None
-    exit_code: int | None = None
-    message: str | None = None
+    id: str  # for `finray jobs logs` and `stop`
+    run: str  # directory or URL of the run
+    status: str  # pending, running, succeeded, failed or stopped
+    started: str | None = None  # start time in UTC; None before
+    exit_code: int | None = None  # of `finray train`, once it has ended
+    message: str | None = None  # the server's message about it
 
     @property
     def has_ended(self) -> bool:

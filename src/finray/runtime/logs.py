@@ -22,12 +22,7 @@ _SHOWN = 5
 
 
 class RecordLog:
-    """Appends the records of a run to a file as lines of text, each with its time; failures to write are ignored.
-
-    Args:
-        target: the file.
-        title: the first line.
-    """
+    """Appends the records of a run to a file as lines of text, each with its time; failures to write are ignored."""
 
     def __init__(self, target: Path, title: str) -> None:
         self._target, self._steps = target, 0

@@ -167,14 +167,8 @@ class Helpers:
             pass
 
     def look(self, timeout: float) -> bool:
-        """Hand out parts and collect results; returns whether the preparation has ended.
-
-        Args:
-            timeout: seconds to wait for an event.
-
-        Raises:
-            ClusterError: tasks were lost repeatedly.
-        """
+        """Hand out parts and collect results, waiting at most ``timeout`` seconds for an event; returns whether the
+        preparation has ended. Raises ClusterError: tasks were lost repeatedly."""
         ray, preparation, tasks = self._ray, self._preparation, self._tasks
         if preparation.wait(0 if tasks else timeout, handle=self._handle):
             return True

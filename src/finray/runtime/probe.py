@@ -29,26 +29,16 @@ _QUESTIONS = ("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeSt
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """NodeFacts about a machine.
+    """NodeFacts about a machine."""
 
-    Attributes:
-        name: of the machine.
-        versions: of Python, Ray, torch, transformers and finray.
-        gpus: name and driver of each, from nvidia-smi; None if there is no nvidia-smi.
-        cuda: CUDA version that torch was built for; None for a build without.
-        usable_gpus: number of GPUs that torch can use.
-        torch_error: why torch cannot be imported.
-        free_disk: bytes, by directory.
-        open_sockets: sockets of this user's Ray that answer without the token, ``host:port (answer)``.
-    """
-
-    name: str
-    versions: dict[str, str]
-    gpus: list[str] | None
-    cuda: str | None
-    usable_gpus: int
-    torch_error: str | None
-    free_disk: dict[str, int]
+    name: str  # of the machine
+    versions: dict[str, str]  # of Python, Ray, torch, transformers and finray
+    gpus: list[str] | None  # name and driver of each, from nvidia-smi; None if there is no nvidia-smi
+    cuda: str | None  # CUDA version that torch was built for; None for a build without
+    usable_gpus: int  # number of GPUs that torch can use
+    torch_error: str | None  # why torch cannot be imported
+    free_disk: dict[str, int]  # bytes, by directory
+    # Sockets of this user's Ray that answer without the token, ``host:port (answer)``.
     open_sockets: list[str] = field(default_factory=list)
 
 
@@ -59,11 +49,7 @@ class Probe:
         self._listening: socket.socket | None = None
 
     def facts(self, folders: list[str]) -> NodeFacts:
-        """What this machine is.
-
-        Args:
-            folders: directories whose free space is measured.
-        """
+        """What this machine is, with the free space of ``folders``."""
         # torch is queried in another process: Ray hides GPUs from one that holds none.
         script = (
             "import json, torch; print(json.dumps([torch.version.cuda, "

@@ -57,11 +57,8 @@ class _Rank:
 
 
 class Pulses:
-    """Heartbeats of the ranks of the current attempt.
-
-    Args:
-        hang_s: how long to wait for a rank; None means forever.
-    """
+    """Heartbeats of the ranks of the current attempt; a rank hangs after ``hang_s`` seconds without one (None:
+    never)."""
 
     def __init__(self, hang_s: float | None) -> None:
         self._hang_s = hang_s
@@ -224,12 +221,7 @@ def named(beat: Beat) -> str:
 
 
 def end_hanging(ray: Any, hang: Hang) -> list[str]:
-    """Examine hanging ranks and end their processes, so that Ray restarts the workers; returns what was found.
-
-    Args:
-        ray: the module, connected.
-        hang: the ranks to end.
-    """
+    """Examine hanging ranks and end their processes, so that Ray restarts the workers; returns what was found."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     descriptions = []
@@ -248,12 +240,8 @@ def end_hanging(ray: Any, hang: Hang) -> list[str]:
 
 
 def examine(pid: int, *, has_log: bool = True) -> str:
-    """Describe what a worker's process on this machine is doing, with its stack if available; then end it.
-
-    Args:
-        pid: of the process.
-        has_log: it has set a signal handler that writes its stack to its log.
-    """
+    """Describe what a worker's process on this machine is doing, with its stack if it has set a signal handler that
+    writes it to its log (``has_log``); then end it."""
     import psutil
 
     try:

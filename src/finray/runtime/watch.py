@@ -416,12 +416,8 @@ def holders(ray: Any) -> list[tuple[str, dict[str, float]]]:
 
 
 def workers_of(ray: Any, group: str) -> list[Beat]:
-    """The processes of a run's workers, as heartbeats of an unknown rank.
-
-    Args:
-        ray: the module, connected.
-        group: prefix of the name of the run's placement groups.
-    """
+    """The processes of a run's workers, as heartbeats of an unknown rank; ``group`` begins the names of its placement
+    groups."""
     from finray.runtime import gcs
 
     groups = {

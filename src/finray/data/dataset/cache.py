@@ -21,25 +21,15 @@ _NAME = re.compile(r"^(\.partial-)?[0-9a-f]{24}$")
 
 @dataclass(frozen=True, slots=True)
 class CachedDataset:
-    """A prepared dataset, or the remains of an interrupted preparation.
+    """A prepared dataset, or the remains of an interrupted preparation."""
 
-    Attributes:
-        name: of its directory.
-        is_whole: whether it has a manifest.
-        size: bytes on disk.
-        used: seconds since a preparation last wrote or used it, if the storage records that.
-        rows: total over all splits.
-        tokens: total over all splits.
-        sources: of its rows, by split.
-    """
-
-    name: str
-    is_whole: bool
-    size: int
-    used: float | None
-    rows: int = 0
-    tokens: int = 0
-    sources: str = ""
+    name: str  # of its directory
+    is_whole: bool  # whether it has a manifest
+    size: int  # bytes on disk
+    used: float | None  # seconds since a preparation last wrote or used it, if the storage records that
+    rows: int = 0  # total over all splits
+    tokens: int = 0  # total over all splits
+    sources: str = ""  # of its rows, by split
 
     @property
     def age(self) -> str:

@@ -27,19 +27,13 @@ _FEW_NUMBERS = 10
 
 @dataclass(frozen=True, slots=True)
 class FoundLabels:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        labels: what is predicted; None where the task learns from no labels, or the rows have none.
-        weights: of the classes, in the order of their ids; none where all have the same.
-        problems: what keeps the run from starting.
-        warnings: message and field.
-    """
-
+    # What is predicted; None where the task learns from no labels, or the rows have none.
     labels: LabelSet | None = None
-    weights: tuple[float, ...] = ()
-    problems: list[FinrayError] = field(default_factory=list)
-    warnings: list[tuple[str, str]] = field(default_factory=list)
+    weights: tuple[float, ...] = ()  # of the classes, in the order of their ids; none where all have the same
+    problems: list[FinrayError] = field(default_factory=list)  # what keeps the run from starting
+    warnings: list[tuple[str, str]] = field(default_factory=list)  # message and field
 
 
 def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> FoundLabels:

@@ -88,48 +88,31 @@ class BadRowNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult(RowCounts):
-    """What is known of a part that was written, and noted beside it until the dataset is whole.
+    """What is known of a part that was written, and noted beside it until the dataset is whole."""
 
-    Attributes:
-        stream: name of its stream.
-        number: of the part in the stream.
-        format: of its rows, for people.
-        read: fields that were read, and from which columns.
-        unread: columns and keys of messages that were not read, with the number of rows that have something there.
-        longest: tokens of the longest row.
-        kind: of its first row; None without rows.
-        labels: classes in it.
-        problem: that its labels speak for; None without labels.
-        label_rows: rows of each of ``labels``.
-        tokens_file: with the token ids and masks.
-        index_file: with where each row lies and where it came from.
-        pieces: the ranges of source files that it was made of, each with the file's name inside the source.
-        passed: rows of each range, blank ones included.
-        bad: rows that were left out.
-        lost: the first rows that lost their whole answer: number of the range, and number in it.
-        cut: likewise the first that were cut off.
-        places: likewise the first that a counter counts.
-        ends: special tokens other than EOS that end what is learned, as `ID TEXT`, and how often.
-    """
-
-    stream: str
-    number: int
-    format: str
-    read: tuple[str, ...]
+    stream: str  # name of its stream
+    number: int  # of the part in the stream
+    format: str  # of its rows, for people
+    read: tuple[str, ...]  # fields that were read, and from which columns
+    # Columns and keys of messages that were not read, with the number of rows that have something there.
     unread: Mapping[str, int]
-    longest: int
-    kind: str | None
-    labels: tuple[str, ...]
-    tokens_file: DataFile
-    index_file: DataFile
+    longest: int  # tokens of the longest row
+    kind: str | None  # of its first row; None without rows
+    labels: tuple[str, ...]  # classes in it
+    tokens_file: DataFile  # with the token ids and masks
+    index_file: DataFile  # with where each row lies and where it came from
+    # The ranges of source files that it was made of, each with the file's name inside the source.
     pieces: tuple[ByteRange, ...]
-    passed: tuple[int, ...]
-    bad: tuple[BadRowNote, ...]
+    passed: tuple[int, ...]  # rows of each range, blank ones included
+    bad: tuple[BadRowNote, ...]  # rows that were left out
+    # The first rows that lost their whole answer: number of the range, and number in it.
     lost: tuple[tuple[int, int], ...] = ()
-    problem: Problem | None = None
-    label_rows: tuple[int, ...] = ()
-    cut: tuple[tuple[int, int], ...] = ()
+    problem: Problem | None = None  # that its labels speak for; None without labels
+    label_rows: tuple[int, ...] = ()  # rows of each of ``labels``
+    cut: tuple[tuple[int, int], ...] = ()  # likewise the first that were cut off
+    # Likewise the first that a counter counts.
     places: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    # Special tokens other than EOS that end what is learned, as `ID TEXT`, and how often.
     ends: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -181,32 +164,20 @@ class StreamEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStats(RowCounts):
-    """One split.
+    """One split."""
 
-    Attributes:
-        longest: tokens of the longest row.
-        kind: of the first row: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows.
-        labels: all classes, in the order of their ids.
-        problem: what the labels speak for; None without labels.
-        label_rows: rows of each of ``labels``.
-        streams: its sources.
-        answers_lost_at: the first rows that lost their whole answer, as ``file:row``.
-        truncated_at: likewise the first that were cut off.
-        empty_files: source files without rows.
-        places: of other counters, likewise the first rows of each.
-        ends: special tokens other than EOS that end what is learned, as `ID TEXT`, and how often.
-    """
-
-    longest: int
-    kind: str | None
-    labels: tuple[str, ...]
-    streams: tuple[StreamEntry, ...]
-    answers_lost_at: tuple[str, ...] = ()
-    problem: Problem | None = None
-    label_rows: tuple[int, ...] = ()
-    truncated_at: tuple[str, ...] = ()
-    empty_files: tuple[str, ...] = ()
+    longest: int  # tokens of the longest row
+    kind: str | None  # of the first row: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows
+    labels: tuple[str, ...]  # all classes, in the order of their ids
+    streams: tuple[StreamEntry, ...]  # its sources
+    answers_lost_at: tuple[str, ...] = ()  # the first rows that lost their whole answer, as ``file:row``
+    problem: Problem | None = None  # what the labels speak for; None without labels
+    label_rows: tuple[int, ...] = ()  # rows of each of ``labels``
+    truncated_at: tuple[str, ...] = ()  # likewise the first that were cut off
+    empty_files: tuple[str, ...] = ()  # source files without rows
+    # Of other counters, likewise the first rows of each.
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Special tokens other than EOS that end what is learned, as `ID TEXT`, and how often.
     ends: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -217,19 +188,12 @@ class SplitStats(RowCounts):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a directory a prepared dataset.
+    """What makes a directory a prepared dataset."""
 
-    Attributes:
-        fingerprint: the name of the directory.
-        content: a digest of all rows.
-        shaped_by: what the fingerprint covers, as JSON types.
-        splits: by name.
-    """
-
-    fingerprint: str
-    content: str
-    shaped_by: Mapping[str, Any]
-    splits: Mapping[str, SplitStats]
+    fingerprint: str  # the name of the directory
+    content: str  # a digest of all rows
+    shaped_by: Mapping[str, Any]  # what the fingerprint covers, as JSON types
+    splits: Mapping[str, SplitStats]  # by name
 
     @classmethod
     def from_bytes(cls, content: bytes, folder: Folder) -> Manifest:

@@ -39,19 +39,12 @@ _USES = {"train": "training", "eval": "evaluation", "test": "the test"}
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The rows of one source for one split.
+    """The rows of one source for one split."""
 
-    Attributes:
-        name: of its folder: the split, with a number if several sources are mixed.
-        split: ``train``, ``eval`` or ``test``.
-        source: where rows come from.
-        choice: the user's settings of the format.
-    """
-
-    name: str
-    split: str
-    source: Source
-    choice: FormatChoice
+    name: str  # of its folder: the split, with a number if several sources are mixed
+    split: str  # ``train``, ``eval`` or ``test``
+    source: Source  # where rows come from
+    choice: FormatChoice  # the user's settings of the format
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,19 +55,12 @@ def ignore(record: Record) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned or finished preparation.
+    """A planned or finished preparation."""
 
-    Attributes:
-        settings: settings that change tokens.
-        streams: sources by split.
-        shape: everything that the dataset depends on, as in its manifest.
-        root: directory or URL that holds prepared datasets.
-    """
-
-    settings: PrepareSettings
-    streams: list[Stream]
-    shape: dict[str, Any]
-    root: str
+    settings: PrepareSettings  # settings that change tokens
+    streams: list[Stream]  # sources by split
+    shape: dict[str, Any]  # everything that the dataset depends on, as in its manifest
+    root: str  # directory or URL that holds prepared datasets
 
     @property
     def name(self) -> str:
@@ -169,12 +162,8 @@ class Preparation:
         self.cancel()
 
     def wait(self, timeout: float | None = None, *, handle: Handle = ignore) -> bool:
-        """Wait until the preparation has ended, showing records of progress; returns whether it has.
-
-        Args:
-            timeout: seconds after which to return in any case; None waits forever.
-            handle: called, in this thread, with each record.
-        """
+        """Wait until the preparation has ended, or ``timeout`` seconds have passed, and show records of progress in
+        this thread; returns whether it has ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             done = self._outcome.done()

@@ -122,12 +122,8 @@ def report_lines(manifest: Manifest) -> list[str]:
 
 
 def unserved_ends(manifest: Manifest, stops: Collection[int]) -> list[str]:
-    """Warnings about answers that end with a token at which a server does not stop.
-
-    Args:
-        manifest: of the dataset.
-        stops: of the model's generation settings; EOS is another.
-    """
+    """Warnings about answers that end with a token at which a server does not stop: neither EOS, nor one of the
+    ``stops`` of the model's generation settings."""
     return [
         f"warning: {split}: {count:,} answers end with {end.partition(' ')[2]}, at which a server that goes by the "
         "model's generation settings does not stop; add its id to eos_token_id in generation_config.json"

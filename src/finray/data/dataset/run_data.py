@@ -25,21 +25,13 @@ _FEWEST_PACKS = 16
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The rows of a run.
+    """The rows of a run."""
 
-    Attributes:
-        splits: rows to train on, and rows that are held out.
-        plan: how the rows to train on form packs (or stay single rows).
-        steps: how the packs form steps.
-        total_steps: optimizer steps of the run.
-        total_items: packs (or rows) in all of them; None if ``train.max_steps`` decides.
-    """
-
-    splits: Splits
-    plan: PackPlan
-    steps: Steps
-    total_steps: int
-    total_items: int | None
+    splits: Splits  # rows to train on, and rows that are held out
+    plan: PackPlan  # how the rows to train on form packs (or stay single rows)
+    steps: Steps  # how the packs form steps
+    total_steps: int  # optimizer steps of the run
+    total_items: int | None  # packs (or rows) in all of them; None if ``train.max_steps`` decides
 
 
 def run_data(

@@ -16,12 +16,7 @@ from finray.errors import DataError
 
 
 class SourceRows:
-    """The source rows of prepared ones, read again from their source.
-
-    Args:
-        config: defines the data.
-        has_chat_template: whether the tokenizer has one.
-    """
+    """The source rows of prepared ones, read again from their source."""
 
     def __init__(self, config: Config, *, has_chat_template: bool) -> None:
         planned = plan_preparation(config)

@@ -63,11 +63,8 @@ class FormatChoice:
     def of(
         cls, data: DataConfig, source: SourceConfig | None = None, *, labels: LabelRules | None = None
     ) -> FormatChoice:
-        """From the data section, or from one of several sources with the section as default.
-
-        Args:
-            labels: how labels are read; None for a task without labels, for which `auto` does not look for any.
-        """
+        """From the data section, or from one of several sources with the section as default. ``labels`` is None for a
+        task without labels, for which `auto` does not look for any."""
         section = source or SourceConfig(source="")
         return cls(
             section.format or data.format,
@@ -379,12 +376,8 @@ def _filled(template: str, row: Columns, columns: Mapping[str, str]) -> str:
 
 
 def prompt_form(data: DataConfig, formats: Iterable[str]) -> str | None:
-    """The template of the prompts of training rows that are no conversations; None if they have none of one form.
-
-    Args:
-        data: of the config.
-        formats: of its sources, as the manifest says.
-    """
+    """The template of the prompts of training rows that are no conversations, by the formats in the manifest; None if
+    they have none of one form."""
     if all(part.partition(" ")[0] == "alpaca" for part in formats) and not any(part.system for part in data.mix):
         system = (data.system or "").replace("{", "{{").replace("}", "}}")
         return f"{system}\n\n{ALPACA_FORM}" if system else ALPACA_FORM

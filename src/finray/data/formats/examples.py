@@ -43,23 +43,18 @@ class Arguments(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation.
-
-    Attributes:
-        content: empty if there are only tool calls.
-        train: False if the data excludes it from training.
-        extra: other fields for the chat template: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``.
-        others: fields that finray does not know; a template may.
-        is_null: whether the content is null, as beside tool calls: some templates render calls only then.
-        hidden: ranges of characters of the content that the data excludes from training, in order.
-    """
+    """One turn of a conversation."""
 
     role: str
-    content: str
-    train: bool = True
+    content: str  # empty if there are only tool calls
+    train: bool = True  # False if the data excludes it from training
+    # Other fields for the chat template: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``.
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # Fields that finray does not know; a template may.
     others: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    # Whether the content is null, as beside tool calls: some templates render calls only then.
     is_null: bool = field(default=False, compare=False)
+    # Ranges of characters of the content that the data excludes from training, in order.
     hidden: tuple[tuple[int, int], ...] = ()
 
     def plain(self) -> dict[str, Any]:
@@ -73,20 +68,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, to be rendered by the model's chat template.
+    """A conversation, to be rendered by the model's chat template."""
 
-    Attributes:
-        messages: the turns.
-        tools: JSON schemas of the functions that the assistant may call.
-        prompt_messages: number of leading messages that are a prompt, not trained on with `data.train_on: completion`.
-        arguments: the row's own variables for the chat template.
-        notes: what to say of how the row was read; see :func:`finray.data.formats.convert.converter_of`.
-    """
-
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Message, ...]  # the turns
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the functions that the assistant may call
+    # Number of leading messages that are a prompt, not trained on with `data.train_on: completion`.
     prompt_messages: int = 0
+    # The row's own variables for the chat template.
     arguments: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    # What to say of how the row was read; see :func:`finray.data.formats.convert.converter_of`.
     notes: frozenset[str] = frozenset()
 
 
@@ -122,28 +112,20 @@ Example = Chat | Completion | Text | Labelled
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How to read rows of a source.
-
-    Attributes:
-        columns: required field to the column that holds it.
-        optional: other fields to the columns that may hold them, the preferred one first; any row may have them.
-        present: columns that the first rows have.
-        as_chat: whether a prompt and its completion become chat turns if the model has a chat template.
-        system: default system message of conversations.
-        labels: how labels are read; None for a task without labels.
-        of_table: whether rows come from a table, in which a null field may be one that a record does not have.
-    """
+    """How to read rows of a source."""
 
     kind: Kind
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)  # required field to the column that holds it
+    # Other fields to the columns that may hold them, the preferred one first; any row may have them.
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     input_template: str | None = None
     output_template: str | None = None
     converter: str | None = None
-    present: tuple[str, ...] = ()
-    as_chat: bool = False
-    system: str | None = None
-    labels: LabelRules | None = None
+    present: tuple[str, ...] = ()  # columns that the first rows have
+    as_chat: bool = False  # whether a prompt and its completion become chat turns if the model has a chat template
+    system: str | None = None  # default system message of conversations
+    labels: LabelRules | None = None  # how labels are read; None for a task without labels
+    # Whether rows come from a table, in which a null field may be one that a record does not have.
     of_table: bool = False
 
     def name(self, *, has_chat_template: bool) -> str:

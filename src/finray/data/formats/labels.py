@@ -26,15 +26,10 @@ NO_VECTOR = "list the names or ids of the row's classes, such as [2, 5], instead
 
 @dataclass(frozen=True, slots=True)
 class LabelRules:
-    """How labels are read.
+    """How labels are read."""
 
-    Attributes:
-        problem: their kind; None if the labels themselves decide.
-        names: of the classes, in the order of their ids; empty if the training data define them.
-    """
-
-    problem: Problem | None = None
-    names: tuple[str, ...] = ()
+    problem: Problem | None = None  # their kind; None if the labels themselves decide
+    names: tuple[str, ...] = ()  # of the classes, in the order of their ids; empty if the training data define them
 
     @classmethod
     def of(cls, config: Config) -> LabelRules | None:

@@ -18,21 +18,13 @@ Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedRows:
-    """T tokens in S rows.
+    """T tokens in S rows."""
 
-    Attributes:
-        tokens_1T: int64 token ids.
-        positions_1T: int64 position of each token within its row.
-        lengths: tokens per row, S entries.
-        cu_seqlens: int32 cumulative lengths, from 0 to T (the ``cu_seqlens`` of variable-length attention).
-        rows: row numbers in the prepared split.
-    """
-
-    tokens_1T: torch.Tensor
-    positions_1T: torch.Tensor
-    lengths: tuple[int, ...]
-    cu_seqlens: torch.Tensor
-    rows: tuple[int, ...]
+    tokens_1T: torch.Tensor  # int64 token ids
+    positions_1T: torch.Tensor  # int64 position of each token within its row
+    lengths: tuple[int, ...]  # tokens per row, S entries
+    cu_seqlens: torch.Tensor  # int32 cumulative lengths, from 0 to T (the ``cu_seqlens`` of variable-length attention)
+    rows: tuple[int, ...]  # row numbers in the prepared split
 
     @property
     def tokens(self) -> int:
@@ -60,28 +52,18 @@ class JoinedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(JoinedRows):
-    """A micro-batch with K targets.
+    """A micro-batch with K targets."""
 
-    Attributes:
-        target_positions_K: int64 positions in the sequence whose next token is a target.
-        targets_K: int64 target tokens.
-    """
-
-    target_positions_K: torch.Tensor
-    targets_K: torch.Tensor
+    target_positions_K: torch.Tensor  # int64 positions in the sequence whose next token is a target
+    targets_K: torch.Tensor  # int64 target tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledBatch(JoinedRows):
-    """A micro-batch with one label per row.
+    """A micro-batch with one label per row."""
 
-    Attributes:
-        token_types_1T: int64, 0 for tokens of the first text of a row and 1 for those of the second.
-        labels_S: int64 classes; fp32 targets for numbers, or (S, C) if a row may have several classes.
-    """
-
-    token_types_1T: torch.Tensor
-    labels_S: torch.Tensor
+    token_types_1T: torch.Tensor  # int64, 0 for tokens of the first text of a row and 1 for those of the second
+    labels_S: torch.Tensor  # int64 classes; fp32 targets for numbers, or (S, C) if a row may have several classes
 
 
 def _joined(rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, Any]:

@@ -17,19 +17,12 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """The rows of each pack.
+    """The rows of each pack."""
 
-    Attributes:
-        rows: row numbers, pack after pack.
-        starts: start of each pack in ``rows``, and finally its length; one longer than the number of packs.
-        capacity: maximum tokens per pack.
-        tokens: tokens in all packs.
-    """
-
-    rows: IntArray
-    starts: IntArray
-    capacity: int
-    tokens: int
+    rows: IntArray  # row numbers, pack after pack
+    starts: IntArray  # start of each pack in ``rows``, and finally its length; one longer than the number of packs
+    capacity: int  # maximum tokens per pack
+    tokens: int  # tokens in all packs
 
     def __len__(self) -> int:
         return len(self.starts) - 1

@@ -106,12 +106,8 @@ def rows(source: Source, start: int, stop: int | None) -> Iterator[dict[str, Any
 
 
 def digest(source: Source, digests: Digests) -> str:
-    """A digest that identifies the rows: the fingerprint of ``datasets``, their number, and the content of local files.
-
-    Args:
-        source: a dataset.
-        digests: of files.
-    """
+    """A digest that identifies the rows: the fingerprint of ``datasets``, their number, and the content of local
+    files."""
     dataset, folder = load(source), Path(source.name).expanduser()
     contents = [[str(file.relative_to(folder)), digests.of(file)] for file in _files(source)]
     identity = [source.subset, source.revision, source.split, source.data_dir]

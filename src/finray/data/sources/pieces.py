@@ -130,14 +130,9 @@ def count_rows(source: Source, reading: Reading) -> int:
 def read_piece(
     piece: ByteRange, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
 ) -> Iterator[tuple[int, Value]]:
-    """The rows of a piece, good and bad, each with its number in the piece.
-
-    Args:
-        saw: called with the number of every row that was read, including blank ones.
-
-    Raises:
-        DataError: the file as a whole cannot be read.
-    """
+    """The rows of a piece, good and bad, each with its number in the piece; ``saw`` is called with the number of every
+    row that was read, including blank ones.
+    Raises DataError: the file as a whole cannot be read."""
     match piece.kind:
         case "lines":
             values = read_lines(piece, reading)

@@ -46,36 +46,22 @@ _KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Settings of the readers.
+    """Settings of the readers."""
 
-    Attributes:
-        max_row_bytes: a larger row of JSON or CSV is a bad row.
-        text_rows: what counts as a row of a text file.
-    """
-
-    max_row_bytes: int = 8_000_000
-    text_rows: TextRows = "file"
+    max_row_bytes: int = 8_000_000  # a larger row of JSON or CSV is a bad row
+    text_rows: TextRows = "file"  # what counts as a row of a text file
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A range of a file.
+    """A range of a file."""
 
-    Attributes:
-        file: path, URL or dataset name.
-        kind: file type.
-        start: first byte, row group or row.
-        stop: the first one after the range; None for the end of the file.
-        first: rows of the file before the piece; None if they must be counted.
-        keep: rows of the piece that belong to a slice, as a range; None for all.
-    """
-
-    file: str
-    kind: Kind
-    start: int = 0
-    stop: int | None = None
-    first: int | None = 0
-    keep: tuple[int, int] | None = None
+    file: str  # path, URL or dataset name
+    kind: Kind  # file type
+    start: int = 0  # first byte, row group or row
+    stop: int | None = None  # the first one after the range; None for the end of the file
+    first: int | None = 0  # rows of the file before the piece; None if they must be counted
+    keep: tuple[int, int] | None = None  # rows of the piece that belong to a slice, as a range; None for all
 
 
 def kind_of(file: str) -> Kind:

@@ -44,18 +44,12 @@ _OF_TOOLS = frozenset(("tool", *_RESULT_ROLES))
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation, or the beginning of one, as text.
+    """A conversation, or the beginning of one, as text."""
 
-    Attributes:
-        text: what the template renders.
-        spans: character spans to train on, in order, each from the end of the served prompt to the end of the
-            end-of-turn token.
-        ends: for each span, whether an end-of-turn token closed it.
-    """
-
-    text: str
+    text: str  # what the template renders
+    # Character spans to train on, in order, each from the end of the served prompt to the end of the end-of-turn token.
     spans: tuple[Span, ...]
-    ends: tuple[bool, ...]
+    ends: tuple[bool, ...]  # for each span, whether an end-of-turn token closed it
 
 
 # The rows of a conversation, and notes for the user: names of counters in the manifest.

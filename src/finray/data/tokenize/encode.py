@@ -33,20 +33,13 @@ _MANY_TEXTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One row for training.
+    """One row for training."""
 
-    Attributes:
-        ids: token ids.
-        spans: ranges of ``ids`` that are trained on (targets of the loss), in order.
-        truncated: whether tokens were cut off to fit.
-        label: of a labelled text.
-        token_types: of a labelled text, per token: 1 for the second text, if the model uses token types.
-    """
-
-    ids: list[int]
-    spans: tuple[Span, ...]
-    truncated: bool = False
-    label: Label | None = None
+    ids: list[int]  # token ids
+    spans: tuple[Span, ...]  # ranges of ``ids`` that are trained on (targets of the loss), in order
+    truncated: bool = False  # whether tokens were cut off to fit
+    label: Label | None = None  # of a labelled text
+    # Of a labelled text, per token: 1 for the second text, if the model uses token types.
     token_types: tuple[int, ...] = ()
 
     @property
@@ -60,23 +53,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The result for an example.
+    """The result for an example."""
 
-    Attributes:
-        rows: empty if it was dropped, several for long text and for conversations that are trained on in parts.
-        notes: names of counters that it adds to.
-        dropped: number of rows that were too long.
-        dropped_tokens: tokens in those rows.
-        truncated_tokens: number of tokens cut off.
-        answers_lost: number of rows whose whole answer was truncated.
-    """
-
+    # Empty if it was dropped, several for long text and for conversations that are trained on in parts.
     rows: list[Tokens]
-    notes: frozenset[str] = frozenset()
-    dropped: int = 0
-    dropped_tokens: int = 0
-    truncated_tokens: int = 0
-    answers_lost: int = 0
+    notes: frozenset[str] = frozenset()  # names of counters that it adds to
+    dropped: int = 0  # number of rows that were too long
+    dropped_tokens: int = 0  # tokens in those rows
+    truncated_tokens: int = 0  # number of tokens cut off
+    answers_lost: int = 0  # number of rows whose whole answer was truncated
 
 
 @dataclass(frozen=True, slots=True)

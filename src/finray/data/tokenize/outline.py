@@ -59,12 +59,7 @@ class Outline:
 
 
 class Outlines:
-    """Outlines of one template's renderings, traced when a kind of conversation occurs again.
-
-    Args:
-        template: the compiled template.
-        source: its text.
-    """
+    """Outlines of one template's renderings, traced when a kind of conversation occurs again."""
 
     def __init__(self, template: Any, source: str) -> None:
         self._template, self._source = template, source

@@ -31,21 +31,13 @@ Do not use variables.
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A text format of tools and their calls.
+    """A text format of tools and their calls."""
 
-    Attributes:
-        offer: introduces the tools, if the template does not.
-        leads: whether that comes before or after the system message's content.
-        call: formats a call, given its ``name`` and ``arguments``.
-        result_role: role of results; None for the row's own.
-        result: formats a result.
-    """
-
-    offer: Callable[[Sequence[Mapping[str, Any]]], str]
-    leads: bool
-    call: Callable[[Mapping[str, Any]], str]
-    result_role: str | None
-    result: Callable[[str], str]
+    offer: Callable[[Sequence[Mapping[str, Any]]], str]  # introduces the tools, if the template does not
+    leads: bool  # whether that comes before or after the system message's content
+    call: Callable[[Mapping[str, Any]], str]  # formats a call, given its ``name`` and ``arguments``
+    result_role: str | None  # role of results; None for the row's own
+    result: Callable[[str], str]  # formats a result
 
 
 def _json(value: Any, indent: int | None = None) -> str:

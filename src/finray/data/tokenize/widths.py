@@ -30,12 +30,8 @@ def joined_ids(rows: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
 
 
 class Widths:
-    """Bytes of each token of a byte-level vocabulary.
-
-    Args:
-        widths: by token id.
-        composes: whether the tokenizer normalizes text to Unicode NFC.
-    """
+    """Bytes of each token of a byte-level vocabulary, by id. ``composes``: the tokenizer normalizes text to Unicode
+    NFC."""
 
     def __init__(self, widths: npt.NDArray[np.int64], *, composes: bool) -> None:
         self._widths, self._composes = widths, composes

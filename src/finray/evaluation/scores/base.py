@@ -30,23 +30,14 @@ Bounds = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A row with a model's answers.
+    """A row with a model's answers."""
 
-    Attributes:
-        answers: texts without special tokens; several if several were requested.
-        reference: the answer in the data.
-        columns: of the source row, if the score needs them.
-        log_likelihoods: of each choice (nats), if the score needs them.
-        choice_lengths: UTF-8 bytes of each choice, for normalization.
-        right: index of the choice that is the reference.
-    """
-
-    answers: tuple[str, ...]
-    reference: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    log_likelihoods: tuple[float, ...] = ()
-    choice_lengths: tuple[int, ...] = ()
-    right: int = 0
+    answers: tuple[str, ...]  # texts without special tokens; several if several were requested
+    reference: str  # the answer in the data
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of the source row, if the score needs them
+    log_likelihoods: tuple[float, ...] = ()  # of each choice (nats), if the score needs them
+    choice_lengths: tuple[int, ...] = ()  # UTF-8 bytes of each choice, for normalization
+    right: int = 0  # index of the choice that is the reference
 
     @property
     def answer(self) -> str:

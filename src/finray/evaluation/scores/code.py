@@ -44,17 +44,11 @@ _SLACK_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What became of the check of an answer.
+    """What became of the check of an answer."""
 
-    Attributes:
-        kind: ``right``, ``wrong``, or a key of the table above.
-        text: the traceback of a checker that failed, or why a process ended.
-        left: what could not be removed or ended.
-    """
-
-    kind: str
-    text: str = ""
-    left: tuple[str, ...] = ()
+    kind: str  # ``right``, ``wrong``, or a key of the table above
+    text: str = ""  # the traceback of a checker that failed, or why a process ended
+    left: tuple[str, ...] = ()  # what could not be removed or ended
 
 
 def pass_at_k(right: int, tries: int, k: int) -> float:
