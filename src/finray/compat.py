@@ -100,6 +100,38 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return mode
 
 
+def varlen_logsum() -> Any:
+    """What to ask variable-length attention for, so that it returns the logarithm of each softmax's sum too: (H, T)."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+def varlen_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsum: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor, int, int],
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values, for an output and a sum of its softmax that a caller has changed.
+
+    The public operation takes both from its own forward pass.
+    """
+    import torch
+
+    window = tuple(options["window_size"])
+    unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        *(grad.contiguous(), query, key, value, out.contiguous(), logsum.contiguous(), *bounds),
+        *(window == (-1, 0), unused, options["scale"], list(window)),
+    )
+    return gradients
+
+
 def can_reorder(weight: torch.Tensor) -> bool:
     """Whether :func:`reordered_weight` takes a weight: in fp32 or bf16, on a CPU that torch has oneDNN for."""
     import torch
@@ -140,6 +172,19 @@ def attention_implementation(model: Any) -> str:
     """Name of the attention that a model runs with; public is only the setter."""
     name: str = model.config._attn_implementation
     return name
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """The values of a field in a text model's configuration: of each layer where layers differ, else the one; None for
+    a field that is not there. What differs can be read of a layer alone."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return [getattr(layer, name, None) for layer in layers]
+
+
+def name_body(model: Any) -> None:
+    """Let a model know the name of its body: the class of Llama 4's text model names one that it does not have."""
+    if not hasattr(model, model.base_model_prefix) and hasattr(model, "model"):
+        model.base_model_prefix = "model"
 
 
 def carries_state(model: Any) -> bool:

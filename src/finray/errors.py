@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import errno
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,7 @@ def explained(error: BaseException) -> FinrayError | None:
     if isinstance(error, FinrayError):
         return error
     # Masked before it is cut: of half a secret nobody knows the form.
-    lines = [line.strip() for line in masked(str(error)).splitlines() if line.strip()]
-    detail = lines[0][:300] if lines else type(error).__name__
+    detail = told(masked(str(error)))[:300] or type(error).__name__
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name, why = str(error.filename), (error.strerror or detail)
         repair = {
@@ -200,11 +200,30 @@ def explained(error: BaseException) -> FinrayError | None:
     ]
     packages = [name for name in frames if name == "finray" or name in _READERS]
     if packages and packages[-1] != "finray":
+        # Damaged files have errors of their own, above.
         return FinrayError(
             f"{packages[-1]} failed: {type(error).__name__}: {detail}",
-            repair="its input files may be damaged or of the wrong type; FINRAY_VERBOSE=1 shows where it failed",
+            where=next((note for note in getattr(error, "__notes__", []) if note.startswith("model.name=")), None),
+            repair=f"if the message names a setting, change it; else {packages[-1]} {version(packages[-1])} may not "
+            "support this input: FINRAY_VERBOSE=1 shows where it failed",
         )
     return None
+
+
+def told(text: str) -> str:
+    """The first line of a library's message, with the next where it only announces that."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+
+
+@contextmanager
+def about_model(name: str) -> Iterator[None]:
+    """An error of a library that passes is about this model, and says so."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"model.name={name}")
+        raise
 
 
 def of_storage(error: BaseException) -> FinrayError | None:

@@ -31,7 +31,7 @@ from typing import IO, Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from finray.errors import FinrayError
+from finray.errors import FinrayError, told
 
 T = TypeVar("T")
 SEAL = "seal"
@@ -438,5 +438,5 @@ def _described(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """What an error's message says in its first line, or its type where it has none."""
+    return told(str(error)) or type(error).__name__

@@ -37,6 +37,13 @@ _SHARED = _IDS | _SIZES | {"intermediate_size": 128, "num_key_value_heads": 2, "
 _WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
 _SOFTCAPPED = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0}
 _EXPERTS = {"num_experts_per_tok": 2}
+# Where Gemma 4 differs from Gemma 3: larger heads in full layers, embeddings of each layer, borrowed keys and values.
+_GEMMA4: dict[str, Any] = {"num_hidden_layers": 4, "global_head_dim": 32, "num_kv_shared_layers": 2}
+_GEMMA4 |= {
+    "hidden_size_per_layer_input": 8,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 # The type of the model, and its configuration.
@@ -55,6 +62,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", _IDS | {"hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": 0}),
     "opt": ("opt", _IDS | _SIZES | {"word_embed_proj_dim": 64, "ffn_dim": 128, "dropout": 0.0, "pad_token_id": 1}),
     "gpt_neox": ("gpt_neox", _IDS | _SIZES | {"intermediate_size": 128}),
+    # Sinks, and windows in every second layer.
+    "gpt_oss": ("gpt_oss", _SHARED | _EXPERTS | {"num_local_experts": 4, "sliding_window": 6}),
+    "gemma4": ("gemma4_text", _SHARED | _GEMMA4 | {"vocab_size_per_layer_input": 384}),
     # No attention at all.
     "mamba": ("mamba", _IDS | {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0}),
 }

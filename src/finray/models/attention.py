@@ -19,11 +19,12 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from finray import compat
 from finray.models.dropout import drop
 
 NAME = "finray_packed"
 # Arguments that Transformers' models pass to any attention and that have no effect here. Any other argument may change
-# the result (attention sinks, distance biases), so a model that passes one is not packed.
+# the result (biases by distance), so a model that passes one is not packed.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -58,12 +59,14 @@ class RowLengths:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Settings of a layer's scores: scaling, window to each side (including the token itself), softcap, causality."""
+    """Settings of a layer's scores: scaling, window to each side (including the token itself), softcap, causality, and
+    sinks (H): a score of each head that takes its share of every softmax, and has no value (gpt-oss)."""
 
     scaling: float | None = None
     window: int | None = None
     softcap: float | None = None
     causal: bool = True
+    sinks: torch.Tensor | None = None
 
 
 class Layout(Protocol):
@@ -105,6 +108,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     segment_lengths: tuple[int, ...] | RowLengths | Layout | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
@@ -123,6 +127,7 @@ def packed_attention(
         dropout: probability of dropping a score, in training.
         sliding_window: maximum tokens that a token sees to each visible side, including itself.
         softcap: scores are capped to ``softcap * tanh(score / softcap)`` (Gemma 2).
+        s_aux: sinks, a score for each head.
         segment_lengths: tokens per row, adding up to T; or a layout that computes attention.
         cu_seq_lens_q: int32 cumulative lengths, S + 1 entries, on the device.
         max_length_q: length of the longest row.
@@ -140,6 +145,8 @@ def packed_attention(
     if attention_mask is not None:
         raise RuntimeError(f"{type(module).__name__} builds its own attention mask, which packed rows cannot use")
     unknown = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
+    if s_aux is not None and softcap is not None:
+        unknown.append("s_aux` with `softcap")
     if unknown:
         raise RuntimeError(
             f"{type(module).__name__} uses `{unknown[0]}` in its attention, which packed rows do not support"
@@ -150,9 +157,15 @@ def packed_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if not isinstance(segment_lengths, tuple | list | RowLengths):
-        return segment_lengths.attend(query, key, value, Scores(scaling, sliding_window, softcap)), None
+        return segment_lengths.attend(query, key, value, Scores(scaling, sliding_window, softcap, sinks=s_aux)), None
     varlen = _varlen() if query.is_cuda else None
-    fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
+    fits = (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and not dropout
+        and softcap is None
+        and query.shape[-1] <= 256
+        and value.shape[-1] <= query.shape[-1]
+    )
     if varlen is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
         kernel, takes_groups = varlen
         before = sliding_window - 1 if sliding_window else -1
@@ -165,10 +178,18 @@ def packed_attention(
         cu_queries, most = cu_seq_lens_q, max_length_q
         if query.shape[2] != key.shape[2]:
             cu_queries, most = torch.arange(len(cu_seq_lens_q), dtype=torch.int32, device=query.device), 1
+        # The kernel wants values of the width of keys.
+        narrower, width = query.shape[-1] - value.shape[-1], value.shape[-1]
+        value = F.pad(value, (0, narrower)) if narrower else value
         flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return kernel(*flat, cu_queries, cu_seq_lens_q, most, max_length_q, **options)[None], None
+        bounds = (cu_queries, cu_seq_lens_q, most, max_length_q)
+        if s_aux is None:
+            attended = kernel(*flat, *bounds, **options)
+        else:
+            attended = _VarlenWithSinks.apply(*flat, s_aux, kernel, bounds, options)  # type: ignore[no-untyped-call]
+        return attended[None, ..., :width], None
     lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
-    scores = Scores(scaling, sliding_window, softcap, causal)
+    scores = Scores(scaling, sliding_window, softcap, causal, s_aux)
     return _attend_to_rows(query, key, value, tuple(lengths), scores, dropout), None
 
 
@@ -321,11 +342,11 @@ def attend(
     windowed = window is not None and window < total
     short = length > 1 and total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not windowed
     # With dropout, torch has no fused kernel on a CPU.
-    if (dropout or short) and softcap is None and not query.is_cuda:
+    if scores.sinks is not None or ((dropout or short) and softcap is None and not query.is_cuda):
         visible = None
         if causal or windowed or lengths is not None:
             visible = _visible(query, total, causal=causal, window=window if windowed else None, lengths=lengths)
-        return _attend_explicitly(query, key, value, scaling, visible, dropout=dropout)
+        return _attend_explicitly(query, key, value, scaling, visible, sinks=scores.sinks, dropout=dropout)
     grouped = query.shape[1] != key.shape[1]
     if softcap is None and not windowed and lengths is None and length in (1, total):
         past = causal and length == total
@@ -375,9 +396,10 @@ def _attend_explicitly(
     scaling: float | None,
     visible: torch.Tensor | None,
     *,
+    sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of short rows, or with dropout, by plain matrix products; heads that share keys share a product."""
+    """Attention of short rows, or with sinks or dropout, by plain matrix products; heads that share keys share one."""
     rows, heads, length, width = query.shape
     shared = rows * key.shape[1]
     groups = heads // key.shape[1]
@@ -395,9 +417,52 @@ def _attend_explicitly(
     # One name, so that scores are freed before a dropout mask is drawn.
     weights = torch.baddbmm(hidden.expand(shared, groups * length, -1), grouped, keys.transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
-    weights = torch.softmax(weights, dim=-1)
+    weights = torch.softmax(weights, dim=-1) if sinks is None else _softmax_with_sinks(weights, sinks, rows, groups)
     weights = drop(weights, dropout)
     return torch.bmm(weights, values).view(rows, heads, length, value.shape[-1])
+
+
+def _softmax_with_sinks(scores: torch.Tensor, sinks_H: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
+    """Softmax over scores (rows * H_kv, groups * L, total) and the sink of their head, which is then left out."""
+    length = scores.shape[1] // groups
+    column = sinks_H.to(scores.dtype).view(1, -1, groups, 1).expand(rows, -1, -1, length).reshape(*scores.shape[:2], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """Variable-length attention with a sink for each head.
+
+    The sink adds to the sum of a softmax alone. So outputs shrink by its share; and the kernel's backward pass, which
+    computes the probabilities from their sum, is given the sum with the sink in it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        kernel: Callable[..., Any],
+        bounds: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        attended, logsum_HT = kernel(*(query, key, value), *bounds, return_aux=compat.varlen_logsum(), **options)
+        with_sink_HT = torch.logaddexp(logsum_HT, sinks.float()[:, None])
+        out_THD: torch.Tensor = attended * (logsum_HT - with_sink_HT).exp().t()[..., None].to(attended.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out_THD, with_sink_HT, *bounds[:2])
+        ctx.longest, ctx.options = bounds[2:], options
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks, out_THD, with_sink_HT, *bounds = ctx.saved_tensors
+        gradients = compat.varlen_backward(
+            grad, query, key, value, out_THD, with_sink_HT, (bounds[0], bounds[1], *ctx.longest), ctx.options
+        )
+        shares_HT = (sinks.float()[:, None] - with_sink_HT).exp()
+        of_sinks = -(shares_HT * (grad.float() * out_THD.float()).sum(-1).t()).sum(1)
+        return *gradients, of_sinks.to(sinks.dtype), None, None, None
 
 
 @lru_cache(maxsize=1)

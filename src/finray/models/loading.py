@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from finray import compat
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import task_spec
@@ -90,6 +91,7 @@ def load_model(
                 # The weights are dequantized, but the configuration still says quantized, and saving would fail.
                 del loaded.config.quantization_config
                 loaded.hf_quantizer, loaded.is_quantized = None, False
+        compat.name_body(loaded)
         if (added := new_tokens(model)) is not None:
             vocabulary.widen(loaded, added)
         if labels is not None:

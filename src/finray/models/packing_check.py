@@ -32,16 +32,20 @@ _TURN, _TURNS_AT = 12, "original_max_position_embeddings"
 # fp32 sums in another order differ by 1e-6 of the largest logit; a leak or a wrong position by a tenth or more.
 _TOLERANCE = 1e-3
 _WIDTH, _HEADS, _HEAD, _EXPERTS = 64, 4, 16, 4
+# Experts of a token: two where there are more, and a model may have its reason for one.
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 # Names of sizes in configurations, and their reduced values.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), _WIDTH),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), _HEADS),
+    **dict.fromkeys(("head_dim", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD),
+    "qk_head_dim": 2 * _HEAD,
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 2 * _WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), _WIDTH),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 2),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("expert_ffn_hidden_size", "hidden_size_per_layer_input"), _WIDTH),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "zero_expert_num"), _EXPERTS),
+    **dict.fromkeys(_CHOSEN, 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "time_step_rank", "mamba_dt_rank"), 16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
@@ -55,6 +59,29 @@ _WINDOWS = (
     *("local_attention", "keep_window_size", "index_topk", "floor_scale", "log_scaling_n_floor"),
 )
 _LAYERS = 8
+_SHARED = ("num_key_value_heads", "num_kv_heads")
+# Layers at the end that take keys and values of earlier ones.
+_BORROWING = "num_kv_shared_layers"
+# Fields of layers that differ from the others, by their number.
+_PER_LAYER = "per_layer_config"
+_SECTIONS = "mrope_section"
+# Of heads whose size is the sum of these, in DeepSeek's attention.
+_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim")
+# Heads of a state, their size and groups, where both together are a multiple of the width: that factor is first.
+_STATES = (
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head", "mamba_n_groups"),
+    ("expand", "num_heads", "head_dim", "n_groups"),
+)
+# Ways to shrink, one after the other until a model can compute. The first is the cheapest; in the second, sizes that
+# a configuration leaves open get a value; the third leaves what depends on each other in ways that no name tells, and
+# has fewer layers, experts and tokens.
+_WAYS: tuple[dict[str, bool], ...] = ({}, {"filled": True}, {"narrow": False})
+_VOLUME = (
+    *("vocab_size", "vocab_size_per_layer_input", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group", *_CHOSEN),
+    *("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp", "moe_intermediate_size"),
+)
+_MOST_PARAMETERS = 200_000_000
 _NO_SIZE = ("model_type", "transformers_version", "architectures", "quantization_config", "dtype")
 
 
@@ -87,8 +114,6 @@ def check_packing_of(
     config: Any, *, auto_class: str = CAUSAL_LM.auto_class, trust_remote_code: bool = False
 ) -> Packing:
     """As :func:`check_packing`, for a Transformers configuration; random state is not changed."""
-    import transformers
-
     family, positions, width = str(config.model_type), None, getattr(config, "hidden_size", None)
 
     def unsafe(reason: str, error: Exception | None = None) -> Packing:
@@ -100,9 +125,8 @@ def check_packing_of(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         torch.manual_seed(0)
         try:
-            small = getattr(transformers, auto_class).from_config(
-                shrunk(config), dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="eager"
-            )
+            options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, "attn_implementation": "eager"}
+            small = small_model(config, auto_class, **options)
             context, is_learned = row_limit(small)
             if is_learned and context is not None:
                 # The small model has another position table and padding index, after which positions may begin.
@@ -171,49 +195,118 @@ def _results(model: Any, batch: ProbeRows, attention_name: str | None) -> list[t
     return [hidden_TH, packed.logits_KV(batch, torch.arange(len(hidden_TH)))]
 
 
-def shrunk(config: Any) -> Any:
-    """A configuration of the same kind with small sizes; all other fields stay."""
+def small_model(config: Any, auto_class: str, **options: Any) -> Any:
+    """A random model of a configuration's kind on the CPU, by the first way to shrink it that works.
+
+    Raises:
+        Exception: whatever the model's code said to the first.
+    """
+    import transformers
+
+    errors = []
+    for way in _WAYS:
+        try:
+            small = shrunk(config, **way)
+            if not way.get("narrow", True):
+                with torch.device("meta"):
+                    size = getattr(transformers, auto_class).from_config(small, **options).num_parameters()
+                if size > _MOST_PARAMETERS:
+                    continue
+            model = getattr(transformers, auto_class).from_config(small, **options).eval()
+            compat.name_body(model)
+            # A model with a state computes token by token, and is not asked.
+            if not compat.carries_state(model):
+                model(torch.full((1, 3), 3), use_cache=False)
+            return model
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def shrunk(config: Any, *, narrow: bool = True, filled: bool = False) -> Any:
+    """A configuration of the same kind with small sizes; all other fields stay.
+
+    Args:
+        config: of a text model.
+        narrow: shrink widths and heads too; else only layers, experts and tokens.
+        filled: give a size to fields that have none.
+    """
     plain = {name: value for name, value in config.to_dict().items() if name not in _NO_SIZE}
+    sizes = {name: size for name, size in _SIZES.items() if narrow or name in _VOLUME}
     depth = next((int(plain[name]) for name in _DEPTHS if isinstance(plain.get(name), int)), _LAYERS)
-    kinds = list(plain.get("layer_types") or [])
-    # Enough layers to include each kind.
-    layers = min(depth, max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else _LAYERS)
-    for name, value in plain.items():
-        if value is None or isinstance(value, bool):
-            continue
-        if name in _DEPTHS:
-            plain[name] = layers
-        elif name in _WINDOWS:
-            plain[name] = _WINDOW
-        elif name in _SIZES and isinstance(value, int):
-            plain[name] = _SIZES[name]
-        elif name.endswith("_token_id"):
-            plain[name] = 1
-        elif isinstance(value, list | tuple) and len(value) == depth:
-            plain[name] = value[:layers]
-        elif name == _TURNS_AT:
-            plain[name] = _TURN
-        elif isinstance(value, dict):
-            plain[name] = _shrunk_dict(value)
-    if set(rope_types(config)) - {*FIXED, "longrope"} and "max_position_embeddings" in plain:
+    lists = {name: value for name, value in plain.items() if isinstance(value, list | tuple) and len(value) == depth}
+    # Enough layers to include each kind: of attention, of experts or none, and of those that borrow keys and values.
+    named = [list(kinds) for kinds in lists.values() if all(isinstance(kind, str) for kind in kinds)]
+    needed = [kinds.index(kind) + 1 for kinds in named for kind in set(kinds)]
+    layers = min(depth, max(2, *needed) if needed else _LAYERS if narrow else 2)
+    if borrowing := min(plain.get(_BORROWING) or 0, layers):
+        layers = min(depth, layers + borrowing)
+    small = {name: _small(name, value, sizes, plain) for name, value in plain.items()}
+    small.pop(_PER_LAYER, None)
+    small |= {name: layers for name in _DEPTHS if plain.get(name) is not None}
+    small |= {name: small[name][:layers] for name in lists}
+    if borrowing:
+        small[_BORROWING] = borrowing
+    if (varied := plain.get(_PER_LAYER)) is not None:
+        kept = {int(at): fields for at, fields in varied.items() if int(at) < layers}
+        small[_PER_LAYER] = {at: _small_layer(fields, sizes, plain) for at, fields in kept.items()}
+    if set(rope_types(config)) - {*FIXED, "longrope"} and "max_position_embeddings" in small:
         # Dynamic NTK begins where the model's own positions end.
-        plain["max_position_embeddings"] = _TURN
-    heads = getattr(config, "num_attention_heads", None)
-    for name in ("num_key_value_heads", "num_kv_heads"):
-        shared = plain.get(name)
-        if isinstance(shared, int) and shared:
-            plain[name] = _HEADS if shared == heads else min(2, shared)
-    return type(config)(**plain)
+        small["max_position_embeddings"] = _TURN
+    if narrow:
+        if plain.get("head_dim") and plain["head_dim"] == sum(plain.get(name) or 0 for name in _PARTS):
+            small["head_dim"] = sum(small[name] for name in _PARTS)
+        for factor, heads, head, groups in _STATES:
+            if all(isinstance(plain.get(name), int) for name in ("hidden_size", factor, heads, head)) and (
+                plain["hidden_size"] * plain[factor] == plain[heads] * plain[head]
+            ):
+                small |= {heads: _HEADS, head: plain[factor] * _WIDTH // _HEADS, groups: min(2, plain.get(groups, 1))}
+    if filled:
+        unset = {name: size for name, size in _SIZES.items() if name in plain and plain[name] is None}
+        small |= unset | {name: _HEADS for name in _SHARED if name in plain and plain[name] is None}
+    return type(config)(**small)
 
 
-def _shrunk_dict(plain: dict[str, Any]) -> dict[str, Any]:
-    """Settings of rotary embeddings, maybe for each kind of layer: with fewer factors, and an earlier turn."""
-    small = dict(plain)
-    for name, value in plain.items():
-        if name == _TURNS_AT and isinstance(value, int):
-            small[name] = _TURN
-        elif isinstance(value, list | tuple):
-            small[name] = value[: _HEAD // 2]
-        elif isinstance(value, dict):
-            small[name] = _shrunk_dict(value)
+def _small(name: str, value: Any, sizes: dict[str, int], plain: dict[str, Any]) -> Any:
+    """The reduced value of a field, or of each layer's in a list, by the sizes and the whole configuration."""
+    if value is None or isinstance(value, bool):
+        return value
+    if name in _WINDOWS:
+        return _WINDOW
+    if name.endswith("_token_id"):
+        return 1
+    if name == _TURNS_AT:
+        return _TURN
+    if isinstance(value, dict):
+        # Of rotary embeddings, maybe for each kind of layer; or of a part of the model.
+        return {key: _small_setting(key, entry, sizes, plain) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_small(name, each, sizes, plain) for each in value) if name in sizes else value
+    if not isinstance(value, int) or not value:
+        return value
+    if name in _CHOSEN and name in sizes:
+        return min(value, sizes[name])
+    if name in _SHARED and "num_attention_heads" in sizes:
+        return _HEADS if value == plain.get("num_attention_heads") else min(2, value)
+    return sizes.get(name, value)
+
+
+def _small_layer(fields: dict[str, Any], sizes: dict[str, int], plain: dict[str, Any]) -> dict[str, Any]:
+    """The reduced fields of a layer that differs from the others; its heads are as many times as large as theirs."""
+    small = {name: _small(name, value, sizes, plain | fields) for name, value in fields.items()}
+    if "head_dim" in fields and "head_dim" in sizes:
+        small["head_dim"] = _HEAD * max(1, fields["head_dim"] // plain["head_dim"])
     return small
+
+
+def _small_setting(name: str, value: Any, sizes: dict[str, int], plain: dict[str, Any]) -> Any:
+    """The reduced value in a nested section: rotary embeddings have a factor for each half of a head's size."""
+    if name == _SECTIONS and "head_dim" in sizes:
+        # How many of a head's frequencies are of time, height and width.
+        rest = [_HEAD // 2 * part // sum(value) for part in value[1:]]
+        return [_HEAD // 2 - sum(rest), *rest]
+    if isinstance(value, list | tuple):
+        return value[: _HEAD // 2] if "head_dim" in sizes else value
+    if isinstance(value, dict) or name == _TURNS_AT:
+        return _small(name, value, sizes, plain)
+    return value

@@ -139,14 +139,18 @@ class Step:
         bias = self._bias_of(scores.window, query.dtype)
         keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
         query = query.transpose(0, 1).reshape(count, shared, heads // shared, width)
-        if scores.softcap is None and not _by_products(query):
+        if scores.softcap is None and scores.sinks is None and not _by_products(query):
             out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scores.scaling)
             return out.reshape(1, count, heads, -1)
         scale = width**-0.5 if scores.scaling is None else scores.scaling
         products = query @ keys.transpose(-1, -2) * scale
         if scores.softcap is not None:
             products = torch.tanh(products / scores.softcap) * scores.softcap
-        weights = (products + bias).float().softmax(-1).to(query.dtype)
+        weights = products + bias
+        if scores.sinks is not None:
+            column = scores.sinks.view(1, shared, -1, 1).expand(count, -1, -1, -1)
+            weights = torch.cat([weights, column.to(weights.dtype)], dim=-1)
+        weights = weights.float().softmax(-1)[..., : keys.shape[2]].to(query.dtype)
         return (weights @ values).reshape(1, count, heads, -1)
 
     def _bias_of(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:

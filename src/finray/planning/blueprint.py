@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.errors import FinrayError
@@ -154,9 +155,15 @@ def draw_blueprint(
         module.weight.shape if type(module).__name__ == "Conv1D" else module.weight.shape[::-1] for module in linears
     ]
     counts = Counter(LinearShape(int(inputs), int(outputs)) for inputs, outputs in sides)
-    heads = int(getattr(config, "num_attention_heads", 1))
-    head_dim = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    # Of the layer with the widest queries, and the window of the layers that have one.
+    names = ("num_attention_heads", "head_dim", "sliding_window")
+    heads, widths, windows = (compat.layer_values(config, name) for name in names)
+    query = max(
+        int(count or 1) * int(width or int(config.hidden_size) // (count or 1))
+        for count, width in zip(heads, widths, strict=True)
+    )
+    window = max((one or 0 for one in windows), default=0) or None
+    window = window if getattr(config, "use_sliding_window", True) else None
     return Blueprint(
         parameters=total,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -166,7 +173,7 @@ def draw_blueprint(
         hidden=int(config.hidden_size),
         layers=len(layers),
         layer=max(layers, default=0),
-        query=heads * int(head_dim),
+        query=query,
         linears=tuple(counts.items()),
         tied=tied,
         chunks_head=head is not None and not head_is_adapted,

@@ -125,13 +125,13 @@ class LayerProbe:
             attention.register()
             name = attention.NAME
             on_gpu = how.device == "cuda" and how.precision != "fp32"
-            if on_gpu and getattr(config, "attn_logit_softcapping", None) is None:
+            if on_gpu and not any(compat.layer_values(config, "attn_logit_softcapping")):
                 from transformers import AttentionInterface
 
                 AttentionInterface.register(_GPU_ATTENTION, _fused_attention)
                 name = _GPU_ATTENTION
             else:
-                limits = [getattr(config, "sliding_window", None) or 0]
+                limits = [max(window or 0 for window in compat.layer_values(config, "sliding_window"))]
                 limits += [attention.EXPLICIT_UP_TO] if how.precision == "bf16" else []
             inner.set_attn_implementation(name)
         edges = [0, *sorted(limit for limit in set(limits) if limit)]
@@ -154,7 +154,7 @@ class LayerProbe:
             run = _Run(model, inner, self._counts, how, packs=self._packs)
             fixed = np.zeros(5)
             # A state-space model runs a loop over the tokens, and each token costs the same.
-            shortest = [61, 127, 251] if hasattr(config, "num_attention_heads") else [17, 37, 71]
+            shortest = [61, 127, 251] if any(compat.layer_values(config, "num_attention_heads")) else [17, 37, 71]
             for low, high in zip(edges, [*edges[1:], None], strict=True):
                 lengths = shortest if low == 0 else [int(low * 1.1) | 1, int(low * 2.1) | 1]
                 if high is not None and lengths[-1] > high:

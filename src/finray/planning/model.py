@@ -15,7 +15,7 @@ from finray.config.adapter_files import matching_none
 from finray.config.resolved import LabelSet, Packing
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
-from finray.errors import FinrayError, ModelError
+from finray.errors import FinrayError, ModelError, about_model
 from finray.models.loading import check_loading, is_quantized, load_model
 from finray.models.packing_cache import packing_of
 from finray.models.sharded import cut_model, left_out
@@ -76,6 +76,13 @@ def plan_model(
     With ``offline`` a model on an unreachable Hub is not a problem, but listed as not checked. A classifier's head is
     built for ``labels``, or as configured.
     """
+    with about_model(config.model.name):
+        return _planned(config, findings, labels=labels, environ=environ, offline=offline)
+
+
+def _planned(
+    config: Config, findings: Findings, *, labels: LabelSet | None, environ: Mapping[str, str], offline: bool
+) -> PlannedModel | None:
     opened = _open(config, findings, environ, labels=labels, offline=offline)
     if opened is None:
         return None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from finray import compat
 from finray.config.paths import is_template
 from finray.config.schema import ModelConfig
-from finray.errors import DataError, FinrayError, ModelError, did_you_mean_path
+from finray.errors import DataError, FinrayError, ModelError, did_you_mean_path, told
 from finray.files import FileKind
 from finray.limits import cut, shown
 from finray.pretrained import hub
@@ -194,9 +195,15 @@ def loading_options(model: ModelConfig) -> dict[str, Any]:
     return options
 
 
+def _is_of_files(error: Exception) -> bool:
+    """Whether an error is of reading files, and not of what they say."""
+    readers = ("safetensors", "json", "zipfile", "pickle", "_pickle", "struct")
+    return isinstance(error, OSError | EOFError | UnicodeError) or type(error).__module__.split(".")[0] in readers
+
+
 def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     """The error of a model or tokenizer that Transformers could not load."""
-    text = str(error).strip().splitlines()
+    text = told(str(error))
     repair = "give a model directory, a .gguf file, or a Hub id that you have access to (HF_TOKEN for gated models)"
     is_there = Path(model.name).expanduser().exists()
     read_as = f"there is no directory {model.name} here{did_you_mean_path(model.name)}, and so it was read as a Hub id"
@@ -209,18 +216,20 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
         )
     if not is_there:
         repair = f"{read_as}: check the path, or {repair}"
+    elif Path(model.name).expanduser().is_dir() and "config" in what and not _is_of_files(error):
+        repair = f"look at what its `config.json` says of this; transformers {version('transformers')} may not know it"
     elif Path(model.name).expanduser().is_dir():
         repair = "download the model again, with all of its files: weights as `.safetensors`, settings, tokenizer"
-    if text and text[0].startswith("Weights only load failed"):
+    if text.startswith("Weights only load failed"):
         # Torch continues with how to load it nevertheless.
-        text = ["its pickled weights contain more than tensors"]
-    if text and text[0].startswith("Couldn't instantiate the backend tokenizer"):
+        text = "its pickled weights contain more than tensors"
+    if text.startswith("Couldn't instantiate the backend tokenizer"):
         # A list of libraries follows.
-        text = ["there is no file of a tokenizer, such as `tokenizer.json`"]
+        text = "there is no file of a tokenizer, such as `tokenizer.json`"
     if "trust_remote_code" in str(error):
         repair = "read the code that comes with the model; if you trust it, set model.trust_remote_code to true"
     return ModelError(
-        f"the {what} cannot be loaded: {cut(text[0]) if text else type(error).__name__}",
+        f"the {what} cannot be loaded: {cut(text) or type(error).__name__}",
         where=f"model.name={model.name}",
         repair=repair,
     )

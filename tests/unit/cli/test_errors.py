@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from finray import results
 from finray.cli import show
 from finray.config.schema import ModelConfig
-from finray.errors import FinrayError, ModelError, explained
+from finray.errors import FinrayError, ModelError, about_model, explained
 from finray.pretrained.tokenizers import check_exists
 from finray.tracking.console import ConsoleTracker
 from tests.support import runs
@@ -47,6 +47,15 @@ def _from_transformers() -> Exception:
     raise AssertionError
 
 
+def _noted() -> Exception:
+    """A configuration whose values do not go together."""
+    from transformers import AutoConfig
+
+    with pytest.raises(Exception) as caught, about_model("m/x"):  # noqa: PT011
+        AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=5)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("error", "parts"),
     [
@@ -68,7 +77,9 @@ def _from_transformers() -> Exception:
         (pa.ArrowInvalid("Not a Parquet file"), ("Arrow", "Not a Parquet file")),
         (torch.OutOfMemoryError("CUDA out of memory"), ("the GPU is out of memory", "finray plan")),
         (FinrayError("mine", where="here", repair="so"), ("here: mine", "repair: so")),
-        (_from_transformers(), ("transformers failed", "may be damaged")),
+        # Nothing was seen of its files; the cause stands in the second line, and what it is about was noted.
+        (_from_transformers(), ("transformers failed", "FINRAY_VERBOSE")),
+        (_noted(), ("model.name=m/x: ", "'validate_architecture': ValueError: The hidden size", "FINRAY_VERBOSE")),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )

@@ -23,7 +23,7 @@ def attend(**options: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "options",
     [
-        {"s_aux": torch.ones(2)},
+        {"s_aux": torch.ones(2), "softcap": 0.5},
         {"sinks": torch.ones(2)},
         {"position_bias": torch.ones(1, 2, 6, 6)},
         {"head_mask": torch.ones(2)},
@@ -31,7 +31,6 @@ def attend(**options: Any) -> torch.Tensor:
     ids=lambda options: next(iter(options)),
 )
 def test_arguments_that_would_change_the_result_are_refused(options: dict[str, Any]) -> None:
-    """gpt-oss hands its attention sinks down as ``s_aux``: without them every probability is too large."""
     with pytest.raises(RuntimeError, match=f"uses `{next(iter(options))}`"):
         attend(**options)
 
@@ -105,7 +104,7 @@ LENGTHS = (1, 7, 4)
 def by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
     scaling: float | None = None, window: int | None = None, softcap: float | None = None, causal: bool = True,
-    lengths: tuple[int, ...] = LENGTHS,
+    s_aux: torch.Tensor | None = None, lengths: tuple[int, ...] = LENGTHS,
 ) -> torch.Tensor:  # fmt: skip
     """Softmax over the tokens of the same row (that came before), one query of one head at a time: (1, T, H, D)."""
     heads, total, width = query.shape[1:]
@@ -121,7 +120,8 @@ def by_hand(
                 scores = keys @ query[0, head, at].double() * (width**-0.5 if scaling is None else scaling)
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
-                result[0, at, head] = scores.softmax(0) @ value[0, shared, first:last].double()
+                total_of = scores.exp().sum() + (0 if s_aux is None else s_aux[head].double().exp())
+                result[0, at, head] = scores.exp() / total_of @ value[0, shared, first:last].double()
             start += length
     return result
 
@@ -133,11 +133,13 @@ def parts(heads: int, shared: int, dtype: torch.dtype, lengths: tuple[int, ...] 
 
 # Many short rows are batches of about one length, wherever they lie, and padded.
 FEW, SHORT, PADDED = LENGTHS, (3, 1, 2, 3) * 4, (8, 1, 7, 6) * 4
+# A sink that takes nearly all, some that take their share, and one that takes nothing.
+SINKS = torch.tensor([4.0, 0.5, -1.0, -40.0])
 OPTIONS: list[tuple[Any, ...]] = [
     (torch.float32, torch.bfloat16),
     (1, 2, 4),
     (None, 3, 7),
-    (None, 2.0),
+    ({}, {"softcap": 2.0}, {"s_aux": SINKS}),
     (None, 0.9),
     (torch.nn.Module(), Encoder()),
     (FEW, SHORT, PADDED),
@@ -157,12 +159,12 @@ def covering(options: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return chosen
 
 
-@pytest.mark.parametrize(("dtype", "shared", "window", "softcap", "scaling", "module", "lengths"), covering(OPTIONS))
+@pytest.mark.parametrize(("dtype", "shared", "window", "extra", "scaling", "module", "lengths"), covering(OPTIONS))
 def test_each_path_on_a_cpu_is_attention(
     dtype: torch.dtype,
     shared: int,
     window: int | None,
-    softcap: float | None,
+    extra: dict[str, Any],
     scaling: float | None,
     module: Any,
     lengths: tuple[int, ...],
@@ -171,12 +173,10 @@ def test_each_path_on_a_cpu_is_attention(
     if dtype == torch.bfloat16 and max(lengths) == 8:
         # Scores are rounded to 8 bits, in rows alone too: the bound is for small scores.
         query, key, value = query / 2, key / 2, value / 2
-    options = {"segment_lengths": lengths, "sliding_window": window, "softcap": softcap, "scaling": scaling}
+    options = {"segment_lengths": lengths, "sliding_window": window, "scaling": scaling} | extra
     found, weights = packed_attention(module, query, key, value, None, **options)
     causal = not isinstance(module, Encoder)
-    expected = by_hand(
-        query, key, value, scaling=scaling, window=window, softcap=softcap, causal=causal, lengths=lengths
-    )
+    expected = by_hand(query, key, value, scaling=scaling, window=window, causal=causal, lengths=lengths, **extra)
     assert weights is None
     assert found.is_contiguous()
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
@@ -282,6 +282,47 @@ def test_the_kernel_of_a_gpu_is_given_the_same_rows(
     expected = by_hand(plain[0], plain[1], plain[2], scaling=scaling, window=window, causal=causal)
     torch.testing.assert_close(found.double().as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)
     assert asked == [{"enable_gqa": True} if takes_groups and shared == 2 else {}]
+
+
+def test_the_kernel_of_a_gpu_learns_of_sinks_by_the_sum_of_its_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients, with values narrower than keys; the kernel's two passes as its authors write them."""
+    seen = torch.block_diag(*(torch.ones(length, length).tril().triu(-2) for length in LENGTHS)).bool()
+
+    def scores_of(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+        return (query.transpose(0, 1) @ key.permute(1, 2, 0) * scale).masked_fill(~seen, float("-inf"))
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, return_aux: Any, scale: float, **options: Any) -> Any:
+        assert return_aux.lse
+        assert options == {"window_size": (2, 0)}
+        logsum = scores_of(query, key, scale).logsumexp(-1)
+        return ((scores_of(query, key, scale) - logsum[..., None]).exp() @ value.transpose(0, 1)).transpose(
+            0, 1
+        ), logsum
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, out: Any, logsum: Any, *others: Any) -> Any:
+        scale, upward = others[-1]["scale"], grad.transpose(0, 1)
+        weights = (scores_of(query, key, scale) - logsum[..., None]).exp()
+        of_scores = weights * (upward @ value.permute(1, 2, 0) - (grad * out).sum(-1).t()[..., None]) * scale
+        gradients = of_scores @ key.transpose(0, 1), of_scores.mT @ query.transpose(0, 1), weights.mT @ upward
+        return tuple(one.transpose(0, 1) for one in gradients)
+
+    monkeypatch.setattr(attention, "_varlen", lambda: (forward, True))
+    monkeypatch.setattr(attention.compat, "varlen_backward", backward)
+    tensors = [part.double().requires_grad_() for part in (*parts(4, 4, torch.float32), SINKS)]
+    bounds = torch.tensor([0, 1, 8, 12], dtype=torch.int32)
+    results = []
+    for kind in (OnAGpu, torch.Tensor):
+        with monkeypatch.context() as patch:
+            # The kernel is asked for this dtype and another alone.
+            patch.setattr(torch, "bfloat16", torch.float64)
+            found, _ = packed_attention(
+                *(torch.nn.Module(), tensors[0].as_subclass(kind), tensors[1], tensors[2][..., :6], None),
+                **{"segment_lengths": LENGTHS, "cu_seq_lens_q": bounds, "max_length_q": 7},
+                **{"sliding_window": 3, "scaling": 0.9, "s_aux": tensors[3]},
+            )
+        results.append([found, *torch.autograd.grad(found.sin().sum(), tensors)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.as_subclass(torch.Tensor), theirs, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (8, 1, 7, 6) * 4, (3,) * 20], ids=["few", "many", "equal"])

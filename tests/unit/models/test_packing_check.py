@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from finray.models.packing_check import check_packing_of, row_limit
 from tests.support import tiny
@@ -30,8 +31,16 @@ LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 
         ("gpt2", {}),
         ("gpt_neox", {}),
         ("opt", {}),
+        # Sinks, in some with other values than keys.
+        *((kind, {}) for kind in ("gpt_oss", "mimo_v2_flash", "granite_swa")),
+        # Layers that differ from each other, and some that borrow the keys of others.
+        *((kind, {}) for kind in ("gemma4_text", "gemma3n_text")),
+        ("gemma4_text", {"num_kv_shared_layers": 20, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 8,
+                         "moe_intermediate_size": 704, "attention_k_eq_v": True, "num_global_key_value_heads": 2}),
+        # Sizes that follow from others, and such as their classes leave open.
+        *((kind, {}) for kind in ("deepseek_v2", "longcat_flash", "dots1", "hunyuan_v1_dense", "ministral")),
     ],
-)
+)  # fmt: skip
 def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
     found = check_packing_of(AutoConfig.for_model(kind, **fields))
     assert found.safe, found.reason
@@ -46,8 +55,12 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
         ("jamba", {}, "state from token to token"),
         # Short convolutions, which Transformers does not call a state, reach over the border of rows.
         ("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12}, "not those of"),
-        # Attention sinks, which finray's attention does not know.
-        ("gpt_oss", {}, "uses `s_aux`"),
+        # Its sizes of a state and its groups depend on each other.
+        ("granitemoehybrid", {}, "state from token to token"),
+        # Rows end every so many tokens for some layers, which their mask alone says.
+        ("llama4_text", {}, "not those of"),
+        # Biases by distance, which finray's attention does not know.
+        ("inkling_text", {}, "uses `position_bias`"),
         # Learned positions that are counted, and not taken from the caller.
         ("xglm", {}, "attention is its own"),
         # Its attention is chosen by name, and does not hand on what it is given.
@@ -66,6 +79,31 @@ def test_a_model_that_cannot_be_tried_out_is_not_packed() -> None:
     found = check_packing_of(config)
     assert not found.safe
     assert "can be tried out" in found.reason
+    # The cause, and not the line that announces it.
+    found = check_packing_of(AutoConfig.for_model("dots3_note_text"))
+    assert "SWA head_dim must equal qk_nope_head_dim" in found.reason
+
+
+@pytest.mark.parametrize(("hidden", "safe"), [(1024, True), (16_384, False)])
+def test_sizes_that_hang_together_in_ways_no_name_tells_stay(
+    hidden: int, safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer layers and tokens are cheap enough, unless the model is wide."""
+    made, widths = LlamaAttention.__init__, list[int]()
+
+    def picky(self: Any, config: Any, layer_idx: int) -> None:
+        widths.append(config.hidden_size)
+        if config.hidden_size < 1024:
+            raise ValueError("too narrow for me")
+        made(self, config, layer_idx)
+
+    monkeypatch.setattr(LlamaAttention, "__init__", picky)
+    config = AutoConfig.for_model("llama", hidden_size=hidden, num_hidden_layers=48, vocab_size=99_000)
+    found = check_packing_of(config)
+    assert found.safe is safe
+    assert safe or "too narrow for me" in found.reason
+    # Two ways, then two layers without values, and with.
+    assert widths == [64, 64, hidden, hidden] + [hidden] * 2 * safe
 
 
 def test_no_random_state_is_used_up() -> None:

@@ -17,7 +17,7 @@ from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, rows
 
-FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2"]
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2", "gpt_oss", "gemma4"]
 CPU = torch.device("cpu")
 
 

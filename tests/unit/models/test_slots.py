@@ -17,6 +17,7 @@ SCORES = [
     Scores(window=1),
     Scores(window=3),
     Scores(softcap=0.7),
+    Scores(window=3, sinks=torch.tensor([3.0, 0.5, -1.0, -40.0])),
     Scores(scaling=0.4, window=2, softcap=1.5),
 ]
 
@@ -40,7 +41,8 @@ def by_hand(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, score
         products = row @ query[head].double() * (KEY**-0.5 if scores.scaling is None else scores.scaling)
         if scores.softcap is not None:
             products = scores.softcap * torch.tanh(products / scores.softcap)
-        found.append(products.softmax(0) @ seen)
+        sink = 0.0 if scores.sinks is None else scores.sinks[head].double().exp()
+        found.append(products.exp() / (products.exp().sum() + sink) @ seen)
     return torch.stack(found).float()
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from finray import compat
 from finray.config.adapter_files import read_settings
 from finray.errors import ModelError
 from finray.evaluation.artifacts import inference_device
@@ -144,8 +145,8 @@ class VLLMEngine:
             )
         gpus = torch.cuda.device_count() if loading.device.type == "cuda" else 1
         # A model without attention names no heads.
-        heads = getattr(text, "num_attention_heads", 1)
-        joined = max(count for count in range(1, gpus + 1) if heads % count == 0)
+        heads = [count or 1 for count in compat.layer_values(text, "num_attention_heads")]
+        joined = max(count for count in range(1, gpus + 1) if all(each % count == 0 for each in heads))
         if joined > 1:
             # In a placement group of Ray, vLLM would start its workers as actors there, for which nothing is left.
             options["distributed_executor_backend"] = "mp"

@@ -1,0 +1,212 @@
+"""Write docs/reference/models.md: what works with each type of decoder in the pinned Transformers, found by doing it.
+
+Each type has a process of its own with a time limit: its default configuration is shrunk as for the check of packing,
+saved with a tokenizer, and then planned, trained for one step, adapted with LoRA, exported merged and asked.
+
+    python -m tools.families [TYPE ...]     prints a line for each
+    python -m tools.families --write        writes the page; ten minutes
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.support import packing, tiny
+from torch.nn import functional as F
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.files import first_line
+from finray.models import adapters, attention
+from finray.models.artifacts import read_artifact
+from finray.models.export import export
+from finray.models.loading import load_model
+from finray.models.packing_check import check_packing, small_model
+from finray.planning.blueprint import draw_blueprint
+from finray.pretrained.tokenizers import silence_transformers
+from finray.tasks.causal_lm import CausalLM
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
+SECONDS = 120
+# What the defaults of a class leave out, and published models have.
+COMPLETE: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "xmod": {"default_language": "en_XX"},
+}
+STEPS = ("plans", "rows", "trains", "LoRA on", "exports merged", "answers")
+
+
+def examine(kind: str, folder: Path) -> dict[str, str]:
+    """What each step of :data:`STEPS` gives for a type: its result, or why there is none."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    found: dict[str, str] = {}
+
+    def step(name: str, do: Callable[[], str]) -> None:
+        try:
+            found[name] = do()
+        except Exception as error:
+            found[name] = f"no: {first_line(error)[:120]}"
+
+    torch.manual_seed(0)
+    # Ids up to the vocabulary of the tokenizer.
+    config = CONFIG_MAPPING[kind](**COMPLETE.get(kind, {})).get_text_config()
+    model = small_model(config, "AutoModelForCausalLM", dtype=torch.float32)
+    tokenizer = tiny.train_tokenizer()
+    model.resize_token_embeddings(len(tokenizer))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim >= 2 else 1.0)
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    section = ModelConfig(name=str(folder / "base"))
+    batches = [packing.rows(), [packing.rows()[1]]]
+
+    def plans() -> str:
+        draw_blueprint(load_model(section, dtype=torch.float32, on_meta=True), AdapterConfig(method="none"))
+        return "yes"
+
+    def rows() -> str:
+        packed = check_packing(section)
+        return "packed" if packed.safe else f"of one length: {packed.reason}"
+
+    def trains() -> str:
+        is_packed = found["rows"] == "packed"
+        name = attention.NAME if is_packed else None
+        ours = load_model(section, dtype=torch.float32, attention_name=name)
+        theirs = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+        items = batches[0 if is_packed else 1]
+        task = CausalLM(ours, precision="fp32", attention_name=name, device=torch.device("cpu"))
+        loss = task.loss_sum(packing.batch_of(items))
+        torch.autograd.backward(loss)
+        expected = _plain_loss(theirs, items)
+        torch.autograd.backward(expected)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
+        packing.assert_equal_gradients(packing.gradients(ours), packing.gradients(theirs))
+        return "yes"
+
+    def adapts() -> str:
+        adapted = adapters.add_lora(load_model(section, dtype=torch.float32), AdapterConfig(rank=4), seed=3)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+        adapted.save_pretrained(folder / "adapter")
+        tokenizer.save_pretrained(folder / "adapter")
+        named = [name.split(".lora_")[0] for name, _ in adapted.named_parameters() if "lora_A" in name]
+        step("exports merged", lambda: exports(adapted.eval()))
+        return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in named}))
+
+    def exports(adapted: Any) -> str:
+        export(read_artifact(folder / "adapter"), folder / "merged", merge=True, dtype="fp32")
+        merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval()
+        tokens = torch.from_numpy(batches[1][0][0]).long()[None]
+        with torch.no_grad():
+            torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-4)
+        return "yes"
+
+    def answers() -> str:
+        from finray.evaluation.engines.sampling import Sampling
+        from finray.evaluation.engines.transformers import TransformersEngine
+
+        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None
+        prompts = [ids.tolist() for ids, _ in batches[0]]
+        plain = [
+            model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, pad_token_id=0)[0, len(prompt) :]
+            for prompt in prompts
+        ]
+        engine = TransformersEngine.of(model, tokenizer)
+        given = {answer.row: list(answer.tokens) for answer in engine.generate(prompts, Sampling(6))}
+        assert [given[row] for row in range(len(prompts))] == [one.tolist() for one in plain], "other answers"
+        return "yes"
+
+    for name, do in zip(
+        ("plans", "rows", "trains", "LoRA on", "answers"), (plans, rows, trains, adapts, answers), strict=True
+    ):
+        step(name, do)
+    return found
+
+
+def _plain_loss(model: Any, items: list[tuple[Any, Any]]) -> torch.Tensor:
+    """Of plain Transformers, row by row."""
+    total = torch.zeros(())
+    for ids, mask in items:
+        tokens, learned = torch.from_numpy(ids).long(), torch.from_numpy(mask).bool()[1:]
+        logits = model(input_ids=tokens[None]).logits[0, :-1]
+        total = total + F.cross_entropy(logits[learned], tokens[1:][learned], reduction="sum")
+    return total
+
+
+def apart(kind: str) -> dict[str, str]:
+    """:func:`examine` in a process of its own."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(SECONDS)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = examine(kind, Path(folder))
+            except BaseException as error:
+                found = {"built": f"no: {first_line(error)[:120]}"}
+        os.write(writing, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(text)) if text else {"built": f"no: it takes more than {SECONDS} s, or crashes"}
+
+
+def page(found: dict[str, dict[str, str]]) -> str:
+    """The page, as Markdown."""
+    built = {kind: steps for kind, steps in found.items() if "built" not in steps}
+    good = [kind for kind, steps in built.items() if not any(one.startswith("no:") for one in steps.values())]
+    packed = [kind for kind, steps in built.items() if steps["rows"] == "packed"]
+    lines = [
+        "# Models",
+        "",
+        f"Written by `make families` on {datetime.date.today():%Y-%m-%d}, with Transformers {version('transformers')} "
+        f"and PEFT {version('peft')}: every type of decoder, tried with a tiny random model of its default "
+        "configuration. It *trains* if loss and gradients are those of plain Transformers, row by row, within 1e-5 in "
+        "fp32; it *answers* if greedy answers are the same; a merged *export* is loaded by plain Transformers.",
+        "",
+        f"Of {len(found)} types {len(built)} can be built; {len(good)} of these do everything, and {len(packed)} are "
+        "trained packed.",
+        "",
+        "| type | " + " | ".join(STEPS) + " |",
+        "|---" * (len(STEPS) + 1) + "|",
+    ]
+    for kind, steps in built.items():
+        cells = [steps.get(name, "").replace("|", "\\|") for name in STEPS]
+        lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
+    lines += ["", "These cannot be built from their default configuration:", ""]
+    lines += [f"- `{kind}`: {steps['built'][4:]}" for kind, steps in found.items() if "built" in steps]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """See the module."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    silence_transformers()
+    torch.set_num_threads(1)
+    attention.register()
+    chosen = [name for name in sys.argv[1:] if not name.startswith("--")] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = {}
+    for kind in chosen:
+        found[kind] = apart(kind)
+        print(kind, json.dumps(found[kind]), flush=True)
+    if "--write" in sys.argv:
+        PAGE.write_text(page(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
