@@ -27,8 +27,8 @@ from finray.reporting.recorded import read_run
 from finray.reporting.report import report
 from finray.runtime.logs import RecordLog
 from tests.support.recorded import prediction, write_evaluation, write_run
+from tests.support.source import FILES, calls, imported
 
-SOURCE = Path(__file__).parents[2] / "src" / "finray"
 # Calls that open a file by its path, or copy one.
 OPENERS = {
     *("open", "io.open", "os.open", "read_text", "read_bytes", "write_text", "write_bytes", "safe_open", "load_file"),
@@ -95,25 +95,12 @@ ALLOWED = {
 
 def openers(source: str) -> Iterator[tuple[str, str]]:
     """Function and call, of each call that opens a file in another way than through ``finray.files``."""
-    tree = ast.parse(source)
-    known: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            known |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
-
-    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            function = node.name
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            if not known.get(name, "").startswith("finray.files."):
-                last = name.rpartition(".")[2]
-                if {name, last} & OPENERS and name != "self.open":
-                    yield function, name
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, function)
-
-    return walk(tree, "")
+    known = imported(source)
+    for function, call in calls(source):
+        name = ast.unparse(call.func)
+        opens = {name, name.rpartition(".")[2]} & OPENERS and name != "self.open"
+        if opens and not known.get(name, "").startswith("finray.files."):
+            yield function, name
 
 
 def unknown(file: str, source: str) -> list[str]:
@@ -125,12 +112,11 @@ def unknown(file: str, source: str) -> list[str]:
 
 
 def test_what_others_may_have_written_is_opened_in_one_place() -> None:
-    files = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
-    assert [line for file, source in sorted(files.items()) for line in unknown(file, source)] == []
+    assert [line for file, source in FILES.items() for line in unknown(file, source)] == []
     # No permission outlives its reason.
     used = {
         place
-        for file, source in files.items()
+        for file, source in FILES.items()
         for function, _ in openers(source)
         for place in (f"{file}:{function}", f"{file}:")
     }

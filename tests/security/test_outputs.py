@@ -27,9 +27,8 @@ from finray.reporting import page
 from finray.results import AsIs, PlainConsole, Table
 from finray.runtime.jobs import require_no_secret
 from tests.support import runs
+from tests.support.source import FILES, calls
 
-SOURCE = Path(__file__).parents[2] / "src" / "finray"
-FILES = sorted(SOURCE.rglob("*.py"))
 # The places that write to a screen, each through `redact`: the console of all commands, a document, an answer and a
 # note, in Python too; a child process that tells its parent a number, and a replica that tells why it cannot load one.
 SCREENS = {"results.py": {"Console"}, "cli/show.py": {"typer.echo", "sys.stdout.write", "sys.stderr.write"}}
@@ -50,9 +49,7 @@ STARTING = {
 
 def screens(source: str) -> Iterator[str]:
     """Calls that print, and calls of loggers that are given an error as it is."""
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
+    for _, node in calls(source):
         name = ast.unparse(node.func)
         if name in PRINTING:
             yield name
@@ -63,10 +60,9 @@ def screens(source: str) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_screens_are_written_in_one_place(path: Path) -> None:
-    allowed = SCREENS.get(path.relative_to(SOURCE).as_posix(), set())
-    assert set(screens(path.read_text(encoding="utf-8"))) <= allowed
+@pytest.mark.parametrize("file", FILES)
+def test_screens_are_written_in_one_place(file: str) -> None:
+    assert set(screens(FILES[file])) <= SCREENS.get(file, set())
 
 
 @pytest.mark.parametrize(
@@ -86,14 +82,10 @@ def test_the_rule_can_see(source: str) -> None:
 
 
 def test_processes_are_started_where_their_arguments_are_known() -> None:
-    found = set()
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if re.search(
-                r"Popen$|subprocess\.(run|call|check_\w+|getoutput)$|_subprocess_\w+$|os\.(spawn|exec)\w+$", name
-            ):
-                found.add(path.relative_to(SOURCE).as_posix())
+    starts = r"Popen$|subprocess\.(run|call|check_\w+|getoutput)$|_subprocess_\w+$|os\.(spawn|exec)\w+$"
+    found = {
+        file for file, text in FILES.items() for _, call in calls(text) if re.search(starts, ast.unparse(call.func))
+    }
     assert found == STARTING
 
 

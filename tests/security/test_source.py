@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "finray"
+from tests.support.source import FILES, calls, imported
+
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "pickle.load", "pickle.loads", "os.system", "__import__"}
 IMPORTERS = {"importlib.import_module", "importlib.util.find_spec"}
-FILES = sorted(SOURCE.rglob("*.py"))
 
 
 def forbidden(source: str, *, ray: bool) -> Iterator[str]:
     """Calls that are not allowed, whatever a name was imported as; with ``ray``, imports of Ray by name too."""
-    tree = ast.parse(source)
-    known: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            known |= {one.asname: one.name for one in node.names if one.asname}
-        elif isinstance(node, ast.ImportFrom):
-            known |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            head, dot, rest = ast.unparse(node.func).partition(".")
-            name = known.get(head, head) + dot + rest
-            words = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            if name in FORBIDDEN_CALLS:
-                yield f"line {node.lineno}: {name}"
-            elif ray and name in IMPORTERS and any(word.partition(".")[0] == "ray" for word in words):
-                yield f"line {node.lineno}: {name}({words[0]})"
+    known = imported(source)
+    for _, node in calls(source):
+        head, dot, rest = ast.unparse(node.func).partition(".")
+        name = known.get(head, head) + dot + rest
+        words = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        if name in FORBIDDEN_CALLS:
+            yield f"line {node.lineno}: {name}"
+        elif ray and name in IMPORTERS and any(word.partition(".")[0] == "ray" for word in words):
+            yield f"line {node.lineno}: {name}({words[0]})"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_nothing_is_unpickled_or_evaluated_and_ray_is_imported_by_its_room_alone(path: Path) -> None:
-    ray = path.relative_to(SOURCE).parts[0] != "runtime"
-    assert list(forbidden(path.read_text(encoding="utf-8"), ray=ray)) == []
+@pytest.mark.parametrize("file", FILES)
+def test_nothing_is_unpickled_or_evaluated_and_ray_is_imported_by_its_room_alone(file: str) -> None:
+    assert list(forbidden(FILES[file], ray=not file.startswith("runtime/"))) == []
 
 
 @pytest.mark.parametrize(

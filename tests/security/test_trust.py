@@ -21,8 +21,8 @@ from finray.serving.models import ServeSettings
 from finray.serving.server import ApiServer
 from tests.support import evaluated
 from tests.support.evaluated import evaluate
+from tests.support.source import FILES, calls
 
-SOURCE = Path(__file__).parents[2] / "src" / "finray"
 CONNECT = {"connected", "worker_environment", "cluster_here"}
 LOADERS = {
     *CONNECT,
@@ -77,16 +77,9 @@ HERE = [place for place, why in CHECKED.items() if why.startswith("here")]
 
 def loaders(source: str) -> Iterator[tuple[str, str]]:
     """Function and loader, of each call that loads code by a name."""
-
-    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            function = node.name
-        if isinstance(node, ast.Call) and (name := ast.unparse(node.func).rpartition(".")[2]) in LOADERS:
+    for function, call in calls(source):
+        if (name := ast.unparse(call.func).rpartition(".")[2]) in LOADERS:
             yield function, name
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, function)
-
-    return walk(ast.parse(source), "")
 
 
 def unknown(file: str, source: str) -> list[str]:
@@ -96,8 +89,7 @@ def unknown(file: str, source: str) -> list[str]:
 
 
 def test_whoever_loads_code_by_a_name_is_known() -> None:
-    files = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
-    assert [line for file, source in sorted(files.items()) for line in unknown(file, source)] == []
+    assert [line for file, source in FILES.items() for line in unknown(file, source)] == []
 
 
 @pytest.mark.parametrize(
@@ -114,10 +106,7 @@ def test_whoever_loads_code_by_a_name_is_known() -> None:
 )
 def test_the_check_stands_where_it_is_said_to_stand(place: str) -> None:
     file, _, function = place.partition(":")
-    tree = ast.parse((SOURCE / file).read_text(encoding="utf-8"))
-    (body,) = (one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == function)
-    calls = [ast.unparse(one.func) for one in ast.walk(body) if isinstance(one, ast.Call)]
-    assert "require_trusted" in calls
+    assert (function, "require_trusted") in [(where, ast.unparse(call.func)) for where, call in calls(FILES[file])]
 
 
 def test_the_rule_can_see() -> None:

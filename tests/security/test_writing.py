@@ -11,8 +11,8 @@ import pytest
 
 from finray.files import replace_all
 from tests.support.small_disk import files_of_at_most
+from tests.support.source import FILES, calls
 
-SOURCE = Path(__file__).parents[2] / "src" / "finray"
 WRITERS = {"write_text", "write_bytes", "truncate", "ftruncate", "touch"}
 _FILLED = "a directory that this process has made, and that counts once it is whole"
 _NAMED = "a file that the user names, which may be a device"
@@ -46,30 +46,18 @@ ALLOWED = {
 
 def writers(source: str) -> Iterator[tuple[str, str]]:
     """Function and call, of each call that writes a file anew or in place."""
-
-    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            function = node.name
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            words = [
-                one.value
-                for one in (*node.args, *(key.value for key in node.keywords if key.arg == "mode"))
-                if isinstance(one, ast.Constant) and isinstance(one.value, str)
-            ]
-            # Not "a": what is there stays.
-            anew = any(word and set(word) <= set("rwxbt+a") and set(word) & set("wx+") for word in words)
-            if name in WRITERS or (name == "open" and anew):
-                yield function, name
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, function)
-
-    return walk(ast.parse(source), "")
+    for function, call in calls(source):
+        name = ast.unparse(call.func).rpartition(".")[2]
+        given = (*call.args, *(key.value for key in call.keywords if key.arg == "mode"))
+        words = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        # Not "a": what is there stays.
+        anew = any(word and set(word) <= set("rwxbt+a") and set(word) & set("wx+") for word in words)
+        if name in WRITERS or (name == "open" and anew):
+            yield function, name
 
 
 def test_what_is_there_is_replaced_as_a_whole() -> None:
-    files = {path.relative_to(SOURCE).as_posix(): path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py")}
-    found = {f"{file}:{function}" for file, source in files.items() for function, _ in writers(source)}
+    found = {f"{file}:{function}" for file, source in FILES.items() for function, _ in writers(source)}
     assert sorted(found - ALLOWED.keys()) == []
     # No permission outlives its reason.
     assert sorted(ALLOWED.keys() - found) == []
