@@ -40,7 +40,7 @@ PATIENCE_S = 300.0
 PARTITION_S = 20.0
 # Steps between checkpoints on storage, and between those in memory.
 EVERY, IN_MEMORY = 6, 2
-_NOTES = """
+NOTES = """
 import contextlib, sys, time
 from finray.errors import ClusterError
 from finray.runtime import nodes
@@ -156,7 +156,7 @@ class RayHosts:
 
     def watch(self) -> None:
         """Note from now on when Ray lists nodes, and when it gives them up: for :meth:`noted`."""
-        self.head.start(sys.executable, "-c", _NOTES, self.address, self._notes)
+        self.head.start(sys.executable, "-c", NOTES, self.address, self._notes)
         self.noted(self.head, "listed")
 
     def noted(self, host: Host, change: str) -> float:

@@ -394,30 +394,19 @@ def test_a_node_that_cannot_join_says_why(cluster: list[hosts.Host]) -> None:
     assert "h3 has torch 1.0.0" in " ".join(status(h1)["complaints"])
 
 
-GIVEN_UP = """
-import contextlib, sys, time
-from finray.errors import ClusterError
-from finray.runtime import nodes
-print("ready", flush=True)
-is_alive = True
-while is_alive:
-    # A busy head may not answer in time.
-    with contextlib.suppress(ClusterError):
-        is_alive = any(one["alive"] and one["ip"] == sys.argv[2] for one in nodes.gcs_nodes(sys.argv[1], where=""))
-    time.sleep(0.2)
-print("given up", flush=True)
-"""
+def test_a_node_that_does_not_answer_is_given_up_sooner_than_by_ray(cluster: list[hosts.Host], bed: hosts.Bed) -> None:
+    (h1, _, h3), notes = cluster, bed.shared / "nodes"
 
+    def noted(change: str) -> bool:
+        return notes.exists() and f"{h3.ip} {change}" in notes.read_text()
 
-def test_a_node_that_does_not_answer_is_given_up_sooner_than_by_ray(cluster: list[hosts.Host]) -> None:
-    h1, _, h3 = cluster
-    watching = h1.start(sys.executable, "-c", GIVEN_UP, f"{h1.ip}:6379", h3.ip)
-    assert watching.stdout is not None
-    assert watching.stdout.readline() == "ready\n"
+    watching = h1.start(sys.executable, "-c", kills.NOTES, f"{h1.ip}:6379", notes)
+    hosts.wait_until(lambda: noted("listed"), "it is listed")
     with h3.partitioned():
         began = time.monotonic()
-        assert watching.stdout.readline() == "given up\n"
+        hosts.wait_until(lambda: noted("lost"), "it is given up", timeout=kills.PATIENCE_S)
         seconds = time.monotonic() - began
+    watching.kill()
     print(f"given up after {seconds:.1f} s: 15 s on an idle machine, and 65 s by Ray's own values")
     assert any(nodes.HEALTH_ENV.items() <= one.environ().items() for one in h1.processes("gcs_server"))
 

@@ -138,18 +138,3 @@ def test_no_secret_is_in_anything_that_is_left_of_a_crash(
     assert train.wait(500) == 2, train.said()
     assert "401 for" in train.said()
     require_no_secret(cluster, bed, bucket, train.said())
-
-
-def test_a_ray_that_was_left_behind_is_in_nobodys_way(bed: hosts.Bed, plain: runs.Plain) -> None:
-    """After a kill its address stays in a file, and `ray.init()` would wait for it for minutes."""
-    host = bed.host()
-    host.write("/tmp/ray/ray_current_cluster", b"10.77.0.99:6379")
-    own: runs.Plain = {"run.output_dir": str(bed.shared / "own"), "train.max_steps": 1}
-    own |= {"cluster.address": None, "cluster.num_workers": 1, "cluster.cpus_per_worker": 1}
-    config = runs.write_config(runs.changed(plain, own), bed.shared / "own.yaml")
-    done = host.finray("train", config, "cluster.address=auto")
-    assert done.code == 2
-    assert "no answer at 10.77.0.99:6379" in done.out + done.err
-    done = host.finray("train", config)
-    assert done.code == 0, done.out + done.err
-    host.kill()

@@ -43,17 +43,8 @@ HOME = "/tmp/home"
 # What a command says of a storage that was silent.
 _SILENT = re.compile("error: (s3|https?)://.* gave no answer")
 # What a host does not have from whoever made it.
-_NOT_INHERITED = (
-    "RAY_",
-    "AWS_",
-    "FINRAY_",
-    "PYTEST_",
-    "XDG_",
-    "http_proxy",
-    "https_proxy",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-)
+_NOT_INHERITED = ("RAY_", "AWS_", "FINRAY_", "PYTEST_", "XDG_")
+_NOT_INHERITED += ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 
 # The init process of a host: it mounts what is the host's own, says so, reaps, and ends with its standard input. What
 # is to be seen below the new /tmp (a checkout may lie there) is mounted from the old one, through an open directory.
@@ -104,24 +95,8 @@ def missing() -> str | None:
     lacking = [name for name in ("ip", "unshare", "nsenter", "setpriv", "mount") if shutil.which(name) is None]
     if lacking:
         return f"there is no {', '.join(lacking)}: as root on Debian, INSTALL=1 .ci/hosts"
-    tried = subprocess.run(
-        [
-            "unshare",
-            "--net",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--mount-proc",
-            "ip",
-            "link",
-            "add",
-            "br0",
-            "type",
-            "bridge",
-        ],
-        capture_output=True,
-        text=True,
-    )
+    words = "unshare --net --mount --pid --fork --mount-proc ip link add br0 type bridge"
+    tried = subprocess.run(words.split(), capture_output=True, text=True)
     return f"no namespace can be made: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -144,7 +119,6 @@ class Host:
         bed: where it stands.
         env: variables of its commands, beside those of this process.
         started: commands that were started on it, and may have ended.
-        is_cut: its network cable is not plugged in.
     """
 
     name: str
@@ -154,13 +128,11 @@ class Host:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     _init: subprocess.Popen[str] | None = None
     pid: int = 0
-    is_cut: bool = False
 
     def boot(self) -> None:
         """Turn it on: no processes, an empty `/tmp`, the cable plugged in."""
         assert self._init is None, f"{self.name} is on"
-        self.is_cut = False
-        self._init, self.pid = _start_init(self.name, self.bed.tmp_size, self.bed.kept)
+        self._init, self.pid = _start_init(self.name, "4g", self.bed.kept)
         cable = f"c-{self.name}"
         self.bed.ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
         self.bed.ip("link", "set", cable, "master", "br0", "up")
@@ -191,12 +163,10 @@ class Host:
     def cut(self) -> None:
         """Pull the network cable."""
         self.bed.ip("link", "set", f"c-{self.name}", "down")
-        self.is_cut = True
 
     def heal(self) -> None:
         """Plug it in again."""
         self.bed.ip("link", "set", f"c-{self.name}", "up")
-        self.is_cut = False
 
     def cut_from(self, others: Sequence[Host]) -> None:
         """Let nothing that it sends reach some hosts; the switch, and the S3 server there, it still reaches."""
@@ -310,10 +280,6 @@ class Host:
         file.write_bytes(content)
         file.chmod(mode)
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Call a function of this process with the network of the host: sockets that it opens are the host's."""
-        return _in_network(self.pid, function)
-
 
 class Command:
     """`finray ...` on a host, which is started again, twice at most, where the storage was silent.
@@ -380,13 +346,11 @@ class Bed:
         hosts: by name; `boot` of one that was killed turns it on again.
         switch: process id of the switch's init process.
         kept: directories below /tmp that the hosts see.
-        tmp_size: of a host's `/tmp`, as `mount` takes it.
     """
 
     shared: Path
     switch: int
     kept: list[str]
-    tmp_size: str = "4g"
     env: dict[str, str] = field(default_factory=dict)
     hosts: dict[str, Host] = field(default_factory=dict)
 
