@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config.schema import AdapterConfig
 from finray.data.sampling.collate import Batch
-from finray.data.sampling.order import permutation
 from finray.models import adapters, attention, fused_lora
 from finray.models.head import Head, loss_sum
 from finray.tasks.causal_lm import CausalLM
-from finray.training.assemble import Assembled
-from tests.integration.test_reference import naive_rows
+from tests.integration.test_reference import check_against_a_plain_loop
 from tests.support import runs, tiny
-from tests.support.adapted import save_adapter
 from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use (CUDA)")
 
 DEVICE = torch.device("cuda")
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2"]
-STEPS = 20
-BATCH = 4
-PEAK = 1e-3
 Items = Sequence[tuple[Any, Any]]
 
 
@@ -232,111 +222,11 @@ def test_the_perturbation_can_see_a_leak() -> None:
     assert not torch.equal(before, after)
 
 
-# Whole runs.
-
-
-def run_on_gpu(plain: dict[str, Any], run_dir: Path, before: Callable[[Assembled], None] | None = None) -> Assembled:
-    """Run (or continue) in this process, on the GPU."""
-    assembled = runs.assemble_alone(plain, run_dir, device=DEVICE)
-    if before is not None:
-        before(assembled)
-    assembled.loop.run()
-    assembled.loop.trackers.finish()
-    return assembled
-
-
-def gpu_settings(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A small run with finray's own attention and no kernels of Liger's, whatever is installed."""
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(30)), encoding="utf-8")
-    plain = runs.tiny_run(model, file, folder, {**sections, "train.liger": False})
-    return {**plain, "model": {**plain["model"], "attention": "packed"}}
-
-
-def padded(data: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, attention mask and labels of a batch, padded on the right."""
-    longest = max(len(ids) for ids, _ in data)
-    ids = torch.tensor([ids + [2] * (longest - len(ids)) for ids, _ in data], device=DEVICE)
-    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in data], device=DEVICE)
-    labels = torch.tensor([marks + [-100] * (longest - len(marks)) for _, marks in data], device=DEVICE)
-    return ids, mask, labels
-
-
-def plain_model(model_dir: Path, start: dict[str, torch.Tensor]) -> Any:
-    """Transformers and PEFT, with the adapter that finray began from."""
-    model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=torch.float32)
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear"))
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in start.items():
-            named[name.replace(".weight", ".default.weight")].copy_(tensor)
-    return model.to(DEVICE).train()
-
-
-def plain_loop(model: Any, data: list[tuple[list[int], list[int]]], seed: int) -> tuple[list[float], list[float]]:
-    """The loop anybody would write: padded batches, full logits, a naive loss. Losses and gradient norms."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=PEAK, weight_decay=0.0)
-    losses, norms = [], []
-    order = [int(index) for epoch in range(4) for index in permutation(len(data), "epoch", seed, epoch)]
-    for step in range(STEPS):
-        ids, mask, labels = padded([data[index] for index in order[step * BATCH : (step + 1) * BATCH]])
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), ignore_index=-100)
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
-        for group in optimizer.param_groups:
-            group["lr"] = PEAK * (1 - step / STEPS)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
+# A whole run.
 
 
 def test_twenty_steps_in_fp32_agree_with_a_plain_loop(tiny_model_dir: Path, tmp_path: Path) -> None:
-    train = {"max_steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "learning_rate": PEAK}
-    plain = gpu_settings(
-        tiny_model_dir,
-        tmp_path,
-        adapter={"rank": 8, "alpha": 16},
-        data={"max_length": 256, "packing": False},
-        train={**train, "schedule": "linear", "warmup_steps": 0, "precision": "fp32"},
-        checkpoint={"every_steps": 100},
-    )
-    run_on_gpu(plain, tmp_path / "run", lambda made: save_adapter(made.loop.task.model, tmp_path))
-    model = plain_model(tiny_model_dir, runs.adapter_weights(tmp_path))
-    data = naive_rows(AutoTokenizer.from_pretrained(str(tiny_model_dir)), tiny.chat_rows(30))
-    losses, norms = plain_loop(model, data, plain["run"]["seed"])
-    assert runs.values(tmp_path / "run", "loss") == pytest.approx(losses, rel=1e-4)
-    assert runs.values(tmp_path / "run", "grad_norm") == pytest.approx(norms, rel=1e-3)
-    ours = runs.adapter_weights(tmp_path / "run" / "checkpoint-000020")
-    theirs = get_peft_model_state_dict(model)
-    assert runs.relative_difference({name: theirs[name].detach().cpu() for name in ours}, ours) < 1e-3
-    start = runs.adapter_weights(tmp_path)
-    assert runs.relative_difference(start, ours) > 1e-2, "the comparison must run over weights that move"
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("method", ["lora", "none"])
-def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
-    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path: Path, precision: str, method: str
-) -> None:
-    if precision == "bf16":
-        request.getfixturevalue("bf16")
-    adapter = {"method": "lora", "rank": 4, "alpha": 8, "dropout": 0.2} if method == "lora" else {"method": "none"}
-    rate = 0.01 if method == "lora" else 0.001
-    plain = gpu_settings(
-        tiny_model_dir, tmp_path, adapter=adapter, train={"precision": precision, "learning_rate": rate}
-    )
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    run_on_gpu(plain, whole)
-    shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoint-000008")
-    assert run_on_gpu(plain, cut).header.step == 4
-    assert runs.trace(cut) == runs.trace(whole)
-    weights = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
-    for name in (weights, "training_state/optimizer-00001-of-00001.safetensors"):
-        assert (cut / "checkpoint-000008" / name).read_bytes() == (whole / "checkpoint-000008" / name).read_bytes()
+    check_against_a_plain_loop(tiny_model_dir, tiny.chat_rows(30), tmp_path, steps=20, device=DEVICE)
 
 
 # The two layers with arithmetic of their own.

@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.data.sampling.order import permutation
 from tests.support import runs
+from tests.support.adapted import save_adapter
 
-pytestmark = pytest.mark.nightly
-
-STEPS = 8
 BATCH = 4
 PEAK = 1e-3
 
@@ -60,9 +57,15 @@ def naive_rows(tokenizer: Any, rows: list[dict[str, Any]]) -> list[tuple[list[in
 
 
 def plain_loop(
-    model_dir: Path, rows: list[dict[str, Any]], start: dict[str, torch.Tensor], seed: int
+    model_dir: Path,
+    rows: list[dict[str, Any]],
+    start: dict[str, torch.Tensor],
+    seed: int,
+    *,
+    steps: int,
+    device: torch.device,
 ) -> tuple[list[float], list[float], Any]:
-    """The loop anybody would write."""
+    """The loop anybody would write: padded batches, full logits, a naive loss. Losses, norms, and the model."""
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
     data = naive_rows(tokenizer, rows)
     model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=torch.float32)
@@ -71,87 +74,57 @@ def plain_loop(
     with torch.no_grad():
         for name, tensor in start.items():
             named[name.replace(".weight", ".default.weight")].copy_(tensor)
+    model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=PEAK, weight_decay=0.0)
     model.train()
     losses, norms = [], []
-    order = [int(index) for epoch in range(3) for index in permutation(len(data), "epoch", seed, epoch)]
-    for step in range(STEPS):
+    order = [int(index) for epoch in range(4) for index in permutation(len(data), "epoch", seed, epoch)]
+    for step in range(steps):
         batch = [data[index] for index in order[step * BATCH : (step + 1) * BATCH]]
         longest = max(len(ids) for ids, _ in batch)
-        ids = torch.tensor([ids + [2] * (longest - len(ids)) for ids, _ in batch])
-        labels = torch.tensor([marks + [-100] * (longest - len(marks)) for _, marks in batch])
-        mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in batch])
+        ids = torch.tensor([ids + [2] * (longest - len(ids)) for ids, _ in batch], device=device)
+        labels = torch.tensor([marks + [-100] * (longest - len(marks)) for _, marks in batch], device=device)
+        mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in batch], device=device)
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
         loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1), ignore_index=-100)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
         for group in optimizer.param_groups:
-            group["lr"] = PEAK * (1 - step / STEPS)
+            group["lr"] = PEAK * (1 - step / steps)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses, norms, model
 
 
-@pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path
-) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
-    """finray's eight steps, and the adapter it started from."""
-    from finray.models.saved_layout import WEIGHTS
-
-    folder = tmp_path_factory.mktemp("reference")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in conversations()), encoding="utf-8")
-    train = {"max_steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2}
-    rate = {"learning_rate": PEAK, "schedule": "linear", "warmup_steps": 0}
-    sections = {"data": {"max_length": 128, "packing": False}, "checkpoint.every_steps": 100, "train": train | rate}
-    plain = runs.tiny_run(smollm2_dir, rows, folder, {"adapter": {"rank": 8, "alpha": 16}, **sections})
-    assembled = runs.assemble_alone(plain, folder / "run")
-    save_file(assembled.loop.task.layout.tensors(), folder / WEIGHTS)
-    start = runs.adapter_weights(folder)
-    assembled.loop.run()
-    assembled.loop.trackers.finish()
-    return folder / "run", plain, start
-
-
-def test_eight_steps_agree_with_a_plain_loop(
-    trained: tuple[Path, dict[str, Any], dict[str, torch.Tensor]], smollm2_dir: Path, tmp_path: Path
+def check_against_a_plain_loop(
+    model_dir: Path, rows: list[dict[str, Any]], folder: Path, *, steps: int, device: torch.device
 ) -> None:
-    run_dir, plain, start = trained
-    losses, norms, model = plain_loop(smollm2_dir, conversations(), start, plain["run"]["seed"])
+    """Train by finray and by the loop, from the same adapter."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    train = {"max_steps": steps, "global_batch_size": BATCH, "micro_batch_size": 2, "liger": False}
+    train |= {"learning_rate": PEAK, "schedule": "linear", "warmup_steps": 0}
+    changes = {"adapter": {"rank": 8, "alpha": 16}, "data": {"max_length": 256, "packing": False}, "train": train}
+    own = {"checkpoint.every_steps": 100, "model.attention": "packed"}
+    plain = runs.tiny_run(model_dir, folder / "rows.jsonl", folder, {**changes, **own})
+    run_dir = folder / "run"
+    loop = runs.assemble_alone(plain, run_dir, device=device).loop
+    save_adapter(loop.task.model, folder)
+    start = runs.adapter_weights(folder)
+    loop.run()
+    loop.trackers.finish()
+    losses, norms, model = plain_loop(model_dir, rows, start, plain["run"]["seed"], steps=steps, device=device)
     # Of rows that are known by heart little is left but rounding, which differs between CPUs.
     assert runs.values(run_dir, "loss") == pytest.approx(losses, rel=1e-4, abs=1e-4)
     assert runs.values(run_dir, "grad_norm") == pytest.approx(norms, rel=1e-3)
+    theirs, ours = get_peft_model_state_dict(model), runs.adapter_weights(run_dir / f"checkpoint-{steps:06d}")
+    assert runs.relative_difference({name: theirs[name].detach().cpu() for name in ours}, ours) < 1e-3
+    assert runs.relative_difference(start, ours) > 1e-2, "the comparison must run over weights that move"
+
+
+@pytest.mark.nightly
+def test_eight_steps_agree_with_a_plain_loop(smollm2_dir: Path, tmp_path: Path) -> None:
+    check_against_a_plain_loop(smollm2_dir, conversations(), tmp_path, steps=8, device=torch.device("cpu"))
+    losses = runs.values(tmp_path / "run", "loss")
     assert losses[-1] < 0.5 * losses[0], "the comparison must run over a loss that moves"
-
-    from peft import get_peft_model_state_dict
-
-    theirs = get_peft_model_state_dict(model)
-    ours = runs.adapter_weights(run_dir / "checkpoint-000008")
-    assert runs.relative_difference({name: theirs[name].detach() for name in ours}, ours) < 1e-3
-
-
-def test_the_merged_export_has_the_logits_of_base_and_adapter(
-    trained: tuple[Path, dict[str, Any], dict[str, torch.Tensor]], smollm2_dir: Path, tmp_path: Path
-) -> None:
-    from peft import PeftModel
-
-    from finray import export
-
-    run_dir, _, _ = trained
-    export(run_dir / "checkpoint-000008", tmp_path / "merged", merge=True, dtype="fp32")
-    merged = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"), dtype=torch.float32).eval()
-    base = AutoModelForCausalLM.from_pretrained(str(smollm2_dir), dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, str(run_dir / "checkpoint-000008")).eval()
-    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "merged"))
-    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(str(smollm2_dir)).chat_template
-    ids = tokenizer("Tell me what the capital of France is, and nothing more.", return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        expected = adapted(input_ids=ids).logits
-        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
-        with adapted.disable_adapter():
-            assert not torch.allclose(base(input_ids=ids).logits, expected, rtol=1e-2, atol=1e-2), (
-                "the adapter must matter"
-            )
