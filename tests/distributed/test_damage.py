@@ -32,7 +32,6 @@ SECOND = "training_state/optimizer-00002-of-00002.safetensors"
 WEIGHTS = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
 KINDS: dict[str, tuple[Plain, set[str]]] = {
     "fsdp": (FULL | FSDP, WEIGHTS),
-    "fsdp-adapter": (FSDP, {"adapter_model.safetensors"}),
     "zero-2-adapter": (ZERO | {"parallel.zero_stage": 2}, {"adapter_model.safetensors"}),
     "zero-3": (FULL | ZERO | {"parallel.zero_stage": 3}, WEIGHTS),
 }
@@ -170,8 +169,11 @@ def stop_in_the_third_step(assembled: Any, run_dir: Path) -> None:
         assembled.loop.has_request = lambda: assembled.loop.state.step == 2
 
 
+@pytest.mark.parametrize(
+    "kind", ["fsdp", *(pytest.param(one, marks=pytest.mark.nightly) for one in KINDS if one != "fsdp")]
+)
 def test_ranks_on_a_storage_that_throttles_cuts_and_changes_train_as_if_it_did_not(
-    done: Done, tmp_path: Path, s3_server: s3.Server, faulty: faulty_s3.Faulty
+    done: Done, kind: str, tmp_path: Path, s3_server: s3.Server, faulty: faulty_s3.Faulty
 ) -> None:
     turns: Counter[tuple[str, str]] = Counter()
 
@@ -183,12 +185,11 @@ def test_ranks_on_a_storage_that_throttles_cuts_and_changes_train_as_if_it_did_n
         return {1: "throttle", 2: "cut", 3: "flip"}.get(turns[request.method, request.path], "")
 
     faulty.fault = fault
-    jobs = {kind: changed(done.jobs[kind], {"run.output_dir": s3_server.bucket().url("runs")}) for kind in KINDS}
-    # Each run is stopped after three steps, and continues in a directory without any of its files.
-    starts = [(jobs[kind], tmp_path / f"{kind}-{part}") for kind in KINDS for part in ("first", "second")]
+    job = changed(done.jobs[kind], {"run.output_dir": s3_server.bucket().url("runs")})
+    # The run is stopped after three steps, and continues in a directory without any of its files.
+    starts = [(job, tmp_path / part) for part in ("run-first", "run-second")]
     run_all(starts, world_size=2, look=stop_in_the_third_step)
-    for kind in KINDS:
-        assert runs.trace(tmp_path / f"{kind}-second") == runs.trace(done[kind]), kind
+    assert runs.trace(tmp_path / "run-second") == runs.trace(done[kind])
     met = {(what, request.method) for what, request in faulty.met if request.path.endswith(SECOND)}
     assert met == {(what, method) for what in ("throttle", "cut", "flip") for method in ("GET", "PUT")}
 

@@ -137,15 +137,14 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain
     for name, one in (("full", full), ("half", half), ("small", small)):
         runs.run_alone(one, folder / name)
     jobs = [(zero(full, stage), folder / f"full-{stage}") for stage in STAGES]
-    jobs += [(zero(half, stage), folder / f"half-{stage}") for stage in (2, 3)]
+    jobs += [(zero(half, 3), folder / "half-3")]
     jobs += [(zero(full, 2, cpu_offload=True), folder / "full-offloaded")]
     jobs += [(zero(small, stage), folder / f"small-{stage}") for stage in (2, 3)]
     theirs = changed(full, {"parallel": {"strategy": "deepspeed", "deepspeed_config": str(own)}})
     jobs += [(changed(theirs, {"train.gradient_checkpointing": True}), folder / "full-json")]
     # Without an evaluation at the start: the first loss is that of the first step.
     rare = {"tracking.log_every": 4, "evaluation.on_start": False}
-    jobs += [(zero(changed(full, rare), stage), folder / f"poisoned-{stage}") for stage in STAGES]
-    jobs += [(changed(theirs, rare), folder / "poisoned-json")]
+    jobs += [(zero(changed(full, rare), 2), folder / "poisoned-2"), (changed(theirs, rare), folder / "poisoned-json")]
     (folder / "fp16.json").write_text(json.dumps(JSON_FP16))
     runs.run_alone(changed(full, {"train.max_steps": 4}), folder / "short")
     for stage, one in scaled(Done(folder, plain)).items():
@@ -159,10 +158,9 @@ def test_the_curve_is_that_of_one_process(done: Done, name: str) -> None:
     runs.assert_same_curve(done[name], done["full"])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bf16_is_close(done: Done, stage: int) -> None:
-    runs.assert_same_curve(done[f"half-{stage}"], done["half"], rel=0.03)
-    assert runs.values(done[f"half-{stage}"], "loss") != runs.values(done["full"], "loss")
+def test_bf16_is_close(done: Done) -> None:
+    runs.assert_same_curve(done["half-3"], done["half"], rel=0.03)
+    assert runs.values(done["half-3"], "loss") != runs.values(done["full"], "loss")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -204,7 +202,7 @@ def test_stage_3_never_holds_the_whole_model(done: Done) -> None:
         assert all(here == size and not share for size, here, share in held.values())
 
 
-@pytest.mark.parametrize("name", [*(f"poisoned-{stage}" for stage in STAGES), "poisoned-json"])
+@pytest.mark.parametrize("name", ["poisoned-2", "poisoned-json"])
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_any_weight_changes(done: Done, name: str) -> None:
     for rank in (0, 1):
         said, same, micro_batches = json.loads((done[name] / f"end-{rank}.json").read_text())
@@ -266,6 +264,3 @@ def test_deepspeeds_own_files_give_the_same_weights(done: Done, tmp_path: Path) 
         assert {f"model.{name}" for name in expected} <= found.keys()
         for name, tensor in expected.items():
             assert torch.equal(found[f"model.{name}"], tensor), name
-
-
-# --- JSON and YAML --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""How FSDP2 shares a model: found blocks, no whole model anywhere, and copies of the shards where nodes are slow."""
+"""How FSDP2 shares a model: no whole model anywhere, and copies of the shards where nodes are slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from finray.config.resolved import PreparedRun
 from finray.data.dataset.prepare import prepare_here
-from finray.models.blocks import blocks_of
 from finray.parallel.fsdp import FSDPStrategy
 from finray.training.assemble import Assembled, assemble
 from tests.support import runs, tiny
@@ -57,16 +56,6 @@ def test_no_rank_reads_the_whole_model(
     assert all(isinstance(parameter, DTensor) for parameter in parameters)
     found.loop.run()
     assert found.loop.final_loss is not None
-
-
-@pytest.mark.parametrize(
-    ("kind", "layers"), [("llama", 2), ("gpt2", 2), ("qwen3_moe", 2)], ids=["llama", "gpt2", "mixture of experts"]
-)
-def test_blocks_are_the_layers_and_nothing_inside_them(kind: str, layers: int) -> None:
-    blocks = blocks_of(tiny.build_model(kind))
-    assert len(blocks) == layers
-    assert len({type(block) for block in blocks}) == 1
-    assert not any(other in block.modules() for block in blocks for other in blocks if other is not block)
 
 
 @pytest.mark.parametrize(("tied", "method"), [(False, "none"), (True, "none"), (False, "lora")])

@@ -19,7 +19,7 @@ def ask_rank_1_in_the_third_step(assembled: Any, run_dir: Path) -> None:
         loop.has_request = lambda: loop.state.step == 2
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed", marks=pytest.mark.nightly)])
 def test_ranks_stop_together(
     strategy: str, tiny_run: Callable[..., Plain], dropout_model: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tools.volumes import exchanges
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finray.config.resolved import PreparedRun
 from finray.config.schema import AdapterConfig
@@ -18,6 +20,8 @@ from finray.data.dataset.prepare import prepare_here
 from finray.planning.blueprint import draw_blueprint
 from finray.planning.estimate import Setup
 from tests.support import processes, runs, tiny
+
+pytestmark = pytest.mark.nightly
 
 # A wide head beside two layers would hide what layers do.
 SHAPE = {"num_hidden_layers": 4}
@@ -43,6 +47,46 @@ ZERO3 = {
 }
 
 
+# Name of the operation to kind, and which argument holds the whole tensors.
+_OPERATIONS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_": ("reduce", 0),
+    "broadcast_": ("broadcast", 0),
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes by kind of collective; sums of a few numbers in fp64 and of integers are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind, place = _OPERATIONS.get(func._schema.name.split("::")[1], (func._schema.name, 0))
+            self.bytes[kind] += sum(_size(tensor) for tensor in _tensors(args[place]))
+        return func(*args, **(kwargs or {}))
+
+
+def _size(tensor: torch.Tensor) -> int:
+    counted = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.numel() > 16
+    return tensor.numel() * tensor.element_size() if counted else 0
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for one in value for tensor in _tensors(one)] if isinstance(value, list | tuple) else []
+
+
 def plain_of(model: Path, folder: Path, case: str, method: str) -> dict[str, Any]:
     parallel = dict(CASES[case][0])
     if case == "zero3":
@@ -54,7 +98,6 @@ def plain_of(model: Path, folder: Path, case: str, method: str) -> dict[str, Any
 def _member(rank: int, meeting: str, jobs: list[tuple[str, dict[str, Any], str]], out: str) -> None:
     from finray.parallel import make_strategy
     from finray.training.assemble import assemble
-    from tests.support.traffic import Traffic
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
     torch.set_num_threads(1)
