@@ -187,7 +187,14 @@ def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def forked(hub_cache: Path, s3_socket: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands, and workers of the shared Ray, are forked from one process that has imported what they all import."""
+    with forks.server(tmp_path_factory.mktemp("forks")):
+        yield
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(forked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One local Ray for all tests of a session; its address, which `finray` processes join through RAY_ADDRESS.
 
     It has four CPUs by its own account, so that three workers can be placed on a machine with two cores.
@@ -206,7 +213,7 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
     share("ray_cluster", {**cluster.LOCAL_RAY, **variables})
     import ray
 
-    with forks.server(tmp_path_factory.mktemp("forks")):
+    with forks.forking_ray():
         options = {
             "address": "local",
             "num_cpus": 4,

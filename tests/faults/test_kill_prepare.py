@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,93 +18,44 @@ from typing import Any
 import pytest
 
 from finray.config.schema import Config
-from finray.data.dataset.prepare import is_prepared
+from finray.data.dataset.prepare import is_prepared, prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.data.sources import pieces
 from finray.errors import DataError
-from tests.support import runs, tiny
+from tests.support import processes, runs, tiny
 
 ROWS = 400
 Files = dict[str, bytes]
-
-# Forks a process for each preparation, so that libraries are loaded once. Asked to die at the n-th change of the file
-# system below the directory, the process kills itself right before it.
-_PREPARER = """
-import json, os, signal, sys
-import finray.data.sources.pieces
-from finray.data.dataset.prepare import prepare_here
-from tests.support import runs
-
-finray.data.sources.pieces.PIECE_BYTES = 2048
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
-def prepare(order):
+
+def prepare(plain: dict[str, Any], root: Path, die_at: int | None, told: Path) -> None:
+    """In a process of its own, which kills itself right before the n-th change of the file system below the directory;
+    else it writes down how many there were."""
+    pieces.PIECE_BYTES = 2048
     seen = 0
-    def note(event, arguments):
+
+    def note(event: str, arguments: Any) -> None:
         nonlocal seen
-        if event in CHANGES and str(arguments[0]).startswith(order["root"]):
+        if event in CHANGES and str(arguments[0]).startswith(f"{root}/"):
             seen += 1
-            if seen == order["die_at"]:
+            if seen == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+
     sys.addaudithook(note)
-    prepare_here(runs.config_of(order["config"]), root=order["root"])
-    return seen
-
-prepare_order = json.loads(sys.stdin.readline())
-prepare(prepare_order)
-print("ready", flush=True)
-for line in sys.stdin:
-    order = json.loads(line)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, str(prepare(order)).encode())
-        os._exit(0)
-    os.close(writer)
-    print(child, flush=True)
-    _, status = os.waitpid(child, 0)
-    print(json.dumps({"status": status, "changes": int(os.read(reader, 32) or 0)}), flush=True)
-    os.close(reader)
-"""
+    prepare_here(runs.config_of(plain), root=root)
+    told.write_text(str(seen))
 
 
-class Preparer:
-    """Runs preparations in processes that can be killed."""
-
-    def __init__(self, plain: dict[str, Any], scratch: Path) -> None:
-        self._plain = plain
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PREPARER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._ask(scratch, None)
-        assert self._answer() == "ready"
-
-    def run(self, root: Path, *, die_at: int | None = None, kill_after: float | None = None) -> tuple[bool, int]:
-        """Whether it came to its end, and how many changes it had made then."""
-        self._ask(root, die_at)
-        child = int(self._answer())
-        if kill_after is not None:
-            time.sleep(kill_after)
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        outcome = json.loads(self._answer())
-        assert outcome["status"] in (0, signal.SIGKILL), outcome
-        return outcome["status"] == 0, outcome["changes"]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _ask(self, root: Path, die_at: int | None) -> None:
-        assert self._process.stdin is not None
-        order = {"config": self._plain, "root": str(root), "die_at": die_at}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, f"ended with {self._process.wait()}"
-        return line
+def run(plain: dict[str, Any], root: Path, die_at: int | None = None) -> int | None:
+    """How many changes a preparation has made at its end; None where it was killed."""
+    told = root.with_name(f"{root.name}-changes")
+    told.unlink(missing_ok=True)
+    process = processes.CONTEXT.Process(target=prepare, args=(plain, root, die_at, told))
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return int(told.read_text()) if told.exists() else None
 
 
 @pytest.fixture(scope="module")
@@ -120,25 +70,16 @@ def plain(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.fixture(scope="module")
-def preparer(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Preparer]:
-    made = Preparer(plain, tmp_path_factory.mktemp("first"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(preparer: Preparer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Files, int, float]:
-    """The files of a preparation that nobody disturbed, the changes that it made, and its seconds."""
+def undisturbed(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Files, int]:
+    """The files of a preparation that nobody disturbed, and the changes that it made."""
     root = tmp_path_factory.mktemp("undisturbed")
-    started = time.perf_counter()
-    finished, changes = preparer.run(root)
-    seconds = time.perf_counter() - started
-    assert finished
+    changes = run(plain, root)
+    assert changes is not None
     (folder,) = (path for path in root.iterdir() if not path.name.startswith("."))
     files = content(folder)
     assert {"manifest.json", "bad-rows.jsonl", "eval/tokens-00000.arrow"} <= set(files)
     assert len(files) > 30
-    return files, changes, seconds
+    return files, changes
 
 
 def content(folder: Path) -> Files:
@@ -184,54 +125,27 @@ def check_after_the_end(config: Config, before: dict[str, tuple[int, int]], expe
         assert (stat.st_mtime_ns, stat.st_ino) == written, f"{name} was written again"
 
 
-def seeds(count: int, *, gate: tuple[int, ...]) -> list[Any]:
-    """The gate has some, and make test-nightly the others."""
-    return [pytest.param(one, marks=[] if one in gate else [pytest.mark.nightly]) for one in range(count)]
-
-
-# --- at a random moment ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", seeds(8, gate=(0, 4, 7)))
-def test_killed_at_a_random_moment(
-    seed: int, plain: dict[str, Any], preparer: Preparer, undisturbed: tuple[Files, int, float], tmp_path: Path
-) -> None:
-    expected, _, seconds = undisturbed
-    # Eighths of the time, so that no part of it is left out by chance; sooner where it was over by then.
-    moment = seconds * (seed + random.Random(seed).random()) / 8
-    for attempt in range(10):
-        root = tmp_path / str(attempt)
-        root.mkdir()
-        if not preparer.run(root, kill_after=moment * 0.5**attempt)[0]:
-            break
-    else:
-        pytest.fail("it was never killed")
-    config = into(plain, root)
-    check_after_a_kill(config, root, expected)
-    before = finished_parts(root)
-    assert preparer.run(root)[0]
-    check_after_the_end(config, before, expected)
-
-
 # --- right before a random change of the file system, and again while it is continued ----------------------------
 
 
-@pytest.mark.parametrize("seed", seeds(10, gate=(0, 1, 4)))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(one, marks=[] if one in (0, 1, 4) else [pytest.mark.nightly]) for one in range(10)]
+)
 def test_killed_before_a_random_change(
-    seed: int, plain: dict[str, Any], preparer: Preparer, undisturbed: tuple[Files, int, float], tmp_path: Path
+    seed: int, plain: dict[str, Any], undisturbed: tuple[Files, int], tmp_path: Path
 ) -> None:
-    expected, changes, _ = undisturbed
-    config = into(plain, tmp_path)
+    (expected, changes), root = undisturbed, tmp_path / "prepared"
+    root.mkdir()
+    config = into(plain, root)
     chance = random.Random(100 + seed)
     # The last changes, where it becomes whole, are worth a round each.
     die_at = changes - seed if seed < 4 else chance.randrange(1, changes - 3)
-    finished, _ = preparer.run(tmp_path, die_at=die_at)
-    assert not finished
-    check_after_a_kill(config, tmp_path, expected)
-    preparer.run(tmp_path, die_at=chance.randrange(1, changes))
-    check_after_a_kill(config, tmp_path, expected)
-    before = finished_parts(tmp_path)
-    assert preparer.run(tmp_path)[0]
+    assert run(plain, root, die_at) is None
+    check_after_a_kill(config, root, expected)
+    run(plain, root, chance.randrange(1, changes))
+    check_after_a_kill(config, root, expected)
+    before = finished_parts(root)
+    assert run(plain, root) is not None
     check_after_the_end(config, before, expected)
 
 
@@ -283,12 +197,12 @@ def gone(mark: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_the_command_killed_with_its_workers(
-    seed: int, plain: dict[str, Any], preparer: Preparer, undisturbed: tuple[Files, int, float], tmp_path: Path
+    seed: int, plain: dict[str, Any], undisturbed: tuple[Files, int], tmp_path: Path
 ) -> None:
     """The next try is the command again, and once a preparation without Ray."""
-    expected, _, _ = undisturbed
+    expected, _ = undisturbed
     wanted = random.Random(seed).randrange(1, sum("tokens" in name for name in expected) // 2)
     for attempt in range(5):
         root = tmp_path / str(attempt)
@@ -319,7 +233,7 @@ def test_the_command_killed_with_its_workers(
     assert len(before) >= 2 * wanted
 
     if seed:
-        assert preparer.run(root)[0]
+        assert run(plain, root) is not None
     else:
         mark = uuid.uuid4().hex
         process = start_prepare(file, mark)

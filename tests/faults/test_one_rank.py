@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 from finray.records import Note, Record, RunHeader
 from finray.runtime import driver, pulses, worker
 from finray.runtime.failures import OutOfMemory
-from tests.support import lacking, runs
+from finray.tracking.starts import read_starts
+from tests.support import forks, gated, lacking, runs
+from tests.support.gated import allow
 from tests.support.group import run_group
 from tests.support.runs import Plain
 
@@ -75,6 +79,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_its_stack_and_the_run_goes_o
     assert runs.trace(run_dir) == runs.trace(undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_hangs_before_it_reports_is_named_with_its_stack_and_the_run_goes_on(
     tiny_run: Callable[..., Plain], tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,3 +106,33 @@ def test_a_worker_that_hangs_before_it_reports_is_named_with_its_stack_and_the_r
     assert f"has not reported since it started {HANG_S} s ago" in warnings[0]
     # Only where py-spy may look.
     assert "asleep" in warnings[1] or "it is sleeping" in warnings[1]
+
+
+@pytest.mark.nightly
+def test_a_rank_that_was_stopped_is_named_and_the_workers_start_again(
+    tiny_run: Callable[..., Plain], dropout_model: Path, tmp_path: Path, ray_cluster: str
+) -> None:
+    """Two workers continue to the bits of a run that nobody disturbed."""
+    changes = {"train.max_steps": 16, "adapter.dropout": 0.2, "cluster": {"num_workers": 2, "hang_seconds": HANG_S}}
+    changes |= {"checkpoint": {"every_steps": 5, "keep_last": 3, "asynchronous": False}}
+    plain = tiny_run(changes, rows=50, model=dropout_model)
+    run_dir = tmp_path / "run"
+    allow(tmp_path, 7)
+    process = forks.Command("train", runs.into(gated.gated(plain, tmp_path), tmp_path))
+    runs.wait_for_step(run_dir, 7, process)
+    pid = runs.read_workers(run_dir)[1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    # The other one continues to the sum of the next step, and waits there.
+    allow(tmp_path, 16)
+    out, err = process.communicate(timeout=runs.PATIENCE_S)
+    assert process.returncode == 0, out + err
+    assert f"rank 1 (pid {pid}" in out + err
+    assert "it is stopped (SIGSTOP)" in " ".join((out + err).split())
+    assert [(one.header.step, one.header.world_size) for one in read_starts(run_dir)] == [(0, 2), (5, 2)]
+    logs = {one.name: one.read_text() for one in (run_dir / "logs").iterdir()}
+    assert logs.keys() == {"rank-00000.log", "rank-00001.log", "training.log"}
+    for part in ("placement  2 x CPU", "step 16/16  loss", f"rank 1 (pid {pid}", "the run is finished"):
+        assert part in logs["training.log"]
+    undisturbed = tmp_path / "undisturbed"
+    run_group(plain, undisturbed, world_size=2)
+    assert runs.trace(run_dir) == runs.trace(undisturbed)

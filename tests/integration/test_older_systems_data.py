@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -22,12 +20,10 @@ from finray.config.schema import Config
 from finray.data.dataset.export import export_rows
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
-from finray.data.sources import pieces
-from finray.data.sources.resolve import resolve
 from tests.support.preparing import Preparing, Write, ids, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
-from tests.support.runs import cli, write_config
+from tests.support.runs import finray, write_config
 from tests.support.tiny import WORDS
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -106,19 +102,19 @@ def question_and_answer(row):
 
 
 def test_a_converter_of_ones_own_and_the_exported_files(
-    preparing: Preparing, put: Write, tmp_path: Path, ray_cluster: str
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As its users would: the command line, a module in the working directory, JSONL of the splits for people."""
-    put("shaping.py", CONVERTER)
+    monkeypatch.syspath_prepend(put("shaping.py", CONVERTER).parent)
     source = put("rows.jsonl", lines([*dolphin(40), {"instruction": "x", "input": "", "output": ""}]))
     plain = {
         "run": {"output_dir": str(tmp_path / "runs")},
         "model": {"name": str(preparing.model)},
         "data": {"source": "rows.jsonl", "converter": "shaping:question_and_answer", "max_length": 64, **RATIOS},
-        "prepare": {"num_workers": 2},
     }
     config = write_config(plain, tmp_path / "config.yaml")
-    code, out, err = cli("prepare", str(config), "--export-jsonl", "exported", cwd=source.parent)
+    monkeypatch.chdir(source.parent)
+    code, out, err = finray("prepare", config, "--export-jsonl", "exported")
     assert code == 0, err
     assert "36 rows to exported/training.jsonl" in out
     folder = source.parent / "exported"
@@ -152,22 +148,6 @@ def test_training_on_the_exported_files_gives_the_same_tokens(preparing: Prepari
     assert len(ids(after.train)) == 54
 
 
-def test_the_old_tools_own_files_are_read_as_they_are(preparing: Preparing, put: Write) -> None:
-    rows = [{"input": f"{words(at)} ", "output": f"{at}"} for at in range(12)]
-    for name, some in (("training", rows[:8]), ("validation", rows[8:10]), ("test", rows[10:])):
-        folder = put(f"{name}.jsonl", lines(some)).parent
-    put(".data_ready", "ready")
-    plain = {"format": "prompt_completion"}
-    splits = preparing.splits(folder, eval_split="validation", test_split="test", **plain)
-    sides = [preparing.said(one) for one in (splits.train, splits.eval, splits.test)]
-    assert [[text.rsplit(" ", 1)[1] for text in side] for side in sides] == [
-        [str(at) for at in range(8)],
-        ["8", "9"],
-        ["10", "11"],
-    ]
-    assert preparing.texts(folder, train_split="training", **plain) == sides[0]
-
-
 # --- a code model on one directory of a Hub dataset -----------------------------------------------------------
 
 
@@ -188,90 +168,13 @@ def test_a_directory_of_a_hub_set_and_a_slice_are_what_the_hub_is_asked_for(prep
     assert all(all(mask) and row[-1] == preparing.tokenizer.eos_token_id for row, mask in ids(split))
 
 
-SLICES = [
-    "train",
-    "train[:1%]",
-    "train[10%:20%]",
-    "train[5:17]",
-    "train[-10:]",
-    "train[:-5]",
-    "train[33%:34%]",
-    "train[:3%]",
-    "train[99%:]",
-    "train[-5%:]",
-    "train[:-10%]",
-    "train[40:1_000]",
-    "train[-1_000:3]",
-    "train[7:8]",
-]
-
-
-def written(rows: list[dict[str, Any]], path: Path) -> Path:
-    whole = datasets.Dataset.from_list(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=17)
-    elif path.suffix == ".csv":
-        whole.to_csv(str(path))
-    else:
-        path.write_text(lines(rows))
-    return path
-
-
-@pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`datasets` keeps what it makes below the test's own directory."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    return tmp_path / "cache"
-
-
-@pytest.mark.parametrize(("suffix", "builder"), [("jsonl", "json"), ("csv", "csv"), ("parquet", "parquet")])
-@pytest.mark.parametrize("count", [137, 250])
-def test_slices_of_files_are_the_rows_that_datasets_gives(
-    tmp_path: Path, cached: Path, suffix: str, builder: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1500)
-    path = written([rust(at) for at in range(count)], tmp_path / f"rows.{suffix}")
-    wanted = datasets.load_dataset(builder, data_files=str(path), split=SLICES, cache_dir=str(cached))
-    for split, rows in zip(SLICES, wanted, strict=True):
-        found = [row.value["content"] for row in pieces.read(resolve(str(path), split=split))]
-        assert found == list(rows["content"]), split
-
-
-def test_a_local_copy_of_the_hub_directory_gives_the_same_rows(preparing: Preparing, put: Write, cached: Path) -> None:
-    rows = [rust(at) for at in range(200)]
-    folder = put("the-stack-smol/README.md", "---\nlicense: other\n---\n# The Stack\n").parent
-    put("the-stack-smol/data/rust/data.json", lines(rows))
-    put("the-stack-smol/data/python/data.json", lines([{"content": "def f():\n    pass\n"}] * 3))
-    for split in ("train[:1%]", "train[50%:52%]"):
-        asked = datasets.load_dataset(str(folder), data_dir="data/rust", split=split, cache_dir=str(cached))
-        texts = preparing.texts(f"{folder}:data/rust", train_split=split, max_length=512)
-        assert texts == list(asked["content"])
-        assert len(texts) in (2, 4)
-
-
-def test_hub_layout_with_configurations_and_slices(preparing: Preparing, put: Write, cached: Path) -> None:
-    card = "---\nconfigs:\n- config_name: rust\n  data_dir: data/rust\n- config_name: go\n  data_dir: data/go\n---\n"
-    folder = put("stack/README.md", card).parent
-    put("stack/data/rust/train.jsonl", lines([rust(at) for at in range(40)]))
-    put("stack/data/rust/test.jsonl", lines([rust(99)]))
-    put("stack/data/go/train.jsonl", lines([{"content": "func f() {}\n"}] * 3))
-    splits = preparing.splits(folder, subset="rust", train_split="train[10%:20%]", eval_split="test", max_length=512)
-    assert preparing.said(splits.train) == [rust(at)["content"] for at in range(4, 8)]
-    assert preparing.said(splits.eval) == [rust(99)["content"]]
-    # A dataset that was edited is not mistaken for the old one.
-    names = {preparing.dataset(folder, subset="go").name}
-    put("stack/data/go/train.jsonl", lines([{"content": "func g() {}\n"}] * 2))
-    names.add(preparing.dataset(folder, subset="go").name)
-    assert len(names) == 2
-
-
 # --- film reviews ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def reviews(put: Write) -> Path:
+def reviews(put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The layout of stanfordnlp/imdb: Parquet below a configuration, three splits, a label that is not learned."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
     card = "---\nconfigs:\n- config_name: plain_text\n  data_files:\n"
     for name, count in (("train", 100), ("test", 10), ("unsupervised", 5)):
@@ -282,9 +185,7 @@ def reviews(put: Write) -> Path:
     return put("imdb/README.md", f"{card}---\n").parent
 
 
-def test_reviews_are_learned_whole_at_512_tokens_with_a_tenth_held_out(
-    preparing: Preparing, reviews: Path, cached: Path
-) -> None:
+def test_reviews_are_learned_whole_at_512_tokens_with_a_tenth_held_out(preparing: Preparing, reviews: Path) -> None:
     options = {"train_on": "all", "eval_ratio": 0.1, "max_length": 512}
     dataset = preparing.dataset(reviews, **options)
     (stream,) = dataset.manifest.splits["train"].streams
@@ -303,9 +204,7 @@ def test_reviews_are_learned_whole_at_512_tokens_with_a_tenth_held_out(
     assert len(splits.eval or ()) == pytest.approx(len(rows) / 10, abs=8)
 
 
-def test_the_named_test_split_of_the_reviews_and_their_labels(
-    preparing: Preparing, reviews: Path, cached: Path
-) -> None:
+def test_the_named_test_split_of_the_reviews_and_their_labels(preparing: Preparing, reviews: Path) -> None:
     splits = preparing.splits(reviews, train_split="train[:5]", eval_split="test[:3]", max_length=512)
     assert [text.split()[:2] for text in preparing.said(splits.eval)] == [["test", str(at)] for at in range(3)]
     assert len(splits.train) == 5

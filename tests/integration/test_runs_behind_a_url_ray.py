@@ -1,9 +1,10 @@
-"""A run behind a URL under Ray, with two workers, and the commands that come after it, each on a "machine" without a
-copy of it."""
+"""Storage under Ray: a run behind a URL, with two workers, and the commands that come after it, each on a "machine"
+without a copy of it; and data behind one."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
 from finray.errors import ConfigError
 from finray.runtime import driver
-from tests.support import runs, s3
+from tests.support import runs, s3, tiny
 
 
 def test_every_command_finds_a_run_behind_a_url(
@@ -77,3 +78,39 @@ def test_every_command_finds_a_run_behind_a_url(
     assert 0 < Objects(url).age_s("summary.json") < 3600
     with pytest.raises(ConfigError, match="a different configuration"):
         driver.train(runs.config_of(runs.changed(plain, {"train.learning_rate": 0.5})))
+
+
+def test_training_from_s3_is_training_from_disk(
+    tiny_model_dir: Path, tmp_path: Path, bucket: s3.Bucket, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = {"data.eval_ratio": 0.1, "evaluation.every_steps": 4}
+    rows = tiny.write_chat_rows(tmp_path, 120)
+    local = runs.tiny_run(tiny_model_dir, rows, tmp_path / "local", held_out)
+    there = {"prepare.dir": bucket.url("prepared"), "prepare.local_dir": str(tmp_path / "remote" / "fetched")}
+    there |= {"run.output_dir": str(tmp_path / "remote"), "data.source": bucket.upload(rows, "rows.jsonl")}
+    remote = runs.changed(local, there)
+    runs.run_alone(local, tmp_path / "local" / "run")
+
+    config = runs.write_config(remote, tmp_path / "remote.yaml")
+    code, out, err = runs.finray("train", config)
+    assert code == 0, out + err
+    run_dir = tmp_path / "remote" / "run"
+    assert runs.trace(run_dir) == runs.trace(tmp_path / "local" / "run")
+
+    # The same data again: Ray is not even started for it, and what was fetched is not fetched again.
+    mark = bucket.mark()
+    monkeypatch.setattr("finray.runtime.cluster.connected", lambda cluster: pytest.fail("Ray was asked for"))
+    code, again, err_2 = runs.finray("prepare", config)
+    assert code == 0, again + err_2
+    runs.run_alone(remote, tmp_path / "remote" / "second")
+    assert runs.trace(tmp_path / "remote" / "second") == runs.trace(run_dir)
+    assert bucket.asked("PUT", mark) == []
+    assert [key for key in bucket.asked("GET", mark) if key.endswith((".arrow", ".jsonl"))] == []
+
+    written = [path for path in (tmp_path / "remote").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".arrow" for path in written)
+    for secret in (s3.SECRET, s3.KEY):
+        assert secret in os.environ.values()
+        assert secret not in out + err + again + err_2
+        assert [path for path in written if secret.encode() in path.read_bytes()] == []
+        assert [key for key, content in bucket.content("prepared").items() if secret.encode() in content] == []

@@ -17,7 +17,7 @@ from tests.support import forks, gated, job_server, runs
 from tests.support.gated import allow
 from tests.support.runs import Plain
 
-STEPS = 60
+STEPS = 24
 SECRET = "a-secret-that-is-nowhere-to-be-read"
 # What the job gets by --code: read by the driver, by tasks that prepare, and by workers.
 CODE = """
@@ -40,8 +40,7 @@ def convert(row):
 
 
 @pytest.fixture(scope="module")
-def server(ray_cluster: str) -> Iterator[job_server.JobServer]:
-    # `ray_cluster` for commands that are forked; its Ray is another one.
+def server(forked: None) -> Iterator[job_server.JobServer]:
     folder = Path(tempfile.mkdtemp(prefix="fr-", dir="/tmp"))
     try:
         with job_server.serve(folder) as found:
@@ -136,8 +135,8 @@ def test_a_server_without_the_token_is_said(server: job_server.JobServer, tmp_pa
     assert "there is no job `no-such-job`" in err
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_no_server_at_the_address_is_an_error_and_no_wait(answers: bool, ray_cluster: str) -> None:
+@pytest.mark.parametrize("answers", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_no_server_at_the_address_is_an_error_and_no_wait(answers: bool, forked: None) -> None:
     """Nobody listens; or somebody does, and never says a word."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 from unittest import mock
@@ -47,7 +47,7 @@ PRELOADED += ["finray.models.export", "finray.runtime.driver", "finray.cli.start
 
 @contextmanager
 def server(folder: Path) -> Iterator[None]:
-    """Within it, a Ray that is started forks its workers, and :func:`finray` works. Ray is to be stopped within it.
+    """Within it :func:`finray` works, and a Ray that is started under :func:`forking_ray` forks its workers.
 
     Args:
         folder: for the socket, and for what the server says.
@@ -68,12 +68,16 @@ def server(folder: Path) -> Iterator[None]:
             start_new_session=True,
         )
     try:
-        # A path that is absolute replaces what it is joined to.
-        with mock.patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", SCRIPT):
-            yield
+        yield
     finally:
         process.communicate()
         del os.environ[SOCKET]
+
+
+def forking_ray() -> AbstractContextManager[object]:
+    """A Ray that is started within it forks its workers; it is to be stopped before the server is."""
+    # A path that is absolute replaces what it is joined to.
+    return mock.patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", SCRIPT)
 
 
 class Command:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finray.config.schema import Config
 from finray.data.sampling.collate import Batch, LabelledBatch
-from finray.records import Note, Record, RunHeader, TrainRecord
-from finray.runtime import driver
 from finray.tasks.causal_lm import CausalLM
 from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import runs
-from tests.support.runs import PATIENCE_S, Plain, changed
+from tests.support.runs import Plain, changed
 
 TASK, CLASSIFIER = f"{__name__}:GatedLM", f"{__name__}:GatedClassifier"
 _RUN_DIR = "GATED_RUN_DIR"
@@ -67,55 +62,3 @@ def allow(output: Path, step: int) -> None:
     scratch = output / "limit.new"
     scratch.write_text(str(step))
     scratch.replace(output / "limit")
-
-
-class Run(threading.Thread):
-    """A training in a thread of this process.
-
-    Attributes:
-        said: what it said, in words.
-        headers: of each start of the workers.
-        steps: in the order in which they were recorded.
-        error: that ended it; None where none did.
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(daemon=True)
-        self.said: list[str] = []
-        self.headers: list[RunHeader] = []
-        self.steps: list[int] = []
-        self.error: BaseException | None = None
-        self._config = config
-
-    def run(self) -> None:
-        """Train."""
-        try:
-            driver.train(self._config, handle=self._heard)
-        except BaseException as error:
-            self.error = error
-
-    def _heard(self, record: Record) -> None:
-        if isinstance(record, Note):
-            self.said.append(record.message)
-        elif isinstance(record, RunHeader):
-            self.headers.append(record)
-        elif isinstance(record, TrainRecord):
-            self.steps.append(record.step)
-
-    def until(self, what: Callable[[], object]) -> None:
-        """Wait for something that happens while the run is at work."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not what():
-            assert self.is_alive(), (self.error, self.said)
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.02)
-
-    def until_said(self, text: str) -> None:
-        """Wait until something is said that has this in it."""
-        self.until(lambda: any(text in one for one in self.said))
-
-    def ended(self) -> BaseException | None:
-        """Wait for the end; the error, if there was one."""
-        self.join(PATIENCE_S)
-        assert not self.is_alive(), self.said
-        return self.error

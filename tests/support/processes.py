@@ -16,7 +16,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # All that a small run imports, or each process of each group takes three seconds of a core to import it.
 PRELOADED = ["deepspeed", "pandas", "peft", "torch.distributed.fsdp", "torch._inductor.compile_fx"]
 PRELOADED += ["transformers.models.llama.modeling_llama", "finray.training.assemble", "finray.planning.resolve"]
-multiprocessing.set_forkserver_preload([*PRELOADED, "tests.support.runs", "tests.support.tiny"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([*PRELOADED, "tests.support.runs", "tests.support.tiny"])
 
 
 def start(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int, device: str = "") -> None:

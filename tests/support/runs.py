@@ -201,25 +201,25 @@ def into(plain: Plain, output: Path, *changes: dict[str, Any]) -> Path:
     return write_config(changed(plain, {"run.output_dir": str(output)}, *changes), output / "run.yaml")
 
 
+def wait_until(true: Callable[[], object], process: subprocess.Popen[str] | forks.Command | None = None) -> None:
+    """Return as soon as something is so, while a process is at work."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str] | forks.Command) -> None:
     """Return as soon as the record shows the step."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if any(done >= step for done in values(run_dir, "step")):
-            return
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
+    wait_until(lambda: any(done >= step for done in values(run_dir, "step")), process)
 
 
 def wait_for_no_group() -> None:
     """Return when no placement group keeps CPUs of the cluster; a killed driver's are removed a little later."""
     from ray.util import placement_group_table
 
-    deadline = time.monotonic() + PATIENCE_S
-    while left := [group for group in placement_group_table().values() if group["state"] != "REMOVED"]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_until(lambda: all(group["state"] == "REMOVED" for group in placement_group_table().values()))
 
 
 def finray(*arguments: object) -> tuple[int, str, str]:
