@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -33,8 +31,7 @@ class KillsOnce:
         mark = self._run_dir / "killed"
         if isinstance(record, TrainRecord) and record.step >= KILL_AT and not mark.exists():
             mark.touch()
-            workers = json.loads((self._run_dir / "workers.json").read_text(encoding="utf-8"))
-            os.kill(workers[1]["pid"], signal.SIGKILL)
+            os.kill(runs.read_workers(self._run_dir)[1]["pid"], signal.SIGKILL)
 
     def finish(self) -> None: ...
 
@@ -42,7 +39,7 @@ class KillsOnce:
 def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_in_memory(
     tiny_run: Callable[..., runs.Plain], ray_cluster: str
 ) -> None:
-    changes = {"train.max_steps": 40, "checkpoint": {"every_steps": 100, "in_memory_every": 1}}
+    changes = {"train.max_steps": 16, "checkpoint": {"every_steps": 100, "in_memory_every": 1}}
     changes |= {"cluster": {"num_workers": 2, "max_failures": 2}}
     plain = tiny_run(changes | {"tracking.trackers": [f"{__name__}:KillsOnce"]})
     told: list[Record] = []
@@ -77,11 +74,13 @@ def test_a_keeper_that_is_killed_alone_starts_again(ray_cluster: str) -> None:
         keeper = ray.get_actor(name_of("a run", node))
         os.kill(ray.get(keeper.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         memory, part = RayMemory("a run", [node], 0), MemoryPart("attempt", 3, 0, 1, {"file": "digest"}, 5)
-        deadline = time.monotonic() + runs.PATIENCE_S
-        while not memory.parts():
-            assert time.monotonic() < deadline
+
+        def is_kept() -> bool:
             with suppress(ClusterError):
                 memory.put(part, {"file": b"bytes"})
+            return bool(memory.parts())
+
+        runs.wait_until(is_kept)
         assert [one.step for one in memory.parts()] == [3]
         # One that only one of two machines has is there, and that it is not on both is said.
         two, later = RayMemory("a run", [node, "f" * 56], 0), replace(part, step=4)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from tests.support.gated import allow
 from tests.support.group import run_group
 from tests.support.runs import Plain
 
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +28,7 @@ def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
 
 
 def kill_worker(run_dir: Path, rank: int) -> None:
-    workers = json.loads((run_dir / "workers.json").read_text(encoding="utf-8"))
-    os.kill(workers[rank]["pid"], signal.SIGKILL)
+    os.kill(runs.read_workers(run_dir)[rank]["pid"], signal.SIGKILL)
 
 
 def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
@@ -45,15 +42,16 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
     allow(tmp_path, last + 1)
     process = forks.Command("train", config)
     run_dir = tmp_path / "run"
-    for number, step in enumerate(targets):
+    who = run_dir / "workers.json"
+
+    def kill_and_wait(rank: int) -> None:
+        before = who.read_bytes()
+        kill_worker(run_dir, rank)
+        runs.wait_until(lambda: who.read_bytes() != before, process)
+
+    for rank, step in enumerate(targets):
         runs.wait_for_step(run_dir, step, process)
-        before = (run_dir / "workers.json").read_text(encoding="utf-8")
-        kill_worker(run_dir, rank=number % 2)
-        deadline = time.monotonic() + runs.PATIENCE_S
-        while (run_dir / "workers.json").read_text(encoding="utf-8") == before:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "Ray did not restart the workers"
-            time.sleep(0.02)
+        kill_and_wait(rank)
     runs.wait_for_step(run_dir, last, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -129,6 +127,7 @@ def test_a_classifier_whose_worker_is_killed_goes_on_to_the_bit_and_with_fewer_w
     assert runs.values(tmp_path / "alone" / "run", "samples_digest") == runs.values(undisturbed, "samples_digest")
 
 
+@pytest.mark.nightly
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(
     plain: Plain, tmp_path: Path, ray_cluster: str
 ) -> None:
@@ -162,9 +161,3 @@ def test_storage_that_does_not_answer_while_workers_start_is_asked_again(
     code, out, err = runs.finray("train", runs.into(plain, tmp_path, changes))
     assert code == 0, err
     assert "the server gave no answer within 10 s; the workers are restarted" in " ".join((out + err).split())
-    # Without another attempt it is the error of the run.
-    (tmp_path / "mark").unlink()
-    changes |= {"run.name": "other", "cluster.max_failures": 0}
-    code, _, err = runs.finray("train", runs.into(plain, tmp_path, changes))
-    assert code == 2
-    assert "http://storage: the server gave no answer within 10 s" in err

@@ -98,13 +98,6 @@ def test_list_shows_what_there_is(plain: Plain, tmp_path: Path, monkeypatch: pyt
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
-def test_verify_passes_what_is_whole(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = prepared(plain)
-    killed(plain, monkeypatch, max_length=48)
-    code, output = cache_cli("cache", "verify", whole.parent)
-    assert (code, output.splitlines()) == (0, [f"{whole.name}: whole"])
-
-
 def test_verify_finds_one_changed_byte_in_any_file(plain: Plain) -> None:
     whole, other = prepared(plain), prepared(plain, max_length=48)
     files = sorted(path for path in whole.rglob("*") if path.is_file())
@@ -120,19 +113,6 @@ def test_verify_finds_one_changed_byte_in_any_file(plain: Plain) -> None:
         assert str(file) in output
         file.write_bytes(content)
     assert cache_cli("cache", "verify", whole.parent)[0] == 0
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe"])
-def test_a_manifest_that_is_none(content: bytes, plain: Plain) -> None:
-    whole = prepared(plain)
-    (whole / MANIFEST).write_bytes(content)
-    code, output = cache_cli("cache", "list", whole.parent)
-    assert code == 0
-    assert "damaged" in row_of(output, whole.name)
-    code, output = cache_cli("cache", "verify", whole.parent)
-    assert code == 2
-    assert f"{whole.name}: damaged" in output
-    assert "Traceback" not in output
 
 
 # --- prune ----------------------------------------------------------------------------------------------------------
@@ -152,19 +132,6 @@ def test_prune_takes_what_was_never_finished_and_nothing_else(plain: Plain, monk
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
     assert kept.exists()
     assert cache_cli("cache", "prune", whole.parent) == (0, "0 removed\n")
-
-
-def test_prune_takes_the_damaged_one_and_it_is_prepared_again(plain: Plain) -> None:
-    good, bad = prepared(plain), prepared(plain, max_length=48)
-    content = {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()}
-    runs.flip(bad / "train" / "tokens-00001.arrow")
-    code, output = cache_cli("cache", "prune", "--damaged", good.parent)
-    assert code == 0
-    assert f"removed {bad.name} " in output
-    assert "1 removed" in output
-    assert good.is_dir()
-    assert prepared(plain, max_length=48) == bad
-    assert {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()} == content
 
 
 def test_prune_goes_by_the_last_use_and_looking_is_no_use(plain: Plain) -> None:

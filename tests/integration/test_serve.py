@@ -1,4 +1,7 @@
-"""`finray serve` as a user starts it, and OpenAI's own client against it: one server for all tests of this file."""
+"""`finray serve` as a user starts it, and OpenAI's own client against it: one server for all tests of this file.
+
+What it refuses, and adapters that come and go: tests/unit/serving.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ import signal
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,18 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Running]:
     adapters = [word for name in NAMES[1:] for word in ("--adapter", f"{name}={folder / name}")]
-    options = [
-        "--slots",
-        SLOTS,
-        "--max-queue",
-        QUEUE,
-        "--dtype",
-        "fp32",
-        "--grace",
-        int(WAIT_S),
-        "--adapters-from",
-        folder,
-    ]
+    options = ["--slots", SLOTS, "--max-queue", QUEUE, "--dtype", "fp32", "--grace", int(WAIT_S)]
     with serving(folder / "one", *adapters, *options) as running:
         yield running
 
@@ -191,46 +181,6 @@ def test_a_client_that_waits_for_a_whole_answer_may_go_away_too(server: Running)
         plain.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         server.until(lambda one: one["waiting"] >= 40)
     assert server.until(is_idle)["tokens"] - before < MOST
-
-
-def test_no_key_no_answer(server: Running) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        server.client("another-key").models.list()
-    status, body = server.post("/v1/chat/completions", b"{}")
-    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
-
-
-def test_a_request_that_cannot_be_answered_is_the_clients_error_and_the_server_goes_on(server: Running) -> None:
-    client = server.client()
-    with pytest.raises(openai.NotFoundError, match="there are: one, base, two, three, four"):
-        client.completions.create(model="none", prompt="a")
-    with pytest.raises(openai.APIStatusError) as long:
-        client.completions.create(model="one", prompt="cat " * 2**18)
-    assert long.value.status_code == 413
-    with pytest.raises(openai.BadRequestError, match="together may have 512"):
-        client.completions.create(model="one", prompt="cat " * 2**14)
-    for body in (b'{"model": "one", "prompt"', b'{"model": "one", "prompt": {"a": 1}}'):
-        status, refusal = server.post("/v1/completions", body, Authorization=f"Bearer {KEY}")
-        assert status == 400
-        assert refusal["error"]["type"] == "invalid_request_error"
-    assert server.health()["status"] == "ok"
-
-
-def test_adapters_come_and_go_while_it_runs(server: Running, folder: Path) -> None:
-    authorised = {"Authorization": f"Bearer {KEY}"}
-    client = server.client()
-    asked: Any = {"prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0}
-    body = json.dumps({"name": "late", "path": str(folder / "three")}).encode()
-    assert server.post("/v1/adapters", body, **authorised)[0] == 200
-    late = client.completions.create(model="late", **asked)
-    assert late.choices[0].text == client.completions.create(model="three", **asked).choices[0].text
-    request = urllib.request.Request(f"{server.url}/v1/adapters/late", method="DELETE", headers=authorised)
-    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-        assert json.load(answer)["deleted"]
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="late", **asked)
-    body = json.dumps({"name": "late", "path": str(folder / "base")}).encode()
-    assert server.post("/v1/adapters", body, **authorised)[0] == 400
 
 
 def test_sigterm_lets_answers_come_to_their_end(server: Running) -> None:

@@ -1,8 +1,7 @@
-"""A classifier behind `finray serve`, with OpenAI's own client against it: one server for all tests of this file."""
+"""A classifier behind `finray serve`: its application alone, and at night the command with OpenAI's own client."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -14,8 +13,11 @@ from typing import Any
 import openai
 import pytest
 import torch
+from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
+from finray.serving.models import ServeSettings
+from finray.serving.server import ApiServer
 from tests.support.labelled import LABELS, bert_tokenizer, load_classifier, save_classifier
 from tests.support.server import KEY, WAIT_S, Running, serving
 from tests.support.tiny import WORDS
@@ -42,8 +44,19 @@ def classified(client: openai.OpenAI, texts: Any) -> Any:
     return client.post("/classify", cast_to=object, body={"model": "kinds", "input": texts})
 
 
-def test_labels_and_probabilities_are_those_of_transformers_a_text_at_a_time(server: Running, adapter: Path) -> None:
-    client = server.client()
+def test_labels_and_probabilities_are_those_of_transformers_a_text_at_a_time(adapter: Path) -> None:
+    application = ApiServer(ServeSettings(str(adapter), dtype="fp32", name="kinds"), lambda line: None).app()
+    with TestClient(application, base_url="http://127.0.0.1:8000") as http:
+        client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="any", http_client=http, max_retries=0)
+        check_labels(client, adapter)
+        for texts in ([], 3, ["a", 3], [["a", "b", "c"]], f"{FULL} cat"):
+            with pytest.raises(openai.BadRequestError):
+                classified(client, texts)
+        with pytest.raises(openai.NotFoundError, match="use /v1/classify"):
+            client.chat.completions.create(model="kinds", messages=[])
+
+
+def check_labels(client: openai.OpenAI, adapter: Path) -> None:
     assert [one.id for one in client.models.list()] == ["kinds"]
     found, tuned, reader = classified(client, TEXTS), load_classifier(adapter), AutoTokenizer.from_pretrained(adapter)
     lengths, labels = [], set()
@@ -68,44 +81,11 @@ def test_labels_and_probabilities_are_those_of_transformers_a_text_at_a_time(ser
     ]
 
 
-def test_without_the_key_there_are_no_labels(server: Running) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        classified(server.client("another-key"), TEXTS)
-    status, body = server.post("/v1/classify", json.dumps({"model": "kinds", "input": "a"}).encode())
-    assert (status, body["error"]["code"], "data" in body) == (401, "invalid_api_key", False)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "kind", "said"),
-    [
-        ("classify", {"model": "kinds", "input": f"{FULL} cat"}, 400, "invalid_request_error", "81 tokens"),
-        ("classify", {"model": "kinds", "input": 3}, 400, "invalid_request_error", "input"),
-        ("classify", {"model": "kinds", "input": ["a", 3]}, 400, "invalid_request_error", "input"),
-        ("classify", {"model": "kinds", "input": []}, 400, "invalid_request_error", "1 to 1024 texts"),
-        ("classify", {"model": "kinds", "input": [["a", "b", "c"]]}, 400, "invalid_request_error", "pair of texts"),
-        ("classify", {"model": "kinds", "input": "a", "top": 3}, 400, "invalid_request_error", "`top` is not"),
-        ("classify", {"model": "other", "input": "a"}, 404, "not_found_error", "there are: kinds"),
-        ("classify", b'{"model": "kinds", "inp', 400, "invalid_request_error", "not valid JSON"),
-        ("classify", b'{"model": "kinds", "input": "' + b"cat " * 2**18, 413, "invalid_request_error", "shorten it"),
-        ("chat/completions", {"model": "kinds", "messages": []}, 404, "not_found_error", "use /v1/classify"),
-        ("adapters", {"name": "x", "path": "y"}, 404, "not_found_error", "use /v1/classify"),
-    ],
-)
-def test_a_request_that_cannot_be_answered_is_refused_in_openais_form_and_the_server_goes_on(
-    server: Running, path: str, body: Any, status: int, kind: str, said: str
-) -> None:
-    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
-    found, refusal = server.post(f"/v1/{path}", sent, Authorization=f"Bearer {KEY}")
-    assert found == status
-    assert set(refusal["error"]) == {"message", "type", "param", "code"}
-    assert refusal["error"]["type"] == kind
-    assert said in refusal["error"]["message"]
-    assert server.health() == {"status": "ok", "running": 0, "waiting": 0}
-
-
-def test_a_full_queue_is_a_429_and_sigterm_lets_what_was_taken_be_answered(server: Running) -> None:
-    """The last test of this file: the server is gone after it."""
+@pytest.mark.nightly
+def test_a_full_queue_is_a_429_and_sigterm_lets_what_was_taken_be_answered(server: Running, adapter: Path) -> None:
+    """The server is gone after it."""
     client, many = server.client(), [FULL] * 512
+    check_labels(client, adapter)
     answers, refusals, others = list[Any](), list[openai.APIStatusError](), list[Exception]()
     # It may answer some time before it says so.
     assert server.process.stdout is not None

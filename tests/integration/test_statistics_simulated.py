@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,11 @@ Make = Callable[[np.random.Generator, int], FloatArray]
 def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_RESAMPLES", DRAWS)
     monkeypatch.setattr(statistics, "_SWAPS", DRAWS)
+
+
+def holds(found: Any, truth: float) -> bool:
+    assert None not in (found.low, found.high)
+    return bool(found.low <= truth <= found.high)
 
 
 def mean(sums_K: FloatArray, rows: int) -> float:
@@ -57,10 +63,7 @@ def test_a_bootstrap_interval_holds_the_truth_95_times_in_100(
 ) -> None:
     draw, held = np.random.default_rng(1), 0
     for trial in range(TRIALS):
-        found = interval(make(draw, rows), total, seed=trial)
-        assert found.low is not None
-        assert found.high is not None
-        held += found.low <= truth <= found.high
+        held += holds(interval(make(draw, rows), total, seed=trial), truth)
     assert 0.93 <= held / TRIALS <= 0.97
 
 
@@ -69,10 +72,7 @@ def test_the_interval_of_right_and_wrong_rows_holds_the_truth_95_times_in_100(ro
     draw, held = np.random.default_rng(2), 0
     for trial in range(TRIALS):
         truth = draw.uniform(0.05, 0.95)
-        found = interval((draw.random((rows, 1)) < truth).astype(float), mean, seed=trial)
-        assert found.low is not None
-        assert found.high is not None
-        held += found.low <= truth <= found.high
+        held += holds(interval((draw.random((rows, 1)) < truth).astype(float), mean, seed=trial), truth)
     assert 0.93 <= held / TRIALS <= 0.97
 
 
@@ -106,10 +106,7 @@ Pair = Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]
     [(right, 40, mean), (right, 200, mean), (graded, 8, mean), (graded, 40, mean), (losses, 40, ratio)],
 )
 def test_models_that_are_equally_good_differ_at_most_5_times_in_100(
-    make: Pair,
-    rows: int,
-    total: Callable[[FloatArray, int], float],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Pair, rows: int, total: Callable[[FloatArray, int], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The intervals are not looked at.
     monkeypatch.setattr(statistics, "_RESAMPLES", 2)
@@ -127,17 +124,10 @@ def test_models_that_are_equally_good_differ_at_most_5_times_in_100(
     ("make", "rows", "truth", "total"), [(right, 60, 0.0, mean), (graded, 40, 0.3, mean), (losses, 60, -0.2, ratio)]
 )
 def test_the_interval_of_a_difference_holds_the_truth_95_times_in_100(
-    make: Pair,
-    rows: int,
-    truth: float,
-    total: Callable[[FloatArray, int], float],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Pair, rows: int, truth: float, total: Callable[[FloatArray, int], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statistics, "_SWAPS", 2)
     draw, held = np.random.default_rng(4), 0
     for trial in range(TRIALS):
-        found = paired(*make(draw, rows, abs(truth)), total, seed=trial).interval
-        assert found.low is not None
-        assert found.high is not None
-        held += found.low <= truth <= found.high
+        held += holds(paired(*make(draw, rows, abs(truth)), total, seed=trial).interval, truth)
     assert 0.93 <= held / TRIALS <= 0.97

@@ -15,7 +15,7 @@ import pytest
 from finray.data.dataset.prepare import Preparation
 from finray.data.sources import pieces
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.records import Note, Record
+from finray.records import Note, Record, TrainRecord
 from finray.runtime import prepare as runtime_prepare
 from finray.runtime import watch
 from finray.runtime.cluster import remove_orphans
@@ -92,6 +92,14 @@ def test_a_training_says_what_it_waits_for_and_begins_when_it_is_there(
     assert at == sorted(at)
 
 
+def kill_controller() -> None:
+    from ray._private.state import actors
+
+    for actor in actors().values():
+        if actor["ActorClassName"] == "TrainController" and actor["State"] == "ALIVE":
+            runs.kill(actor["Pid"])
+
+
 def test_a_run_that_fails_keeps_no_cpu(tiny_run: Callable[..., Plain], ray_cluster: str) -> None:
     """Its controller dies, as when memory runs out: Ray itself keeps the placement group while the driver lives."""
     import ray
@@ -101,12 +109,8 @@ def test_a_run_that_fails_keeps_no_cpu(tiny_run: Callable[..., Plain], ray_clust
     config = runs.config_of(tiny_run({"train.max_steps": 100_000, "cluster.max_failures": 0}))
 
     def kill(record: Record) -> None:
-        from ray._private.state import actors
-
         if not isinstance(record, Note):
-            for actor in actors().values():
-                if actor["ActorClassName"] == "TrainController" and actor["State"] == "ALIVE":
-                    runs.kill(actor["Pid"])
+            kill_controller()
 
     with pytest.raises(TrainingError, match="ended without an error message"):
         train(config, handle=kill)
@@ -116,8 +120,6 @@ def test_a_run_that_fails_keeps_no_cpu(tiny_run: Callable[..., Plain], ray_clust
 def test_a_controller_that_dies_is_started_again(
     tiny_run: Callable[..., Plain], tmp_path: Path, ray_cluster: str
 ) -> None:
-    from finray.records import TrainRecord
-
     plain = tiny_run({"train.max_steps": 12, "checkpoint.every_steps": 2})
     config = runs.config_of(gated.gated(plain, tmp_path))
     allow(tmp_path, 3)
@@ -125,18 +127,14 @@ def test_a_controller_that_dies_is_started_again(
     said: list[str] = []
 
     def kill_once(record: Record) -> None:
-        from ray._private.state import actors
-
         if isinstance(record, Note):
             said.append(record.message)
             # Not before: the workers could come to the end without it.
             if record.message.endswith("; restarting"):
                 allow(tmp_path, 12)
         if isinstance(record, TrainRecord) and record.step >= 3 and not killed:
-            for actor in actors().values():
-                if actor["ActorClassName"] == "TrainController" and actor["State"] == "ALIVE":
-                    killed.append(actor["Pid"])
-                    runs.kill(actor["Pid"])
+            killed.append(record.step)
+            kill_controller()
 
     assert train(config, handle=kill_once).summary.step == 12
     assert any(line.endswith("; restarting") for line in said)

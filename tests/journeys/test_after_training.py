@@ -53,7 +53,7 @@ def test_the_run_directory_has_what_the_documents_say(run_dir: Path) -> None:
 
 def test_evaluate_compares_with_the_base_on_the_held_out_rows(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    code, out, err = finray("evaluate", run_dir, "--max-rows", 3)
+    code, out, err = finray("evaluate", run_dir, "--max-rows", 3, "--max-new-tokens", 16)
     assert code == 0, out + err
     assert "3 rows" in out
     assert "exact match" in out

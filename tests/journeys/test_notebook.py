@@ -62,32 +62,21 @@ def shown(cell: Any) -> str:
     )
 
 
-def test_a_plan_is_shown_as_its_tables(cells: list[Any]) -> None:
+def test_each_cell_shows_what_it_should(cells: list[Any]) -> None:
     assert "the run would start" in shown(cells[1])
     assert "<pre" in shown(cells[1])
-
-
-def test_training_shows_a_bar_without_ipywidgets_and_then_its_result(cells: list[Any]) -> None:
-    text = shown(cells[2])
-    assert "12/12" in text
-    assert "run finished" in text
-    assert "Traceback" not in text
+    training = shown(cells[2])
+    assert "12/12" in training
+    assert "run finished" in training
+    assert "Traceback" not in training
     bars = [output for output in cells[2].outputs if "training" in str(output) and "12/12" in str(output)]
-    assert len(bars) == 1, "one bar that is updated, not one after another"
-
-
-def test_the_table_of_metrics_and_the_scores_are_shown(cells: list[Any]) -> None:
+    assert len(bars) == 1, "one bar that is updated, not one after another, without ipywidgets"
     assert "eval_loss" in shown(cells[3])
     assert "<table" in shown(cells[3])
     assert "12 losses were seen" in shown(cells[4])
     assert "rows; 95 % intervals" in shown(cells[5])
-
-
-def test_the_tuned_model_answers_and_can_be_taken(cells: list[Any]) -> None:
     # Before, it answers in a sentence.
     assert re.fullmatch(r"\w+", shown(cells[6]).strip())
     assert "PeftModel" in shown(cells[7])
-
-
-def test_nobody_is_asked_to_install_anything(cells: list[Any]) -> None:
+    # Nobody is asked to install anything.
     assert [output for cell in cells for output in cell.outputs if output.get("name") == "stderr"] == []

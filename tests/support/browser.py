@@ -79,6 +79,16 @@ def opened(
     page.close()
 
 
+def require_sound(found: Opened, file: Path, width: int) -> None:
+    """See that a page fits, has asked for nothing and has no serious fault of accessibility."""
+    assert found.page.evaluate("document.documentElement.scrollWidth") == width
+    assert found.requests == [file.resolve().as_uri()]
+    assert found.console == []
+    for details in found.page.locator("details").all():
+        details.evaluate("one => { one.open = true; }")
+    assert violations(found.page) == []
+
+
 def luminance(colour: Sequence[float]) -> float:
     """Of red, green and blue from 0 to 255, as WCAG 2.2 has it."""
     linear = [

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,17 +37,6 @@ def unreadable(file: Path, monkeypatch: pytest.MonkeyPatch, number: int = errno.
     # What `Path.open` and `Path.read_text` call, and what finray does.
     monkeypatch.setattr(io, "open", refusing(io.open))
     monkeypatch.setattr(os, "open", refusing(os.open))
-
-
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a number of bytes: like a full disk, after a part has been written."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def flip_bit(file: Path, bit: int) -> None:

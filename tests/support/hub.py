@@ -125,20 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing."""
 
-    def do_GET(self) -> None:
-        self._serve("GET")
-
-    def do_HEAD(self) -> None:
-        self._serve("HEAD")
-
-    def do_POST(self) -> None:
-        self._serve("POST")
-
-    def do_PUT(self) -> None:
-        self._serve("PUT")
-
-    def _serve(self, method: str) -> None:
-        parts = urlsplit(self.path)
+    def _serve(self) -> None:
+        method, parts = self.command, urlsplit(self.path)
         path = unquote(parts.path)
         fault = self.hub.fault(method, path)
         if fault is not None and fault.hold is not None:
@@ -158,6 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.done:
             return self._hang_up()
         return self._answer(200, content, headers)
+
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":

@@ -16,7 +16,7 @@ from finray.evaluation.outcome import Compared, Comparison, ModelScores, Predict
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired
 from finray.results import PlainConsole
-from tests.support import damaged
+from tests.support.small_disk import files_of_at_most
 
 NONE = Interval(None, None, "none: why")
 
@@ -201,13 +201,13 @@ def test_scores_and_answers_are_written_as_they_are_shown(found: Comparison, tmp
         write(replace(found, folder=tmp_path / "nowhere"))
     assert caught.value.where == str(tmp_path / "nowhere")
     # Those of an earlier evaluation are still there where a disk is full.
-    with damaged.files_up_to(20), pytest.raises(FinrayError, match="the scores cannot be written: "):
+    with files_of_at_most(20), pytest.raises(FinrayError, match="the scores cannot be written: "):
         write(replace(said, rows=9))
     assert json.loads((tmp_path / "metrics.json").read_text(encoding="utf-8")) == json.loads(json.dumps(said.json()))
     assert (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines() == lines
     # Also where the disk has room for the answers, and not for the scores.
     short = replace(ASKED, prompt="why", reference="", answers={}, scores={})
-    with damaged.files_up_to(300), pytest.raises(FinrayError, match="the scores cannot be written: "):
+    with files_of_at_most(300), pytest.raises(FinrayError, match="the scores cannot be written: "):
         write(replace(said, predictions=(short,)))
     assert (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines() == lines
     assert sorted(one.name for one in tmp_path.iterdir()) == ["metrics.json", "more", "predictions.jsonl"]
