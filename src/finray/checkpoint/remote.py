@@ -266,24 +266,16 @@ class RemoteStore(CheckpointStore):
         shutil.rmtree(self.path_of(step), ignore_errors=True)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add later metrics to the manifest of a checkpoint; does nothing if it is gone or damaged.
-        Raises CheckpointError: another attempt has taken the run over, or storage failed."""
-        if step not in self.places():
-            return
-        try:
-            content = self.content(step)
-        except CheckpointError:
-            return
-        folder, scratch = self.places()[step], self.run_dir / f".tmp-manifest-{uuid.uuid4().hex[:8]}"
-        try:
-            with self._storage(step), _uploading(step, self._objects.url):
-                self.check()
-                scratch.mkdir()
-                manifest.write(scratch, content["files"], step=step, metrics={**content["metrics"], **metrics})
-                self._objects.upload(scratch / manifest.NAME, f"{folder}/{manifest.NAME}")
-                self._contents[folder] = manifest.read(scratch)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        """In the manifest behind the URL."""
+        if step in self.places():
+            super().add_metrics(step, metrics)
+
+    def _replace_manifest(self, step: int, scratch: Path) -> None:
+        folder = self.places()[step]
+        with _uploading(step, self._objects.url):
+            self.check()
+            self._objects.upload(scratch / manifest.NAME, f"{folder}/{manifest.NAME}")
+        self._contents[folder] = manifest.read(scratch)
 
     def delete(self, steps: Collection[int]) -> None:
         """Names first: a kill half-way leaves nothing that looks like a checkpoint. Local copies are removed, too."""

@@ -274,20 +274,24 @@ class CheckpointStore:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add later metrics to the manifest of a checkpoint; does nothing if it is gone or damaged.
         Raises CheckpointError: another attempt has taken the run over, or storage failed."""
-        path = self.path_of(step)
         try:
-            content = manifest.read(path)
+            content = self.content(step)
         except CheckpointError:
             return
-        with self._storage(step):
-            self._fence()
-            scratch = self.run_dir / f".tmp-manifest-{uuid.uuid4().hex[:8]}"
-            scratch.mkdir()
-            manifest.write(scratch, content["files"], step=step, metrics={**content["metrics"], **metrics})
-            self._sync(scratch / manifest.NAME)
-            os.replace(scratch / manifest.NAME, path / manifest.NAME)
-            self._sync(path)
-            scratch.rmdir()
+        scratch = self.run_dir / f".tmp-manifest-{uuid.uuid4().hex[:8]}"
+        try:
+            with self._storage(step):
+                scratch.mkdir()
+                manifest.write(scratch, content["files"], step=step, metrics={**content["metrics"], **metrics})
+                self._replace_manifest(step, scratch)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _replace_manifest(self, step: int, scratch: Path) -> None:
+        self._fence()
+        self._sync(scratch / manifest.NAME)
+        os.replace(scratch / manifest.NAME, self.path_of(step) / manifest.NAME)
+        self._sync(self.path_of(step))
 
     def prune(self, *, keep_last: int, best: tuple[str, str] | None, others: Collection[int] = ()) -> list[int]:
         """Apply retention and return the deleted steps. Kept are the newest, the best if given, and ``others``."""
