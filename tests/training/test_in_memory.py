@@ -77,7 +77,11 @@ def test_any_run_removes_what_killed_workers_left_in_memory(
     assert not left.exists()
 
 
-def test_a_run_goes_on_from_memory_as_if_nothing_had_been(plain: runs.Plain, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_memory_as_if_nothing_had_been(
+    plain: runs.Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scratch := tmp_path / "shm").mkdir()
+    monkeypatch.setattr(memories, "_scratch_root", lambda size: scratch)
     memory, told = Kept(), list[Record]()
     runs.run_alone(plain, tmp_path / "undisturbed")
     killed_at(plain, tmp_path / "run", 7, memory)
@@ -85,6 +89,7 @@ def test_a_run_goes_on_from_memory_as_if_nothing_had_been(plain: runs.Plain, tmp
     assert [part.step for part in memory.parts()] == [2, 6]
     loop = runs.run_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop
     assert loop.first_step == 7
+    assert list(scratch.iterdir()) == [], "what came out of memory was a copy"
     assert [one.message for one in told if isinstance(one, Note) and "cluster's memory" in one.message] == [
         "loaded the checkpoint of step 6 from the cluster's memory"
     ]

@@ -155,16 +155,6 @@ def test_a_save_is_waited_for_where_it_is_not_asynchronous(plain: Plain, tmp_pat
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
 
 
-def test_a_checkpoint_written_behind_is_the_one_written_at_once(plain: Plain, tmp_path: Path) -> None:
-    now = changed(plain, {"checkpoint.asynchronous": False})
-    runs.run_alone(plain, tmp_path / "behind")
-    runs.run_alone(now, tmp_path / "now")
-    for step in (2, 4, 6):
-        paths = [tmp_path / name / f"checkpoint-{step:06d}" for name in ("behind", "now")]
-        for file in ("model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
-            assert (paths[0] / file).read_bytes() == (paths[1] / file).read_bytes()
-
-
 def test_a_failed_write_is_reported_and_the_checkpoint_before_stands(plain: Plain, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     found = runs.assemble_alone(plain, run_dir)

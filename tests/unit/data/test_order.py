@@ -38,12 +38,6 @@ def test_every_epoch_holds_every_item_once(count: int, seed: int, epoch: int) ->
     assert sorted(order.batch(epoch * count, count)) == list(range(count))
 
 
-@given(st.integers(1, 50), st.integers(0, 100), st.integers(1, 9), st.integers(0, 30))
-def test_a_stream_read_in_other_steps_is_the_same_stream(count: int, seed: int, size: int, start: int) -> None:
-    whole = Order(count, seed=seed).batch(0, start + size)
-    assert Order(count, seed=seed).batch(start, size) == whole[start:]
-
-
 def test_the_last_step_is_short_and_nothing_is_seen_twice() -> None:
     steps, total = total_steps(10, Steps(4, 1.0), max_steps=None)
     order = Order(10, seed=0, total=total)

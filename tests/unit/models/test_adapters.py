@@ -357,14 +357,6 @@ def test_an_adapter_that_peft_made_is_loaded(options: dict[str, Any], tied: bool
     torch.testing.assert_close(loaded(input_ids=tokens).logits, made.eval()(input_ids=tokens).logits)
 
 
-def test_an_ia3_adapter_is_loaded(tmp_path: Path) -> None:
-    from peft import IA3Config, get_peft_model
-
-    names = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-    get_peft_model(tiny.build_model("llama"), IA3Config(task_type="CAUSAL_LM", **names)).save_pretrained(tmp_path)
-    assert adapters.load_adapter(tiny.build_model("llama"), tmp_path).peft_config
-
-
 SHARED = {
     "VBLoRA": {"num_vectors": 8, "vector_length": 16, "topk": 2},
     "TinyLora": {},

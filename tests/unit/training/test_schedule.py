@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from finray.config.load import build_config
-from finray.config.schema import SCHEDULES, TrainConfig
+from finray.config.schema import TrainConfig
 from finray.errors import ConfigError
 from finray.training.schedule import learning_rate, passes_multiple, warmup_steps
 
@@ -70,11 +70,6 @@ def test_after_the_warm_up_the_schedule_is_that_of_transformers(
         optimizer.step()
         scheduler.step()
     assert rates(40, **ours, warmup_steps=5)[5:] == pytest.approx(expected[5:])
-
-
-def test_every_schedule_is_compared_with_transformers() -> None:
-    assert {ours["schedule"] for ours, _, _ in ALIKE} == SCHEDULES.keys()
-    assert set(SCHEDULES) == set(TrainConfig.model_fields["schedule"].annotation.__args__)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What seeds the generators of a step, and what an evaluation sums; steps themselves are in tests/training."""
+"""How the passes of a step are marked and seeded, and what an evaluation sums; whole runs are in tests/training."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from finray.training.step import evaluate, reseed
+from finray.training.loader import StepData
+from finray.training.nonfinite import NonFiniteGuard
+from finray.training.state import TrainState
+from finray.training.step import evaluate, reseed, train_step
 
 CPU = torch.device("cpu")
 
@@ -21,6 +25,26 @@ def batch(value: float) -> Any:
         return value
 
     return SimpleNamespace(to=to)
+
+
+@pytest.mark.parametrize(("real", "dummies"), [(1, 0), (3, 0), (2, 2), (0, 2)])
+def test_the_last_backward_pass_of_a_step_is_marked_and_what_is_ignored_adds_nothing(real: int, dummies: int) -> None:
+    """Then a bucket of gradients is on its way while the rest is worked out."""
+    weight, asked = torch.nn.Parameter(torch.tensor(3.0)), list[Any]()
+    optimizer: Any = SimpleNamespace(parameters={"w": weight}, step=lambda rate, *, found_inf: None)
+    task: Any = SimpleNamespace(loss_sum=lambda value: weight * value)
+    strategy: Any = SimpleNamespace(
+        device=CPU,
+        backward=lambda loss, *, last: asked.append((float(loss.detach()), last)),
+        all_reduce_gradients=lambda parameters, extra: extra,
+        clip_grad_norm=lambda parameters, most: weight.detach(),
+    )
+    batches = [(number, batch(10.0)) for number in range(real)]
+    data = StepData(batches, 10.0, 9, 100, (1, 2), 3, dummy_batches=tuple(batch(100.0) for _ in range(dummies)))
+    state = TrainState()
+    guard = NonFiniteGuard(state, CPU, scaled=False)
+    train_step(task, strategy, optimizer, data, state, guard, learning_rate=0.5, max_grad_norm=0.25)
+    assert asked == list(zip([3.0] * real + [0.0] * dummies, [False] * (real + dummies - 1) + [True], strict=True))
 
 
 def seed(*parts: int) -> int:
