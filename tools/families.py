@@ -57,7 +57,7 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
         try:
             found[name] = do()
         except Exception as error:
-            found[name] = f"no: {first_line(error)[:120]}"
+            found[name] = f"no: {first_line(error).replace(str(folder), '.')[:120]}"
 
     torch.manual_seed(0)
     # Ids up to the vocabulary of the tokenizer.
