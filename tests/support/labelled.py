@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ CLASSIFIES = {"task": "sequence_classification"}
 LABELS = {0: "animal", 1: "plant", 2: "stone"}
 
 
-def bert_tokenizer() -> Any:
-    """A tokenizer of BERT's kind: [CLS] a [SEP] b [SEP], with token types."""
-    words = {word: at for at, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(WORDS)])}
+def bert_tokenizer(more: Sequence[str] = (), *, most: int | None = None) -> Any:
+    """A tokenizer of BERT's kind: [CLS] a [SEP] b [SEP], with token types, ``more`` pieces and ``most`` tokens."""
+    words = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS, *more])
+    words = {word: at for at, word in enumerate(words)}
     core = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
     core.normalizer = normalizers.BertNormalizer()
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.post_processor = processors.BertProcessing(("[SEP]", words["[SEP]"]), ("[CLS]", words["[CLS]"]))
-    return BertTokenizerFast(tokenizer_object=core)
+    return BertTokenizerFast(tokenizer_object=core, **({} if most is None else {"model_max_length": most}))
 
 
 @pytest.fixture

@@ -326,12 +326,6 @@ def test_damaged_notes_on_the_hub_are_refused(on_hub: hubs.Hub) -> None:
         artifact_of("ada/chat")
 
 
-def test_another_base_is_taken_where_one_is_named(run_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
-    assert find_artifact(run_dir).model.name == str(tiny_model_dir)
-    moved = shutil.copytree(tiny_model_dir, tmp_path / "moved")
-    assert find_artifact(run_dir, base=str(moved)).model.name == str(moved)
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_model_is_exported_as_it_is_asked_for(
     run_dir: Path, tiny_model_dir: Path, tmp_path: Path, moved: bool

@@ -10,11 +10,11 @@ import pytest
 
 from finray.errors import ConfigError
 from finray.evaluation.classifiers import Mean
-from finray.evaluation.estimates import Judged, Loss, compared_with, directions, evaluated, for_several, sentences
+from finray.evaluation.estimates import Judged, Loss, compared_with, directions, for_several, sentences
 from finray.evaluation.harness import TaskMetric
 from finray.evaluation.outcome import Compared, ModelScores, ScoreEstimate
 from finray.evaluation.scores.base import OwnScore
-from finray.evaluation.statistics import Interval, Paired, interval
+from finray.evaluation.statistics import Interval, Paired
 
 ROWS = 9
 SHARE, ERROR = Mean(is_share=True), Mean(is_share=False, higher_is_better=False)
@@ -38,44 +38,6 @@ def judged() -> Judged:
     values = {"one": {}, "two": {"bleurt": whole}, "tuned": {"bleurt": whole, "area": replace(whole, value=0.5)}}
     totals = {"area": SHARE, "accuracy": SHARE, "error": ERROR, "loss": Loss()}
     return Judged(totals, statistics, values, contrasts=contrasts)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("seed", [0, 6])
-def test_scores_of_a_model_are_those_of_its_rows_and_its_own_values(judged: Judged, seed: int) -> None:
-    assert (Loss().is_share, Loss().higher_is_better) == (False, False)
-    found = evaluated(judged, "tuned", seed=seed)
-    own = judged.statistics["tuned"]
-    sums = own["loss"].sum(0)
-    assert found.name == "tuned"
-    assert list(found.scores) == ["area", "accuracy", "error", "loss", "bleurt"]
-    assert found.scores["loss"] == ScoreEstimate(
-        sums[0] / sums[1], interval(own["loss"], Loss().total, seed=seed, bounds=(0.0, None)), False
-    )
-    assert found.scores["accuracy"].value == pytest.approx(own["accuracy"].mean())
-    assert found.scores["accuracy"].interval == interval(own["accuracy"], SHARE.total, seed=seed, bounds=(0.0, 1.0))
-    assert [found.scores[name].is_share for name in ("accuracy", "error")] == [True, False]
-    assert (found.scores["bleurt"], found.scores["area"].value) == (judged.values["tuned"]["bleurt"], 0.5)
-    assert list(evaluated(judged, "two", seed=seed).scores) == ["accuracy", "loss", "bleurt"]
-    assert list(evaluated(judged, "one", seed=seed).scores) == ["accuracy", "error", "loss"]
-
-
-def test_scores_of_some_rows_are_those_of_these_rows_alone(judged: Judged) -> None:
-    kept = np.arange(ROWS) % 3 > 0
-    found = evaluated(judged, "tuned", seed=2, kept=kept)
-    # What is no sum over rows has no value for some of them.
-    assert list(found.scores) == ["accuracy", "error", "loss"]
-    part = judged.statistics["tuned"]["loss"][kept]
-    assert found.loss == pytest.approx(part[:, 0].sum() / part[:, 1].sum())
-    assert found.scores["loss"].interval == interval(part, Loss().total, seed=2, bounds=(0.0, None))
-    assert found.scores["accuracy"].value == pytest.approx(judged.statistics["tuned"]["accuracy"][kept].mean())
-
-
-def test_scores_of_one_row_are_those_with_a_single_number(judged: Judged) -> None:
-    found = judged.of_row(4)
-    assert list(found) == ["one", "two", "tuned"]
-    assert list(found["two"]) == ["accuracy"]
-    own = judged.statistics["tuned"]
-    assert found["tuned"] == {name: own[name][4, 0] for name in ("accuracy", "error")}
 
 
 def test_the_last_model_is_compared_with_each_other_on_what_both_have(judged: Judged) -> None:

@@ -116,6 +116,19 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
 
 
+def test_rows_are_asked_of_an_exported_model_as_in_its_training_unless_told_otherwise(
+    tiny_model_dir: Path, other: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    template = model / "chat_template.jinja"
+    template.write_text("{{ word }}" + template.read_text())
+    notes = {"rows": "chat", "system": "be brief", "chat_template_arguments": {"word": "a bird"}}
+    (model / "finray.json").write_text(json.dumps(notes))
+    for overrides, system in (((), "<|im_start|>system\nbe brief<|im_end|>\n"), (["data.system=null"], "")):
+        found = evaluate(model, overrides, file=other, max_rows=1, max_new_tokens=1)
+        assert found.predictions[0].prompt.startswith(f"a bird{system}<|im_start|>user\n")
+
+
 def test_a_model_of_the_hub_is_evaluated_by_its_name(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -540,14 +553,3 @@ def test_the_harness_scores_base_and_adapter_as_its_own_model_does(
     alone = evaluate(tiny_model_dir, harness=[str(task)], output=tmp_path / "alone")
     assert (alone.rows, len(alone.predictions), alone.overlap) == (0, 0, None)
     assert alone.tuned.metrics == {"colours acc": found.base.metrics["colours acc"]}
-
-
-def test_a_task_that_is_not_there_is_one_message(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lm_eval.tasks import manager
-
-    # It would read 14,000 files of tasks, in half a minute, to see that none has this name.
-    monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "arc" / "manager.py"))
-    with pytest.raises(FinrayError, match="lm-eval failed"):
-        evaluate(tiny_model_dir, harness=["no_such_task"], output=tmp_path)

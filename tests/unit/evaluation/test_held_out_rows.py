@@ -244,26 +244,16 @@ def test_what_was_answered_before_a_kill_is_not_asked_again(
     assert again.json()["models"] == found.json()["models"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"temperature": 0.7},
-        {"temperature": 0.7, "seed": 4},
-        {"temperature": 0.7, "top_k": 3},
-        {"max_new_tokens": 3},
-        {"stop": ["cat"]},
-        {"repetition_penalty": 1.2},
-    ],
-)
 def test_answers_of_another_sampling_are_other_answers(
-    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answering(monkeypatch, lambda row, adapter: "old")
-    evaluate(run_dir, output=tmp_path)
-    asked = answering(monkeypatch, lambda row, adapter: "new")
-    found = evaluate(run_dir, output=tmp_path, **change)
-    assert len(asked) == 6
-    assert found.predictions[0].answers == {"base": ["new"], "tuned": ["new"]}
+    changes: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 0.7, "seed": 4}, {"max_new_tokens": 3}]
+    changes += [{"temperature": 0.7, "top_k": 3}, {"stop": ["cat"]}, {"repetition_penalty": 1.2}]
+    for number, change in enumerate(changes):
+        asked = answering(monkeypatch, lambda row, adapter, number=number: str(number))
+        found = evaluate(run_dir, output=tmp_path, **change)
+        assert len(asked) == 6, change
+        assert found.predictions[0].answers == {"base": [str(number)], "tuned": [str(number)]}
 
 
 def test_top_k_and_stop_on_the_command_line_and_in_python_make_the_answers_and_are_recorded(
@@ -303,12 +293,10 @@ def test_at_most_as_many_rows_as_asked_for(
     rest = rest.replace("max_rows: null", f"max_rows: {configured or 'null'}", 1)
     (copy / "config.yaml").write_text(f"{section}evaluation:\n{rest}")
     trust.accept(copy / "config.yaml")
-    assert evaluate(copy, max_rows=asked).rows == expected
-
-
-def test_max_rows_is_a_seeded_sample_and_not_the_first_rows(run_dir: Path, tmp_path: Path) -> None:
-    found = evaluate(run_dir, output=tmp_path, max_rows=2)
-    assert [one.row for one in found.predictions] == sample(3, 2, seed=saved_config(RunDir(run_dir)).run.seed).tolist()
+    found = evaluate(copy, max_rows=asked)
+    # A seeded sample, and not the first rows.
+    seed = saved_config(RunDir(run_dir)).run.seed
+    assert [one.row for one in found.predictions] == sample(3, expected, seed=seed).tolist()
 
 
 def test_a_test_split_is_taken_before_the_evaluation_split(train: Train) -> None:

@@ -59,6 +59,11 @@ def test_a_text_is_tried_with_one_command(adapter: Path, tmp_path: Path) -> None
     code, out, err = command("generate", adapter, *TEXTS, "--output", tmp_path / "found.jsonl")
     assert code == 0, err
     check(adapter, list(map(json.loads, (tmp_path / "found.jsonl").open())), [(one,) for one in TEXTS])
+    # A plain file has a text in each line.
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    code, out, err = command("generate", adapter, "--file", tmp_path / "texts.txt", "--json")
+    assert code == 0, err
+    check(adapter, json.loads(out)["labels"], [(one,) for one in TEXTS])
     labels = finray.generate(adapter, TEXTS)
     assert list(labels) == [json.loads(line)["label"] for line in (tmp_path / "found.jsonl").open()]
 
@@ -80,13 +85,6 @@ def test_rows_of_a_file_are_read_as_in_training(adapter: Path, tmp_path: Path, n
     for row in found:
         shares = right(adapter, (row["text"], row["text_pair"]))
         assert list(row["probabilities"].values()) == pytest.approx(shares, abs=1e-5)
-
-
-def test_a_plain_file_has_a_text_in_each_line(adapter: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
-    code, out, err = command("generate", adapter, "--file", tmp_path / "texts.txt", "--json")
-    assert code == 0, err
-    check(adapter, json.loads(out)["labels"], [(one,) for one in TEXTS])
 
 
 @pytest.mark.parametrize(

@@ -355,14 +355,6 @@ def test_checks_that_were_not_decided_are_counted_apart_and_all_failing_is_an_er
     assert caught.value.problems[0].startswith("Traceback")
 
 
-def test_pass_at_k_is_over_all_attempts_of_a_row(checker: str) -> None:
-    bad = "def f(x): return x"
-    found = score(checker=checker, run_code=True, k=2, attempts=3)
-    statistics = found.statistics([Answered((GOOD, bad, bad), "", ROW), Answered((bad, bad, bad), "", ROW)])
-    assert statistics is not None
-    assert statistics.tolist() == [[pytest.approx(2 / 3)], [0.0]]
-
-
 @pytest.mark.parametrize(
     ("settings", "field"),
     [

@@ -37,12 +37,9 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_arguments_come_first_then_the_files_lines(text_file: Path) -> None:
+def test_arguments_come_first_then_the_files_lines_and_other_lines_where_there_is_neither(text_file: Path) -> None:
     found = read_prompts(["zero"], text_file, system=None)
     assert found == [Prompt("zero"), Prompt("one"), Prompt(" two é"), Prompt("three")]
-
-
-def test_other_lines_count_only_where_there_is_neither(text_file: Path) -> None:
     assert read_prompts([], None, system=None, lines=["a\n", "\n", "b"]) == [Prompt("a"), Prompt("b")]
     assert read_prompts(["x"], None, system=None, lines=["a\n"]) == [Prompt("x")]
     assert read_prompts([], text_file, system=None, lines=["a\n"])[0] == Prompt("one")
@@ -294,10 +291,11 @@ def test_raw_text_is_tokenized_as_it_is_and_a_conversation_is_not() -> None:
     assert prompt_ids(Tokenizer(), conversation, raw=True) == prompt_ids(Tokenizer(), conversation, raw=False)
 
 
-@pytest.mark.parametrize(("prompt", "raw"), [(Prompt("hi"), False), (Prompt(messages=(asked("hi"),)), True)])
-def test_a_model_without_a_chat_template_has_no_conversations(prompt: Prompt, raw: bool) -> None:
-    with pytest.raises(ModelError, match="no chat template"):
-        prompt_ids(Tokenizer(None), prompt, raw=raw)
+def test_a_model_without_a_chat_template_has_no_conversations_and_no_tools() -> None:
+    tools = Prompt("hi", tools=tools_of([DEPTH]))
+    for prompt, raw in ((Prompt("hi"), False), (Prompt(messages=(asked("hi"),)), True), (tools, True)):
+        with pytest.raises(ModelError, match="no chat template"):
+            prompt_ids(Tokenizer(None), prompt, raw=raw)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +329,14 @@ def test_half_a_surrogate_pair_is_no_prompt(read: Any, second: str, system: str 
 DEPTH = {"name": "depth", "parameters": {"type": "object", "properties": {"river": {"type": "string"}}}}
 
 
+def trained_prompt(name: str, tool_format: str, turns: Any, tools: Any) -> list[int]:
+    """What is before the last answer in training."""
+    options: dict[str, Any] = {"train_on": "last_assistant", "max_length": 4096, "on_too_long": "error"}
+    trained = Tokens(families.tokenizer(name), tool_format=tool_format, **options)
+    (encoded,) = trained.encode([Chat((*turns, assistant("a dog")), tools)])
+    return list(encoded.rows[0].ids[: encoded.rows[0].spans[0][0]])
+
+
 @pytest.mark.parametrize(
     ("name", "tool_format"),
     [("chatml", "plain"), ("chatml", "hermes"), ("chatml", "llama3"), ("qwen-2.5", "plain"), ("llama-3.1", "plain")],
@@ -340,15 +346,7 @@ def test_a_prompt_with_tools_is_that_of_a_row_in_training(
     tmp_path: Path, name: str, tool_format: str, has_turns: bool
 ) -> None:
     turns = (user("how deep"), *((calling("blue"), result("nine")) if has_turns else ()))
-    trained = Tokens(
-        families.tokenizer(name),
-        train_on="last_assistant",
-        max_length=4096,
-        on_too_long="error",
-        tool_format=tool_format,
-    )
-    (encoded,) = trained.encode([Chat((*turns, assistant("a dog")), tools_of([DEPTH]))])
-    expected = encoded.rows[0].ids[: encoded.rows[0].spans[0][0]]
+    expected = trained_prompt(name, tool_format, turns, tools_of([DEPTH]))
     # Tools for all prompts, and tools of a row.
     file, rows = tmp_path / "tools.json", tmp_path / "rows.jsonl"
     file.write_text(json.dumps([DEPTH]))
@@ -357,7 +355,7 @@ def test_a_prompt_with_tools_is_that_of_a_row_in_training(
     given = read_prompts([] if has_turns else ["how deep"], rows, system=None, tools=read_tools(file))
     for prompt in given:
         found = prompt_ids(families.tokenizer(name), prompt, raw=False, tool_format=tool_format)
-        assert found == list(expected)
+        assert found == expected
     assert len(given) == 3 - has_turns
 
 
@@ -365,17 +363,9 @@ def test_a_prompt_with_tools_is_that_of_a_row_in_training(
 @pytest.mark.parametrize("tool_format", ["plain", "hermes"])
 def test_calls_in_a_conversation_are_those_of_training_where_no_tool_is_named(more: Any, tool_format: str) -> None:
     turns = (user("how deep"), *more, user("and wide"))
-    trained = Tokens(
-        families.tokenizer("chatml"),
-        train_on="last_assistant",
-        max_length=4096,
-        on_too_long="error",
-        tool_format=tool_format,
-    )
-    (encoded,) = trained.encode([Chat((*turns, assistant("a dog")), ())])
     prompt = Prompt(messages=tuple(message.plain() for message in turns))
     found = prompt_ids(families.tokenizer("chatml"), prompt, raw=False, tool_format=tool_format)
-    assert found == list(encoded.rows[0].ids[: encoded.rows[0].spans[0][0]])
+    assert found == trained_prompt("chatml", tool_format, turns, ())
 
 
 def test_what_a_template_refuses_is_an_error_of_the_prompt() -> None:
@@ -428,8 +418,3 @@ def test_tools_that_are_none_are_one_message(tmp_path: Path, content: str) -> No
     with pytest.raises(DataError, match="tools") as caught:
         read_tools(file)
     assert (caught.value.where, "JSON list" in str(caught.value.repair)) == (str(file), True)
-
-
-def test_tools_of_a_model_without_a_chat_template_are_an_error() -> None:
-    with pytest.raises(ModelError, match="no chat template"):
-        prompt_ids(Tokenizer(None), Prompt("hi", tools=tools_of([DEPTH])), raw=True)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError, DataError, FinrayError
 from finray.evaluation.scores.base import Answered, OwnScore, Score, blaming, score_named
 from finray.evaluation.scores.bertscore import _LAYERS, BERTScore
 from finray.evaluation.scores.match import _last_boxed, normalized, number_in
+from tests.support.labelled import bert_tokenizer
 from tests.support.pairs import json_pairs, pairs
 
 pytestmark = pytest.mark.long
@@ -211,36 +213,14 @@ def test_numeric_answers_are_those_of_lm_evals_gsm8k() -> None:
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT with random weights and the words of the pairs."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("encoder")
     letters = sorted({letter for pair in pairs() for text in pair for letter in text.lower() if not letter.isspace()})
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat"]
-    vocabulary = list(dict.fromkeys([*words, *letters, *(f"##{letter}" for letter in letters)]))
-    backend = Tokenizer(models.WordPiece({word: number for number, word in enumerate(vocabulary)}, unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer()
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        pad_token="[PAD]",
-        model_max_length=64,
-    )
+    tokenizer = bert_tokenizer(["cat", "mat", *letters, *(f"##{letter}" for letter in letters)], most=64)
     tokenizer.save_pretrained(str(folder))
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
-    model = BertModel(config).eval()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    config = AutoConfig.for_model("bert", vocab_size=len(tokenizer), max_position_embeddings=64, **sizes)
+    model = AutoModel.from_config(config).eval()
     for parameter in model.parameters():
         parameter.data.mul_(6.0)
     model.save_pretrained(str(folder))
@@ -252,11 +232,10 @@ def test_bertscore_is_that_of_bert_score(encoder: Path, layer: int) -> None:
     from collections import defaultdict
 
     from bert_score.utils import bert_cos_score_idf
-    from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     # bert-score 0.3.13 asks for what Transformers 5 no longer has, for empty texts only.
-    tokenizer.build_inputs_with_special_tokens = lambda ids: [2, *ids, 3]
+    tokenizer.build_inputs_with_special_tokens = lambda ids: [tokenizer.cls_token_id, *ids, tokenizer.sep_token_id]
     model = AutoModel.from_pretrained(encoder).eval()
     model.encoder.layer = model.encoder.layer[:layer]
     weights: dict[int, float] = defaultdict(lambda: 1.0)
@@ -311,8 +290,6 @@ def test_an_encoder_is_checked_before_anything_is_answered(tmp_path: Path) -> No
 
 
 def test_another_encoder_has_its_own_bertscore_and_computes_with_four_bytes(encoder: Path, tmp_path: Path) -> None:
-    from transformers import AutoModel
-
     some = rows()[:20]
     for name, dtype in (("half", torch.bfloat16), ("whole", torch.float32)):
         shutil.copytree(encoder, tmp_path / name)

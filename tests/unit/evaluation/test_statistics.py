@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -187,62 +186,6 @@ def test_two_graded_rows_have_an_interval_and_one_has_none() -> None:
         without = interval(np.array(values).reshape(-1, 1), mean)
         assert (without.low, without.high, why in without.method) == (None, None, True)
     assert interval(first, mean).low is not None
-
-
-def bca(statistics_NK: FloatArray, total: Callable[[FloatArray, int], float], seed: int) -> Interval:
-    """By its formulas: BCa (Efron 1987) from 2000 resamples, with Student's t for the normal quantiles, widened as in
-    Hesterberg (2015); each end at least as far out as t with the jackknife's standard error."""
-    rows = len(statistics_NK)
-    chosen = np.random.default_rng([seed, 1]).integers(0, rows, size=(2000, rows))
-    scores = np.array([total(statistics_NK[some].sum(0), rows) for some in chosen])
-    observed = total(statistics_NK.sum(0), rows)
-    below = np.mean(scores < observed) + np.mean(scores == observed) / 2
-    z0 = stats.norm.ppf(min(max(below, 0.5 / len(scores)), 1 - 0.5 / len(scores)))
-    left_out = np.array([total(np.delete(statistics_NK, row, axis=0).sum(0), rows - 1) for row in range(rows)])
-    away = left_out.mean() - left_out
-    skew = (away**3).sum() / (6 * (away**2).sum() ** 1.5) if away.any() else 0.0
-    error = np.sqrt((rows - 1) / rows * (away**2).sum())
-    t = stats.t.ppf(0.975, rows - 1)
-    low, high = (
-        np.quantile(scores, stats.norm.cdf(z0 + z / (1 - skew * z)))
-        for z in (z0 - t * np.sqrt(rows / (rows - 1)), z0 + t * np.sqrt(rows / (rows - 1)))
-    )
-    return Interval(min(low, observed - t * error), max(high, observed + t * error), "bootstrap (BCa)")
-
-
-def away_from(whole: float) -> Callable[[FloatArray, int], float]:
-    """A score that is largest for the rows as they are: nearly all resamples are below."""
-    return lambda sums_K, rows: -abs(float(sums_K[0]) - whole) / rows
-
-
-def apart(sums_K: FloatArray, rows: int) -> float:
-    """A score that is the same whichever row is left out."""
-    return (float(sums_K[0]) - rows) ** 2
-
-
-SKEWED = np.random.default_rng(7).exponential(1.0, 25)[:, None]
-TIED, FINE = np.array([0.0, 0.5, 1.0, 0.5, 0.5, 0.0, 1.0, 1.0, 0.5])[:, None], np.arange(1.0, 12.0)[:, None] ** 0.5
-
-
-@pytest.mark.parametrize(
-    ("rows", "total"),
-    [
-        (TIED, mean),
-        (SKEWED, mean),
-        (SKEWED**4, mean),
-        (FINE, away_from(FINE.sum())),
-        (FINE, lambda sums_K, rows: -away_from(FINE.sum())(sums_K, rows)),
-        (np.array([[0.0], [2.0], [0.0], [2.0]]), apart),
-        # Two columns are not right or wrong, whatever numbers they hold.
-        (np.array([[1.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0], [1.0, 1.0]]), ratio),
-    ],
-    ids=["ties", "skewed", "very skewed", "all below", "all above", "no skew", "two columns"],
-)
-@pytest.mark.parametrize("seed", [0, 3])
-def test_the_bootstrap_by_its_formulas(rows: FloatArray, total: Callable[[FloatArray, int], float], seed: int) -> None:
-    found, right = interval(rows, total, seed=seed), bca(rows, total, seed)
-    assert (found.low, found.high) == (pytest.approx(right.low), pytest.approx(right.high))
-    assert found.method == right.method
 
 
 @pytest.mark.parametrize("rows", [10_000, 10_001, 200_000])

@@ -250,39 +250,6 @@ def test_a_file_is_read_as_the_run_reads_its_own_but_for_what_names_other_rows(
     evaluation = found.evaluation
     assert (evaluation.metrics, evaluation.max_rows, evaluation.max_new_tokens) == (["bleu"], 3, 5)
     assert (evaluation.batch_size, found.run.seed) == (7, own.run.seed)
-    # Without a file the run's rows stay what they are.
-    part = own.model_copy(update={"data": own.data.model_copy(update={"test_ratio": 0.25, "group_by": "id"})})
-    monkeypatch.setattr(subjects, "saved_config", lambda run: part)
-    kept = subjects._config_of("m", run, artifact, EvaluationRequest(), ())
-    assert (kept.data, kept.evaluation) == (part.data, part.evaluation)
-
-
-def test_a_file_is_read_for_an_exported_model_as_in_its_training(
-    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = SimpleNamespace(get_text_config=SimpleNamespace)
-    monkeypatch.setattr(subjects, "packing_of", lambda model: SimpleNamespace(positions=None))
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda **options: text)
-    request = EvaluationRequest(file=put("rows.jsonl", lines([SHORT])))
-    notes: Any = {"rows": "chat", "system": "be brief", "tool_format": "hermes"}
-    notes["chat_template_arguments"] = {"enable_thinking": False}
-    found = subjects._config_of("m", None, Artifact(preparing.model, None, notes), request, ())
-    assert (found.data.format, found.data.system, found.data.tool_format) == ("auto", "be brief", "hermes")
-    assert found.model.chat_template_arguments == {"enable_thinking": False}
-    found = subjects._config_of("m", None, Artifact(preparing.model, None, {"rows": "completion"}), request, ())
-    assert (found.data.format, found.data.system, found.data.tool_format) == ("auto", None, "plain")
-    assert (found.model.chat_template_arguments, found.classification.labels) == ({}, None)
-    labelled: Any = {"auto_class": task_spec("sequence_classification").auto_class, "labels": ["no", "yes"]}
-    found = subjects._config_of("m", None, Artifact(preparing.model, None, labelled), request, ())
-    assert (found.model.task, found.classification.labels) == ("sequence_classification", ["no", "yes"])
-    # An adapter has its template beside it, too.
-    tokenizer = SimpleNamespace(chat_template="{{ messages }}")
-    monkeypatch.setattr(subjects, "load_tokenizer", lambda model: tokenizer)
-    found = subjects._config_of("m", None, Artifact(Path("a"), ModelConfig(name="base"), {}), request, ())
-    assert (found.model.name, found.model.chat_template) == ("base", "{{ messages }}")
-    # What is asked for goes before.
-    found = subjects._config_of("m", None, Artifact(preparing.model, None, notes), request, ["data.system=null"])
-    assert found.data.system is None
 
 
 def test_a_split_that_no_run_has_is_said_before_a_model_is_looked_for(

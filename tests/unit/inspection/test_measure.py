@@ -261,21 +261,12 @@ def test_chosen_rows_are_shown(tokenizer: Any) -> None:
 
 
 @settings(deadline=None, max_examples=examples(80))
-@given(st.text(max_size=80))
-def test_the_texts_of_tokens_are_the_text(text: str) -> None:
-    tokenizer = _TOKENIZERS[0]
+@given(text=st.text(max_size=80))
+def test_the_texts_of_tokens_are_the_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     texts = token_texts(ids, tokenizer)
     assert len(texts) == len(ids)
     assert "".join(texts) == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-
-
-_TOKENIZERS: list[Any] = []
-
-
-@pytest.fixture(autouse=True)
-def _remember(tokenizer: Any) -> None:
-    _TOKENIZERS[:] = [tokenizer]
 
 
 def test_previews_show_the_last_question(tokenizer: Any) -> None:
@@ -295,46 +286,12 @@ def _served_prompt(question: str) -> str:
     return f"<|im_start|>user\n{question}{EOS}\n<|im_start|>assistant\n"
 
 
-def test_rows_that_continue_the_served_prompt_are_proven(tokenizer: Any) -> None:
-    questions = ["one two", "where is the house", "how many"]
-    rows = ListRows([chat_row(tokenizer, question, "yes please") for question in questions])
-    found = parity_of(tokenizer, rows, lambda number: _served_prompt(questions[number]))
-    assert (found.rows, found.turns, found.matching, found.differences, found.holds) == (3, 3, 3, (), True)
-
-
-def test_a_served_prompt_with_more_tokens_is_shown(tokenizer: Any) -> None:
-    """The negative control of the proof: a generation prompt that opens a block of reasoning."""
-    questions = ["one two", "where is the house"]
-    rows = ListRows([chat_row(tokenizer, question, "yes please") for question in questions])
-    found = parity_of(tokenizer, rows, lambda number: f"{_served_prompt(questions[number])}<think>\n")
-    assert (found.turns, found.matching, found.holds) == (2, 0, False)
-    (difference,) = found.differences
-    assert (difference.count, difference.where) == (2, "rows.jsonl:1")
-    trained = tokenizer(_served_prompt(questions[0]), add_special_tokens=False)["input_ids"]
-    assert difference.position == len(trained)
-    assert "".join(
-        token.text for piece in difference.stretches if piece.kind == "served" for token in piece.tokens
-    ) == ("<think>\n")
-    assert difference.text("served") == f"{difference.text('trained')}<think>\n"
-
-
 def test_the_pieces_of_a_difference_are_both_prompts(tokenizer: Any) -> None:
     rows = ListRows([chat_row(tokenizer, "the green house", "yes")])
     (difference,) = parity_of(tokenizer, rows, lambda _: _served_prompt("the blue house please")).differences
     assert difference.text("trained") == _served_prompt("the green house")
     assert difference.text("served") == _served_prompt("the blue house please")
     assert [piece.kind for piece in difference.stretches].count("same") >= 2
-
-
-def test_every_answer_of_a_row_that_is_learned_whole_is_compared(tokenizer: Any) -> None:
-    ids, _ = chat_row(tokenizer, "one", "two")
-    rows = ListRows([(ids, [1] * len(ids))])
-    assert parity_of(tokenizer, rows, lambda _: _served_prompt("one"), whole=True).holds
-    assert not parity_of(tokenizer, rows, lambda _: _served_prompt("two"), whole=True).holds
-    short = ListRows([(ids[:9], [1] * 9)])
-    assert parity_of(tokenizer, short, lambda _: _served_prompt("one"), whole=True).turns == 0
-    longer = parity_of(tokenizer, rows, lambda _: f"{_served_prompt('one')}{'never ' * 40}", whole=True)
-    assert (longer.turns, longer.matching) == (1, 0)
 
 
 def test_a_refused_prompt_is_no_proof(tokenizer: Any) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import re
 from collections import Counter
-from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -15,46 +14,10 @@ from rich.console import Console
 from finray.inspection.page import page, token_parts
 from finray.inspection.show import stretches_text
 from finray.inspection.tokens import Stretch, TokenView, segments, shortened
+from tests.support.html import Page
 from tests.support.rows import ListRows, chat_row, inspect_rows, parity_of
 
 EVIL = "<script>alert('x')</script> <img src=x onerror=alert(1)> \" onmouseover=\"alert(2) {{ 7 * 7 }} &amp;"
-VOID = {"meta", "col", "img", "br", "link", "input"}
-
-
-class Page(HTMLParser):
-    """A page as elements with attributes and the text inside each token, table cell and title."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[tuple[str, dict[str, str | None], list[str]]] = []
-        self.elements: list[tuple[str, dict[str, str | None], str]] = []
-        self.feed(html)
-        assert not self.open, [tag for tag, _, _ in self.open]
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag in VOID:
-            self.elements.append((tag, dict(attributes), ""))
-        else:
-            self.open.append((tag, dict(attributes), []))
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attributes), ""))
-
-    def handle_data(self, data: str) -> None:
-        for _, _, text in self.open:
-            text.append(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        name, attributes, text = self.open.pop()
-        assert name == tag, f"</{tag}> closes <{name}>"
-        self.elements.append((name, attributes, "".join(text)))
-
-    def of(self, name: str, css: str | None = None) -> list[tuple[dict[str, str | None], str]]:
-        return [
-            (attributes, text)
-            for tag, attributes, text in self.elements
-            if tag == name and (css is None or css in (attributes.get("class") or "").split())
-        ]
 
 
 @pytest.fixture

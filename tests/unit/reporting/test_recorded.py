@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from finray.errors import DataError
 from finray.evaluation.subjects import files_of
 from finray.records import Note
 from finray.reporting import recorded
-from finray.reporting.recorded import EARLIER_WEIGHTS, is_held, read_run, runs_in, size_of, state_of
+from finray.reporting.recorded import EARLIER_WEIGHTS, is_held, read_run, runs_in, size_of
 from tests.support.recorded import at_work, prediction, write_evaluation, write_run
 
 
@@ -66,20 +65,6 @@ def test_what_is_better_of_a_users_metric_is_in_the_checkpoints_and_else_not_gue
     found = run.best
     assert (found and (found.value, found.step)) == best
     assert run.data == "d"
-
-
-@pytest.mark.parametrize(
-    ("held", "finished", "begun", "state"),
-    [
-        (True, False, False, "running"),
-        (True, True, True, "running"),
-        (False, True, True, "finished"),
-        (False, False, True, "stopped"),
-        (False, False, False, "not started"),
-    ],
-)
-def test_states(held: bool, finished: bool, begun: bool, state: str) -> None:
-    assert state_of(is_held=held, is_finished=finished, is_begun=begun) == state
 
 
 def test_a_run_is_going_on_while_somebody_holds_its_lock(tmp_path: Path) -> None:
@@ -163,14 +148,6 @@ def test_scores_of_weights_that_were_trained_further_are_said_to_be_of_earlier_o
     # What is damaged says nothing of weights.
     for damaged in (None, 5, {"weights": [1]}, {"weights": {"files": 3}}):
         assert notes(damaged) == own
-
-
-@pytest.mark.parametrize("marks", ["config.yaml", "metrics.jsonl", "starts.jsonl", "summary.json"])
-def test_one_file_alone_makes_a_run(tmp_path: Path, marks: str) -> None:
-    whole, path = write_run(tmp_path / "whole"), tmp_path / "part"
-    path.mkdir()
-    shutil.copy(whole / marks, path / marks)
-    assert read_run(path).state in ("stopped", "finished", "not started")
 
 
 def test_the_runs_of_a_directory(tmp_path: Path) -> None:

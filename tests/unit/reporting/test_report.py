@@ -7,7 +7,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from finray.reporting.report import (
     phase_parts,
     plots,
 )
+from tests.support.html import Page
 from tests.support.recorded import at_work, machine, prediction, write_evaluation, write_run
 from tests.support.runs import finray
 
@@ -215,21 +215,6 @@ def test_whether_less_is_better_is_known_by_the_score_or_said_by_the_evaluation(
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
-class _Elements(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-
-def elements(html: str) -> list[tuple[str, dict[str, str | None]]]:
-    parser = _Elements()
-    parser.feed(html)
-    return parser.found
-
-
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     """Names, configs, notes, errors, classes, models and answers, all of them hostile, make no element of their own."""
 
@@ -252,8 +237,9 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     hostile, plain = made("hostile", EVIL), made("plain", "harmless")
     assert "<script>alert" not in hostile
     assert "<img" not in hostile
-    assert [tag for tag, _ in elements(hostile)] == [tag for tag, _ in elements(plain)]
-    assert not [name for _, attributes in elements(hostile) for name in attributes if name.startswith("on")]
+    found = Page(hostile).elements
+    assert [tag for tag, _, _ in found] == [tag for tag, _, _ in Page(plain).elements]
+    assert not [name for _, attributes, _ in found for name in attributes if name.startswith("on")]
 
 
 def test_text_that_is_no_unicode_can_be_written(tmp_path: Path) -> None:
@@ -268,21 +254,14 @@ def test_nothing_on_the_page_is_fetched(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     write_evaluation(path, [prediction(0, base=0, tuned=1)], confusion=True)
     html = page([read_run(path), read_run(path)])
-    linked = [one for _, attributes in elements(html) for name, one in attributes.items() if name in ("src", "href")]
+    found = [attributes for _, attributes, _ in Page(html).elements]
+    linked = [one for attributes in found for name, one in attributes.items() if name in ("src", "href")]
     assert linked
     assert all(one is not None and one.startswith("#") for one in linked)
-    targets = {attributes["id"] for _, attributes in elements(html) if "id" in attributes}
+    targets = {attributes["id"] for attributes in found if "id" in attributes}
     assert {one.removeprefix("#") for one in linked if one} <= targets
     assert "default-src &#39;none&#39;" in html
     assert not re.search(r"@import|url\(", html)
-
-
-def test_a_run_that_is_going_on_is_reported_as_it_stands(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", steps=7, finished=False)
-    with at_work(path):
-        html = page([read_run(path)])
-    assert 'id="state">running<' in html
-    assert "7 of 40" in html
 
 
 def test_the_page_says_what_a_run_was_made_of_and_by(tmp_path: Path) -> None:
@@ -307,5 +286,8 @@ def test_every_state_of_a_run_is_reported(tmp_path: Path) -> None:
     (damaged / "summary.json").write_text("{")
     for path, state in ((bare, "not started"), (cut, "stopped"), (damaged, "stopped")):
         assert f'id="state">{state}<' in page([read_run(path)])
+    with at_work(cut):
+        html = page([read_run(cut)])
+    assert ('id="state">running<' in html, "2 of 40" in html) == (True, True)
     together = page([read_run(path) for path in (bare, cut, damaged)])
     assert "summary.json" in together

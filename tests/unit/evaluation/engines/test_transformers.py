@@ -129,24 +129,29 @@ def test_a_prefix_that_all_prompts_have_in_common_is_read_once(family: str, shar
         assert sum(tokens[1:]) == rest + len(prompts) * (NEW - 1)
 
 
-def test_a_prompt_that_begins_like_the_one_before_is_read_from_where_they_differ(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read: list[int] = []
-    laid = engine_module.Laid.of
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """Of each packed pass the pieces: how many tokens, and where in its row the first is."""
+    laid, found = slots.Laid.of, list[list[tuple[int, int]]]()
 
-    def counted(pieces: Any, layout: Any, device: Any) -> Any:
-        read.append(sum(len(tokens) for tokens, _ in pieces))
+    def noted(pieces: Any, layout: Any, device: torch.device) -> slots.Laid:
+        found.append([(len(tokens), place) for tokens, place in pieces])
         return laid(pieces, layout, device)
 
-    monkeypatch.setattr(engine_module.Laid, "of", counted)
+    monkeypatch.setattr(slots.Laid, "of", noted)
+    return found
+
+
+def test_a_prompt_that_begins_like_the_one_before_is_read_from_where_they_differ(
+    passes: list[list[tuple[int, int]]],
+) -> None:
     engine, model = made("gemma3"), reference("gemma3")
     first = next(engine.generate([PROMPTS[6]], Sampling(5)))
     longer = [*PROMPTS[6], *first.tokens, 17, 18, 19]
-    read.clear()
+    passes.clear()
     second = next(engine.generate([longer], Sampling(5)))
     # The last token of the first answer was never given to the model.
-    assert read[0] == 4
+    assert [size for size, _ in passes[0]] == [4]
     assert list(second.tokens) == plain(model, longer, 5)
     changed = [*PROMPTS[6][:20], 5, 6, 7]
     assert list(next(engine.generate([changed], Sampling(5))).tokens) == plain(model, changed, 5)
@@ -164,26 +169,25 @@ def test_a_prompt_that_is_asked_again_or_begins_all_others_is_answered_as_before
     assert [list(found[row].tokens) for row in range(3)] == [plain(model, prompt) for prompt in prompts]
 
 
-def test_prompts_of_one_pass_have_no_more_tokens_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    laid, read = engine_module.Laid.of, list[list[int]]()
-
-    def noted(pieces: Any, layout: Any, device: Any) -> Any:
+def test_prompts_of_one_pass_have_no_more_tokens_than_fit(
+    passes: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> list[list[int]]:
         # Rows that are running read one token.
-        read.append([len(tokens) for tokens, place in pieces if place == 0 or len(tokens) > 1])
-        return laid(pieces, layout, device)
+        prompts = ([size for size, place in one if place == 0 or size > 1] for one in passes)
+        return [sizes for sizes in prompts if sizes]
 
     engine, model = made("llama"), reference("llama")
     monkeypatch.setitem(engine_module.PASS_TOKENS, "cpu", 30)
-    monkeypatch.setattr(engine_module.Laid, "of", noted)
     found = by_row(engine.generate(PROMPTS, Sampling(3)))
     assert [list(found[row].tokens) for row in range(len(PROMPTS))] == [plain(model, one, 3) for one in PROMPTS]
     # From the longest on, as many as make 30 tokens.
-    assert [sizes for sizes in read if sizes] == [[30], [17, 12], [9, 6, 5, 4, 3, 2, 1]]
+    assert read() == [[30], [17, 12], [9, 6, 5, 4, 3, 2, 1]]
     # What all have in common is read once, and does not count. A row that is longer than a pass is read alone.
-    read.clear()
+    passes.clear()
     ends = [*(PROMPTS[at] for at in (6, 7, 9, 1)), PROMPTS[6] * 2]
     list(engine.generate([PROMPTS[7] + end for end in ends], Sampling(1)))
-    assert [sizes for sizes in read if sizes] == [[17], [60], [30], [17, 12], [9]]
+    assert read() == [[17], [60], [30], [17, 12], [9]]
 
 
 def test_a_single_prompt_is_read_again_where_the_adapter_is_switched(tiny_adapter_dir: Path) -> None:
@@ -274,34 +278,21 @@ def test_a_repetition_penalty_that_is_asked_for_is_transformers_processor(
     `generate`."""
     own, model = tiny.build_model(family).eval(), reference(family)
     own.generation_config.repetition_penalty = of_config
-    engine = TransformersEngine.of(own, Words(), batch_size=4)
     processor = RepetitionPenaltyLogitsProcessor(penalty or of_config)
+
+    @torch.no_grad()
+    def penalised(prompt: list[int], steps: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(steps):
+            ids.append(int(processor(torch.tensor([ids]), model(torch.tensor([ids])).logits[:, -1]).argmax()))
+        return ids[len(prompt) :]
+
+    # Prompts that are filled up begin with tokens that nobody wrote, and that do not count: one is said by the model.
+    engine = TransformersEngine.of(own, Words(pad=penalised(PROMPTS[4], 1)[0]), batch_size=4)
     found = by_row(engine.generate(PROMPTS[3:8], Sampling(8, repetition_penalty=penalty)))
     for row, prompt in enumerate(PROMPTS[3:8]):
-        ids = list(prompt)
-        for _ in found[row].tokens:
-            with torch.no_grad():
-                logits = model(torch.tensor([ids])).logits[:, -1]
-            ids.append(int(processor(torch.tensor([ids]), logits).argmax()))
-        assert list(found[row].tokens) == ids[len(prompt) :]
+        assert list(found[row].tokens) == penalised(prompt, len(found[row].tokens))
     assert (by_row(engine.generate(PROMPTS[3:8], Sampling(8))) == found) == (penalty is None)
-
-
-def test_padding_does_not_count_as_repeated() -> None:
-    """A shorter prompt that is filled up begins with tokens that nobody wrote."""
-    model, plain_model = tiny.build_model("bloom").eval(), reference("bloom")
-    processor, prompts = RepetitionPenaltyLogitsProcessor(8.0), [PROMPTS[6], PROMPTS[2]]
-    expected = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(6):
-            with torch.no_grad():
-                logits = plain_model(torch.tensor([ids])).logits[:, -1]
-            ids.append(int(processor(torch.tensor([ids]), logits).argmax()))
-        expected.append(ids[len(prompt) :])
-    engine = TransformersEngine.of(model, Words(pad=expected[1][0]), batch_size=2)
-    found = by_row(engine.generate(prompts, Sampling(6, repetition_penalty=8.0)))
-    assert [list(found[row].tokens) for row in range(2)] == expected
 
 
 # By name: values that change nothing, and one that does.
@@ -526,42 +517,32 @@ def test_likelihoods_are_those_of_each_row_alone_also_where_contexts_are_shared(
     assert found[2].is_greedy, "one of them is what greedy search says"
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each packed pass."""
-    laid, seen = slots.Laid.of, list[int]()
-
-    def noted(pieces: Any, layout: Any, device: torch.device) -> slots.Laid:
-        made = laid(pieces, layout, device)
-        seen.append(made.tokens_1T.shape[1])
-        return made
-
-    monkeypatch.setattr(slots.Laid, "of", noted)
-    return seen
-
-
-def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(seen: list[int]) -> None:
+def test_large_passes_over_rows_of_any_length_have_few_numbers_of_tokens(passes: list[list[tuple[int, int]]]) -> None:
     """Each other number of tokens costs memory that is not given back."""
     rows = [Continuation([5] * length, [6] * (1 + length % 7)) for length in range(90, 210)]
     assert len(list(made("llama").log_likelihood(rows))) == len(rows)
+    seen = [sum(size for size, _ in one) for one in passes]
     assert [tokens % 64 for tokens in seen[:-1]] == [0] * (len(seen) - 1)
     assert len(seen) > 2 * len({*seen[:-1]})
     assert max(seen) <= 2048 + 63
 
 
-def test_rows_that_share_a_short_context_are_several_passes(seen: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_share_a_short_context_are_several_passes(
+    passes: list[list[tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As texts share their first token: 512 of them at once would take tens of GiB."""
     engine, draw = made("llama"), random.Random(3)
     rows = [Continuation([5], [draw.randrange(3, 90) for _ in range(150 + row)]) for row in range(60)]
     found = {one.row: one.logprobs for one in engine.log_likelihood(rows)}
+    seen = [sum(size for size, _ in one) for one in passes]
     assert sum(seen) > 60 * 150
     assert max(seen) <= 2048 + 63
     # A long context is computed once for a few short continuations.
-    seen.clear()
+    passes.clear()
     list(engine.log_likelihood([Continuation([5] * 500, [choice]) for choice in (7, 8, 9)]))
     monkeypatch.setitem(engine_module.PASS_TOKENS, "cpu", 300)
     list(engine.log_likelihood([Continuation([5] * 500, [choice, 3]) for choice in (7, 8, 9)]))
-    assert len(seen) == 2
+    assert len(passes) == 2
     for row in (0, 31, 59):
         assert found[row] == pytest.approx(likelihood(reference("llama"), rows[row])[0], abs=1e-4)
 
