@@ -8,7 +8,7 @@ Systems 22, 2006) the fraction of the time in which the run makes progress is
     interval / (mtbf * exp(restart / mtbf) * (exp((interval + cost) / mtbf) - 1))
 
 and the best interval is approximately sqrt(2 * cost * mtbf) (J. W. Young, "A first order approximation to the optimum
-checkpoint interval", Communications of the ACM 17, 1974). `tests/unit/planning/test_goodput.py` simulates runs.
+checkpoint interval", Communications of the ACM 17, 1974). `tools/docs_checks/test_goodput.py` simulates runs.
 """
 
 from __future__ import annotations

@@ -8,9 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -20,17 +18,11 @@ import finray
 from finray.cli.helping import EXAMPLES
 from finray.cli.main import PANELS, app
 from finray.config.load import preset_names, read_preset
-from tests.support import runs
+from tests.support import runs, tiny
+from tests.support.recorded import write_run
+from tests.unit.cli.test_bad_values import commands
 
 pytestmark = pytest.mark.long
-
-
-def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in getattr(group, "commands", {}).items():
-        if hasattr(command, "commands"):
-            yield from commands(command, *path, name)
-        else:
-            yield (*path, name), command
 
 
 COMMANDS = dict(commands(typer.main.get_command(app)))
@@ -164,12 +156,26 @@ def test_the_shell_completes_config_files_and_presets(tmp_path: Path) -> None:
 
 IMPORTS = """
 import sys
+from pathlib import Path
 import finray
+from finray.planning.checks import require_startable
+from finray.reporting.listing import list_runs
+def loaded(*names):
+    print([name for name in names if name in sys.modules])
 dir(finray), finray.load_config, finray.train, finray.plan, finray.Config
-print([name for name in ("torch", "ray", "transformers", "datasets", "pandas") if name in sys.modules])
+loaded("torch", "ray", "transformers", "datasets", "pandas")
+list_runs(Path(sys.argv[1]), now=0)
+loaded("torch", "ray", "transformers", "scipy")
+require_startable(finray.load_config(sys.argv[2]))
+loaded("ray", "transformers", "peft")
 """
 
 
-def test_the_api_is_there_without_torch_or_ray() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+def test_the_api_lists_of_runs_and_quick_checks_are_there_without_what_takes_seconds_to_import(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "run")
+    rows = tiny.write_chat_rows(tmp_path, 4)
+    config = runs.write_config(runs.tiny_run(tiny_model_dir, rows, tmp_path / "out"), tmp_path / "run.yaml")
+    command = [sys.executable, "-c", IMPORTS, tmp_path, config]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n" * 3

@@ -25,7 +25,6 @@ from finray.cli import show
 from finray.config.schema import ModelConfig
 from finray.errors import FinrayError, ModelError, about_model, explained
 from finray.pretrained.tokenizers import check_exists
-from finray.tracking.console import ConsoleTracker
 from tests.support import runs
 
 
@@ -153,20 +152,6 @@ def test_brackets_and_colons_are_shown_as_they_are(text: str, capsys: pytest.Cap
 def test_what_would_control_the_terminal_is_shown_by_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     show.console().print("a\x1b[31mb\ud800c\rd\n", highlight=False)
     assert capsys.readouterr().out == "a<U+001B>[31mb<U+D800>c<U+000D>d\n\n"
-
-
-def test_the_line_beside_a_bar_may_hold_brackets() -> None:
-    console = Console(file=StringIO(), force_terminal=True, markup=False)
-    tracker = ConsoleTracker(console, total_steps=4)
-    tracker._show(1, "loss [/x]", 0.0, "")
-    tracker.close()
-    assert "[/x]" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_every_console_of_finray_is_a_plain_one() -> None:
-    source = Path(show.__file__).parents[1]
-    made = [path.name for path in source.rglob("*.py") if re.search(r"\bConsole\((?!\))", path.read_text())]
-    assert made == []
 
 
 def test_a_secret_in_an_error_is_masked(tmp_path: Path) -> None:

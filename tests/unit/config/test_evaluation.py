@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
-from finray.config.tasks import CAUSAL_LM, OF_RECORDS, SEQUENCE_CLASSIFICATION
+from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.errors import ConfigError, DataError, FinrayError
 from finray.planning.checks import check_evaluation
 from finray.planning.resolve import require_whole_weights
 from finray.planning.steps import require_prompts
-from finray.records import Note, TrainRecord
 
 OWN = "tests.unit.config.test_evaluation:letters"
 
@@ -74,11 +73,6 @@ def test_a_metric_does_not_take_the_place_of_another_number(metrics: list[str]) 
     assert caught.value.where == "evaluation.metrics"
     # Control: names of their own.
     check_evaluation(config({"metrics": ["m:score", "n:my_score", "json_f1", "exact_match"]}))
-
-
-def test_the_names_that_are_taken_are_those_of_records() -> None:
-    records = {one.name for kind in (TrainRecord, Note) for one in fields(kind)} - {"level"}
-    assert records | {"kind", "time", "confusion", "perplexity"} == OF_RECORDS
 
 
 def test_what_is_better_is_asked_for_where_nothing_says_it() -> None:

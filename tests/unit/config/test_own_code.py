@@ -68,21 +68,18 @@ def test_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mo
         python_files(tmp_path, CONFIG)
 
 
-def test_a_file_with_a_token_is_refused_and_named(tmp_path: Path) -> None:
+def test_a_file_with_a_token_is_refused_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("login('hf_abcdefghijklmnopqrstuv')\n")
     with pytest.raises(ConfigError, match="holds a token") as caught:
         python_files(tmp_path, CONFIG)
     assert str(tmp_path / "mine.py") in str(caught.value)
     assert "hf_abc" not in str(caught.value)
+    # As is one with the value of a secret variable.
+    (tmp_path / "mine.py").write_text("KEY = 's3cr3t-value-1'\ntoken = tokenizer_of_2_models\n")
+    assert python_files(tmp_path, CONFIG)[0].keys() == {"mine.py"}
+    monkeypatch.setenv("MY_JOB_TOKEN", "s3cr3t-value-1")
+    with pytest.raises(ConfigError, match="holds a token"):
+        python_files(tmp_path, CONFIG)
     (tmp_path / "mine.py").unlink()
     with pytest.raises(ConfigError, match="no Python files"):
         python_files(tmp_path, CONFIG)
-
-
-def test_the_value_of_a_secret_variable_is_not_sent_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("KEY = 's3cr3t-value-1'\ntoken = tokenizer_of_2_models\n")
-    config = load_config("smollm2-lora")
-    assert python_files(tmp_path, config)[0].keys() == {"mine.py"}
-    monkeypatch.setenv("MY_JOB_TOKEN", "s3cr3t-value-1")
-    with pytest.raises(ConfigError, match="holds a token"):
-        python_files(tmp_path, config)

@@ -135,9 +135,6 @@ def test_contradictions_name_both_places(folder: Path, fields: dict[str, Any], p
         ({"peft_type": "IA3"}, "type IA3"),
         ({"init_lora_weights": "pissa_niter_16"}, "changes the base"),
         ({"bias": "all"}, "biases"),
-        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
-        ({"kasa_config": {"beta": 1e-4, "gamma": 1e-3}}, "kasa_config"),
-        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
     ],
 )
 def test_adapters_that_cannot_be_continued(folder: Path, change: dict[str, Any], message: str) -> None:

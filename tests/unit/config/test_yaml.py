@@ -32,28 +32,10 @@ _VALUES = st.recursive(
 )
 # Pieces that mean something to a YAML parser, in any order.
 _PIECES = (
-    "&a ",
-    "*a",
-    "[",
-    "]",
-    "{",
-    "}",
-    ": ",
-    "- ",
-    "? ",
-    "\n",
-    "  ",
-    "!!int ",
-    "!!timestamp ",
-    "2024-99-99",
-    "'",
-    "1_",
-    "|\n",
+    *("&a ", "*a", "[", "]", "{", "}", ": ", "- ", "? ", "\n", "  ", "!!int ", "!!timestamp ", "2024-99-99", "'"),
+    *("1_", "|\n", "<<: ", "model", "data", "0x", "1:99", ".inf", "%", "---\n", "\x00", "=", "~"),
 )
-_YAML = st.lists(
-    st.sampled_from([*_PIECES, "<<: ", "model", "data", "0x", "1:99", ".inf", "%", "---\n", "\x00", "=", "~"])
-    | st.text(max_size=4)
-).map("".join)
+_YAML = st.lists(st.sampled_from(_PIECES) | st.text(max_size=4)).map("".join)
 
 
 def _built(plain: dict[str, Any]) -> tuple[Config | None, str]:
@@ -98,6 +80,8 @@ def test_any_values_make_a_configuration_or_one_error(values: dict[str, Any]) ->
         ("model: &a [*a]", "an alias refers to a value that contains it"),
         ("run: {seed: 2024-99-99}", "month must be in 1..12"),
         ("model: \x00", "special characters are not allowed"),
+        ("model: {name: m}\n---\nmodel: {name: n}\n", "expected a single document"),
+        (f"run: {{seed: 0x{'f' * 5000}}}", "a number is too large"),
         ("run: {seed: !!int ''}", "not valid YAML"),
         (f"run: {{seed: {'9' * 5000}}}", "4300 digits"),
         ("model:\n\tname: m\n", "cannot start any token"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from finray.planning.checks import (
     check_quantization,
     check_shards,
     check_sources,
-    check_stored_model,
     check_task,
     quick_problems,
     require_startable,
@@ -146,34 +143,6 @@ def test_all_problems_at_once(plain: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="matches no module"):
         require_startable(with_fields(plain, adapter={"target_modules": ["nothing"]}))
     require_startable(with_fields(plain))
-
-
-@pytest.mark.parametrize(
-    ("field", "right", "wrong", "said"),
-    [
-        ("target_modules", ["q_proj", "lm_head"], ["q_proj", "kproj"], "`kproj` (did you mean `k_proj`?)"),
-        # Names may be endings, and of modules that hold others.
-        ("modules_to_save", ["lm_head", "embed_tokens", "mlp"], ["lm_head", "nope"], "no module: `nope`"),
-    ],
-)
-def test_names_of_modules(plain: dict[str, Any], field: str, right: list[str], wrong: list[str], said: str) -> None:
-    check_stored_model(with_fields(plain, adapter={field: right}))
-    with pytest.raises(ModelError) as caught:
-        check_stored_model(with_fields(plain, adapter={field: wrong}))
-    assert said in str(caught.value)
-    # Without an adapter they mean nothing.
-    check_stored_model(with_fields(plain, adapter={"method": "none", field: wrong}))
-
-
-def test_transformers_is_not_imported(plain: dict[str, Any], tmp_path: Path) -> None:
-    config = runs.write_config(plain, tmp_path / "run.yaml")
-    program = (
-        "import sys; from finray.config.load import load_config; from finray.planning.checks import require_startable\n"
-        f"require_startable(load_config({str(config)!r}))\n"
-        "print([name for name in ('transformers', 'peft', 'ray') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_packed_bases_that_cannot_be(plain: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from finray.config.load import build_config
 from finray.config.schema import AdapterConfig, ModelConfig
@@ -114,6 +115,12 @@ def write_pickle_that_lacks_a_weight(folder: Path) -> None:
     pickled(folder, "pytorch_model.bin", tensors)
 
 
+def write_safetensors_that_lack_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_index_of_a_missing_pickle(folder: Path) -> None:
     names = list(load_file(folder / "model.safetensors"))
     files = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(names)}
@@ -128,6 +135,11 @@ def write_pickle_that_calls(folder: Path) -> None:
 # What is done to a model directory, and what is said of it; nothing where the model can be trained.
 DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "safetensors": (lambda folder: None, ""),
+    "a weight is missing": (write_safetensors_that_lack_a_weight, "would be random"),
+    "safetensors cut off": (
+        lambda folder: os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 10),
+        "damaged",
+    ),
     "pickled tensors": (lambda folder: pickled(folder, "pytorch_model.bin"), ""),
     "a pickle that calls": (write_pickle_that_calls, "contain more than tensors"),
     "an empty pickle": (lambda folder: pickled(folder, "pytorch_model.bin").write_bytes(b""), "cannot be loaded"),
@@ -171,7 +183,7 @@ def test_a_model_directory_has_a_problem_exactly_where_the_model_does_not_load(
     assert said in " ".join(one.message for one in found.problems)
     for one in found.problems:
         assert str(folder) in str(one.where)
-        assert "safetensors" in str(one.repair) or "config.json" in str(one.repair)
+        assert any(part in str(one.repair) for part in ("safetensors", "config.json", "fetch the file again"))
 
 
 def test_quantized_files_that_do_not_load_here_are_a_warning(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -232,35 +232,18 @@ def test_a_model_that_does_not_exist_is_said_once(plan: Planner, tmp_path: Path)
     assert found.data is not None
 
 
-def test_files_that_lack_weights(plan: Planner, tiny_model_dir: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny_model_dir, copy)
-    assert plan(model=copy).starts
-    tensors = load_file(copy / "model.safetensors")
-    tensors.pop(next(name for name in tensors if "down_proj" in name))
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    assert "would be random" in texts(plan(model=copy))
-    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-10])
-    assert "damaged" in texts(plan(model=copy))
-
-
 def test_a_configuration_of_another_model_than_the_files(plan: Planner, tiny_model_dir: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model_dir, copy)
     whole = json.loads((copy / "config.json").read_text())
-    said = {
-        "would be random: model.layers.2": {"num_hidden_layers": 4},
-        "have a different shape in its files": {"vocab_size": 300},
-        "modules_to_save": {},
-    }
-    for text, changes in said.items():
+    for text, changes in (
+        ("would be random: model.layers.2", {"num_hidden_layers": 4}),
+        ("have a different shape in its files", {"vocab_size": 300}),
+    ):
         (copy / "config.json").write_text(json.dumps(whole | changes))
-        fields = {} if changes else {"adapter.modules_to_save": ["nope"]}
-        found = plan(model=copy, **fields)
+        found = plan(model=copy)
         assert not found.starts
-        assert text in texts(found) + " ".join(str(one.where) for one in found.problems)
+        assert text in texts(found)
     (copy / "config.json").write_text(json.dumps(whole | {"num_hidden_layers": 1}))
     found = plan(model=copy)
     assert found.starts

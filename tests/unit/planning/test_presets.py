@@ -1,4 +1,4 @@
-"""Every preset is accepted by a plan that asks no Hub, on the GPUs that it names in its first line."""
+"""Presets: shapes of their models that come with finray, and plans that ask no Hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.presets_page import GPUS, page, plan_preset
 
 from finray.config.load import build_config, preset_names, read_preset
 from finray.config.schema import AdapterConfig, Config, ModelConfig
@@ -41,37 +40,6 @@ def test_bundled_configs_have_the_published_number_of_parameters(name: str) -> N
     assert build_blueprint(shape, AdapterConfig(method="none")).parameters == PARAMETERS[name]
     # Another revision may be another model.
     assert bundled_config(ModelConfig(name=name, revision="main")) is None
-
-
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
-    folder = tmp_path_factory.mktemp("plans")
-    return {name: plan_preset(name, output_dir=folder) for name in preset_names()}
-
-
-def test_the_page_is_what_the_plans_say(plans: dict[str, Plan]) -> None:
-    path = Path(__file__).parents[3] / "docs" / "guide" / "presets.md"
-    assert path.read_text(encoding="utf-8") == page(plans), (
-        "HF_HUB_OFFLINE=1 python -m tools.presets_page > docs/guide/presets.md"
-    )
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_a_preset_is_accepted_offline(plans: dict[str, Plan], name: str) -> None:
-    plan = plans[name]
-    assert plan.problems == ()
-    assert plan.starts is None
-    assert plan.memory is not None
-    assert plan.memory.fits
-    assert {one.where for one in plan.unchecked} >= {f"model.name={read_preset(name)['model']['name']}"}
-    assert any("bundled with finray" in one.message for one in plan.warnings)
-
-
-def test_a_preset_is_refused_for_a_gpu_that_is_too_small() -> None:
-    """Negative control of the memory that is accepted."""
-    plan = plan_preset("llama3-70b-fsdp", output_dir=Path("runs"), gpu="t4-16gb")
-    assert plan.problems
-    assert GPUS["llama3-70b-fsdp"] == "h100-80gb"
 
 
 def config_of(**sections: Any) -> Config:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import finray
 from finray.config.load import build_config
 from finray.config.resolved import Execution, LabelSet, Packing, Resolved, Steps
 from finray.config.schema import Config
@@ -101,28 +98,6 @@ def test_liger_is_taken_on_a_gpu_where_it_is_installed(monkeypatch: pytest.Monke
     assert on(gpu("a100-40gb")).liger
     assert not on(CPU).liger
     assert not on(gpu("a100-40gb"), train={"liger": False}).liger
-
-
-def test_nothing_outside_of_planning_reads_an_auto() -> None:
-    """But for steps and formats, which the data decide, the engine of answers, a directory that knows no decisions yet,
-    DeepSpeed's own file, in which it means the YAML, OpenAI's `tool_choice`, and a job for machines that are elsewhere.
-    """
-    source = Path(finray.__file__).parent
-    readers = {
-        path.relative_to(source).as_posix()
-        for path in source.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and node.value == "auto"
-    }
-    others = {path for path in readers if path.split("/")[0] not in ("config", "planning")}
-    assert "planning/resolve.py" in readers
-    formats = ("data/formats/", "data/dataset/prepare.py", "data/dataset/run_data.py", "training/assemble.py")
-    engines = ("api.py", "cli/main.py", "cli/serve.py", "evaluation/", "serving/models.py", "runtime/spread.py")
-    before = ("checkpoint/rundir.py",)
-    # Another `auto`: of a GPU, of a request, of Ray.
-    elsewhere = ("jobspec/spec.py", "serving/protocol.py", "runtime/nodes.py")
-    known = (*formats, *engines, *before, *elsewhere, "parallel/deepspeed/", "inspection/")
-    assert [path for path in others if not path.startswith(known)] == []
 
 
 def test_a_run_that_goes_on_keeps_what_changes_its_arithmetic() -> None:

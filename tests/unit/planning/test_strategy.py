@@ -119,11 +119,3 @@ def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.
     assert "the run began with it" in said[-1]
     other = {**plain, "run": {**plain["run"], "name": "other"}}
     assert start(other, said, monkeypatch) == "ddp"
-
-
-def test_a_strategy_that_is_named_is_taken_without_an_estimate(
-    plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    assert start({**plain, "parallel": {"strategy": "fsdp"}}, said, monkeypatch) == "fsdp"
-    assert not [one for one in said if "auto is" in one]

@@ -26,7 +26,6 @@ def said(steps: int = 4, **sections: Any) -> list[str]:
     ("where", "sections"),
     [
         ("train.learning_rate", {"train": {"learning_rate": 5}}),
-        ("train.learning_rate", {"train": {"learning_rate": 1e10}}),
         ("train.learning_rate", {"adapter": {"method": "none"}, "train": {"learning_rate": 2e-4}}),
         (
             "train.learning_rate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,23 +13,6 @@ from finray.records import TrainRecord
 from finray.tracking.base import Trackers
 from finray.tracking.system import Sampler, System
 from tests.unit.tracking.test_trackers import record
-
-
-def test_a_sample_says_what_the_machine_says(tmp_path: Path) -> None:
-    times = iter([10.0, 12.0])
-    sampled = System(tmp_path, clock=lambda: next(times))
-    before = sampled._before[1]
-    found = sampled.sample()
-    rss = psutil.Process(os.getpid()).memory_info().rss
-    assert abs(found["rss_bytes"] - rss) < rss / 2
-    assert 0 <= found["memory_percent"] <= 100
-    after = sampled._before[1]
-    assert {"cpu_percent", "process_cpu_percent", "disk_percent"} <= set(found)
-    both = {"network_sent_bytes", "network_received_bytes", "disk_read_bytes", "disk_written_bytes"}
-    assert set(after) == both
-    # Two seconds passed by this clock.
-    for name in after:
-        assert found[f"{name}_per_s"] == round((after[name] - before[name]) / 2, 1)
 
 
 def test_what_network_disk_and_processor_do_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
@@ -57,6 +39,9 @@ def test_what_network_disk_and_processor_do_is_counted(tmp_path: Path, monkeypat
         name: factor * 4096 / 2 for name, factor in wanted.items()
     }
     assert found["cpu_percent"] == 37.5
+    assert abs(found["rss_bytes"] / psutil.Process().memory_info().rss - 1) < 0.5
+    assert all(0 <= found[name] <= 100 for name in ("memory_percent", "disk_percent"))
+    assert "process_cpu_percent" in found
 
 
 class Nvml:

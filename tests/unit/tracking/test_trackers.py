@@ -24,7 +24,6 @@ from finray.tracking.jsonl import JsonlTracker, mean_loss, metrics_table, read_r
 from finray.tracking.protocol import RunInfo
 from finray.tracking.starts import StartsTracker, read_starts
 from finray.tracking.tensorboard import TensorBoardTracker
-from tests.support import damaged
 from tests.support.small_disk import files_of_at_most
 
 
@@ -144,17 +143,6 @@ def test_a_file_that_cannot_be_read_is_set_aside_and_begun_anew(tmp_path: Path) 
         path.unlink()
         # Its first bytes cannot be read, as of a disk that fails.
         path.symlink_to("/proc/self/mem")
-
-
-def test_one_flipped_bit_in_the_records_never_stops_a_run(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    line = json.dumps({"kind": "note", "step": 1, "message": "x"}).encode() + b"\n"
-    for bit in range(8 * len(line) * 2):
-        path.write_bytes(line + line)
-        damaged.flip_bit(path, bit)
-        started(JsonlTracker(), tmp_path, resume_step=9).finish()
-        # Without the line's end, it and the next are one.
-        assert len(list(read_records(path))) >= (bit // 8 != len(line) - 1)
 
 
 # --- a disk without room --------------------------------------------------------------------------------------------
@@ -314,22 +302,15 @@ def test_an_evaluation_does_not_overwrite_a_column_of_training(tmp_path: Path) -
     assert (row["loss"], row["eval/loss"], row["eval_loss"], row["mine"]) == (2.0, 9.0, 3.0, 0.5)
 
 
-def test_the_mean_loss_is_over_targets_and_not_over_steps(tmp_path: Path) -> None:
-    assert mean_loss(tmp_path) is None
-    tracker = started(JsonlTracker(), tmp_path)
-    for step, loss, supervised in ((1, 4.0, 30), (2, 2.0, 10), (3, 1.0, 60)):
-        tracker.log(record(step, loss=loss, supervised=supervised))
-    tracker.log(EvalRecord(3, {"eval_loss": 9.0}, 9, 1))
-    tracker.finish()
-    assert mean_loss(tmp_path) == pytest.approx((4 * 30 + 2 * 10 + 1 * 60) / 100)
-
-
 def test_a_record_without_a_loss_is_left_out_of_the_mean(tmp_path: Path) -> None:
+    """The others count by their targets."""
+    assert mean_loss(tmp_path) is None
     lines = [{"kind": "train", "step": 1, "loss": 2.0, "supervised": 4}, {"kind": "train", "step": 2}]
+    lines += [{"kind": "train", "step": 2, "loss": 4.0, "supervised": 12}, {"kind": "eval", "step": 2, "loss": 9.0}]
     lines += [{"kind": "train", "step": 3, "loss": loss, "supervised": 4} for loss in (None, "3.0", [1])]
     lines += [{"kind": "train", "step": 5, "loss": 1.0, "supervised": "4"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert mean_loss(tmp_path) == 2.0
+    assert mean_loss(tmp_path) == (2.0 * 4 + 4.0 * 12) / 16
 
 
 # --- isolation ------------------------------------------------------------------------------------------------------
@@ -357,7 +338,7 @@ class Raising(Listed):
     def log(self, record: Metrics) -> None:
         super().log(record)
         if record.step == 2:
-            raise ConnectionError("the service is gone")
+            raise ConnectionError("the service is gone for hf_abcdefghijklmnopqrstuvwxyz0123")
 
 
 class Hanging(Listed):
@@ -390,27 +371,11 @@ def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(tmp_path: Path
         trackers.log(record(step))
     trackers.finish()
     (warning,) = warnings
-    assert "tracker bad failed: ConnectionError: the service is gone" in warning
+    assert "tracker bad failed: ConnectionError: the service is gone for ***" in warning
     # It is not about the run's own file, of which it knows nothing.
     assert "every record" not in warning
     assert good.told == other.told == EVERYTHING
     assert bad.told == ["start run-id at 0", "step 1", "step 2"]
-
-
-@pytest.mark.parametrize("where", ["inline", "background"])
-def test_what_a_tracker_says_in_its_error_is_masked(tmp_path: Path, where: str) -> None:
-    class Telling(Listed):
-        def log(self, record: Metrics) -> None:
-            raise RuntimeError("401 for hf_abcdefghijklmnopqrstuvwxyz0123")
-
-    warnings: list[str] = []
-    inline, background = ({"bad": Telling()}, {}) if where == "inline" else ({}, {"bad": Telling()})
-    trackers = Trackers(inline, background, warn=warnings.append)
-    trackers.start(run_info(tmp_path))
-    trackers.log(record(1))
-    trackers.finish()
-    (warning,) = warnings
-    assert "RuntimeError: 401 for ***" in warning
 
 
 def test_a_tracker_that_cannot_be_created_is_an_error_that_names_it() -> None:
@@ -456,11 +421,6 @@ def test_the_end_of_a_run_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path)
     trackers.finish()
     bad.go.set()
     assert len(warnings) == 1
-
-
-def test_a_tracker_is_found_by_name_or_by_path() -> None:
-    assert isinstance(make_tracker("tensorboard"), TensorBoardTracker)
-    assert isinstance(make_tracker(f"{__name__}:Listed"), Listed)
 
 
 def plain_lines(records: list[Any], times: list[float], total: int) -> list[str]:
@@ -524,33 +484,6 @@ def test_the_bar_of_a_continued_run_starts_where_it_stands() -> None:
     ConsoleTracker(Console(file=target, width=120, force_terminal=True), total_steps=26, step=4).close()
     assert "4/26" in target.getvalue()
     assert "0/26" not in target.getvalue()
-
-
-def test_a_notebook_gets_one_bar_that_is_updated_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    updates: list[float] = []
-    now = 0.0
-
-    class Handle:
-        def update(self, shown: Any) -> None:
-            updates.append(shown.tasks[0].completed)
-
-    displayed: list[Any] = []
-
-    def display(shown: Any, *, display_id: bool) -> Handle:
-        displayed.append(shown)
-        assert display_id
-        return Handle()
-
-    monkeypatch.setattr("IPython.display.display", display)
-    tracker = ConsoleTracker(Console(force_jupyter=True), total_steps=100, step=2, clock=lambda: now)
-    for step in range(3, 101):
-        now += 0.01
-        tracker.log(record(step))
-    tracker.close()
-    assert len(displayed) == 1
-    assert updates[0] == 3
-    assert 4 <= len(updates) <= 8
-    assert updates[-1] == 100
 
 
 def test_a_quiet_view_shows_warnings_alone() -> None:
