@@ -44,6 +44,16 @@ _GEMMA4 |= {
     "sliding_window": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+# Layers that carry a state, and the attention between them; chunks and blocks that are shorter than the rows.
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = _HYBRID | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}
+_DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_NEMOTRON = {"layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mamba_num_heads": 4, "mamba_head_dim": 32}
+_NEMOTRON |= {"n_groups": 2, "ssm_state_size": 8, "chunk_size": 8, "conv_kernel": 3, "num_hidden_layers": 4}
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4}
+# A cap that changes nothing: finray's head knows others.
+_GRIFFIN = {"num_hidden_layers": 3, "lru_width": 64, "attention_window_size": 6, "logits_soft_cap": 1e6}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 # The type of the model, and its configuration.
@@ -67,6 +77,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("gemma4_text", _SHARED | _GEMMA4 | {"vocab_size_per_layer_input": 384}),
     # No attention at all.
     "mamba": ("mamba", _IDS | {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0}),
+}
+# Some layers carry a state from token to token. Their states are all kept alike, but handed on in ways of their own.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", _SHARED | _DELTA),
+    "nemotron_h": ("nemotron_h", _SHARED | _NEMOTRON),
+    "granitemoehybrid": ("granitemoehybrid", _SHARED | _MAMBA | {"layer_types": ["mamba", "attention"]}),
+    "falcon_h1": ("falcon_h1", _SHARED | _MAMBA | {"mamba_d_ssm": 128}),
+    # Their layers hand nothing on to what carries the state.
+    "jamba": ("jamba", _SHARED | _JAMBA),
+    "mamba": FAMILIES["mamba"],
+    # A convolution, and nothing else; no convolution; a block that returns a pair and reads positions.
+    "lfm2": ("lfm2", _SHARED | {"layer_types": ["conv", "full_attention"]}),
+    "minimax": ("minimax", _SHARED | _EXPERTS | _HYBRID | {"block_size": 8, "num_local_experts": 4}),
+    "recurrent_gemma": ("recurrent_gemma", _SHARED | _GRIFFIN),
 }
 
 # Values that are no family's defaults: eps, activation, windows, positions, what is a bias and what is not.
@@ -124,7 +148,7 @@ def train_tokenizer() -> Any:
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A randomly initialized tiny model of a family, in fp32."""
-    kind, settings = FAMILIES[family]
+    kind, settings = (FAMILIES | HYBRIDS)[family]
     config = AutoConfig.for_model(kind, **settings | overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

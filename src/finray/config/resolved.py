@@ -90,6 +90,7 @@ class Packing:
     # Most tokens of a row, where the model learned a vector for each position; None for no such limit.
     positions: int | None = None
     hidden_size: int | None = None  # width of the model; None where its configuration does not say
+    has_states: bool = False  # whether layers carry a state from token to token, which no cached keys and values hold
     lasting: bool = True  # False where the check failed for lack of memory or of a package, and another time may not
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from finray.models import attention, fused_lora
+from finray.models import attention, fused_lora, states
 
 # Smaller tensors are not offloaded: copying them would cost more than it saves.
 SMALLEST_OFFLOAD = 2**20
@@ -59,9 +59,11 @@ def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
 
     Call before :func:`wrap_blocks`, so that recomputation uses the compiled code.
 
-    Attention over packed rows is excluded: it would be recompiled for each combination of row lengths.
+    Attention over packed rows is excluded, and layers that take rows apart: they would be recompiled for each
+    combination of row lengths.
     """
     attention.register(torch.compiler.disable(attention.packed_attention))  # type: ignore[no-untyped-call]
+    states.not_compiled(model)
     for block in blocks_of(model):
         # Checkpointing and hooks that gather weights stay outside: a compiler that finds excluded code inside a
         # checkpoint would leave the whole layer uncompiled.
@@ -79,7 +81,7 @@ def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[.
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(states.kept_rows(forward), *args, use_reentrant=False, **options, **kwargs)
 
     return run
 

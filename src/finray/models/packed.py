@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
-from finray.models import attention, pooled
+from finray.models import attention, pooled, states
 from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
 from finray.models.ropes import RowRopes
@@ -90,6 +90,7 @@ class PackedModel:
         self._attention = attention_name
         self._reads_first = attention_name == attention.NAME and pooled.read_only_first(self._body)
         self._ropes = RowRopes(self._body)
+        states.separate(self._body, on_cpu=device.type == "cpu")
         self._has_plain_head: bool | None = None
 
     def autocast(self) -> torch.autocast:
@@ -223,9 +224,10 @@ class PackedModel:
                 options["token_type_ids"] = types.view(-1, length)
             return module(input_ids=batch.tokens_1T.view(-1, length), use_cache=False, **options)
         longest, first = max(batch.lengths), self._first_position
+        rows = getattr(batch, "layout", None) or attention.RowLengths(batch.lengths)
         if self._attention == attention.NAME:
-            options["segment_lengths"] = getattr(batch, "layout", None) or attention.RowLengths(batch.lengths)
-        with self._ropes.of(batch.lengths, getattr(batch, "ends", batch.lengths)):
+            options["segment_lengths"] = rows
+        with self._ropes.of(batch.lengths, getattr(batch, "ends", batch.lengths)), states.of_rows(rows):
             return module(
                 input_ids=batch.tokens_1T,
                 position_ids=batch.positions_1T + first if first else batch.positions_1T,

@@ -18,7 +18,7 @@ from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.files import first_line
-from finray.models import attention
+from finray.models import attention, states
 from finray.models.packed import PackedModel, ProbeRows
 from finray.models.ropes import FIXED, rope_types
 from finray.pretrained.tokenizers import check_exists, loading_options, not_loaded, silence_transformers
@@ -132,7 +132,8 @@ def check_packing_of(
                 # The small model has another position table and padding index, after which positions may begin.
                 begins = 0 if context == small.config.max_position_embeddings else config.pad_token_id + 1
                 positions = int(config.max_position_embeddings) - begins
-            if compat.carries_state(small):
+            has_states = bool(states.stateful(small))
+            if compat.carries_state(small) and not has_states:
                 return unsafe("it carries a state from token to token")
             if not compat.accepts_attention(small):
                 return unsafe("its attention is its own and cannot be told where rows end")
@@ -160,7 +161,7 @@ def check_packing_of(
         return unsafe("its head makes something else of joined rows")
     apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, packed, strict=True)]
     if all(difference <= _TOLERANCE for difference in apart):
-        return Packing(True, family, positions=positions, hidden_size=width)
+        return Packing(True, family, positions=positions, hidden_size=width, has_states=has_states)
     what = f"its logits for joined rows are not those of the rows alone (apart by {max(apart):.1%} of the largest)"
     return unsafe(what)
 

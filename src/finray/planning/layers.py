@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finray import compat
-from finray.models import attention, fused_lora
+from finray.models import attention, fused_lora, states
 from finray.models.blocks import is_kept
 from finray.models.loading import DTYPES
 
@@ -134,6 +134,7 @@ class LayerProbe:
                 limits = [max(window or 0 for window in compat.layer_values(config, "sliding_window"))]
                 limits += [attention.EXPLICIT_UP_TO] if how.precision == "bf16" else []
             inner.set_attn_implementation(name)
+            states.separate(inner, on_cpu=how.device == "cpu")
         edges = [0, *sorted(limit for limit in set(limits) if limit)]
         ranges = []
         with torch.device("cpu"), compat.fake_tensors(), compat.without_grouped_mm():
@@ -318,7 +319,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tokens = torch.zeros(1, sum(rows), dtype=torch.int64)
         lower = None if self._how.precision == "fp32" else DTYPES[self._how.precision]
         saved = _SavedTensors()
-        with torch.autocast("cpu", lower, enabled=lower is not None), self, saved:
+        rows_of_pass = states.of_rows(options.get("segment_lengths"))
+        with torch.autocast("cpu", lower, enabled=lower is not None), rows_of_pass, self, saved:
             hidden = self._body(input_ids=tokens, use_cache=False, **options).last_hidden_state
         self.hidden = hidden.nbytes // sum(rows)
         self._totals[3] = self._bytes({**self._shared, **saved.storages()})

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from finray.models import states
 from finray.models.packing_check import check_packing_of, row_limit
 from tests.support import tiny
 
@@ -51,12 +52,8 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
     [
         # Biases by distance in an attention of its own.
         ("bloom", {}, "attention is its own"),
-        ("mamba", {}, "state from token to token"),
-        ("jamba", {}, "state from token to token"),
-        # Short convolutions, which Transformers does not call a state, reach over the border of rows.
-        ("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12}, "not those of"),
-        # Its sizes of a state and its groups depend on each other.
-        ("granitemoehybrid", {}, "state from token to token"),
+        # Its state is in none of the layers that are known to carry one.
+        ("rwkv", {}, "state from token to token"),
         # Rows end every so many tokens for some layers, which their mask alone says.
         ("llama4_text", {}, "not those of"),
         # Biases by distance, which finray's attention does not know.
@@ -72,6 +69,19 @@ def test_families_that_may_not(kind: str, fields: dict[str, Any], reason: str) -
     assert not found.safe
     assert reason in found.reason
     assert kind in found.warning
+
+
+@pytest.mark.parametrize("family", ["lfm2", "nemotron_h"])
+def test_rows_of_a_model_with_a_state_are_packed_where_the_state_is_that_of_each_row(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, fields = tiny.HYBRIDS[family]
+    config = AutoConfig.for_model(kind, **fields)
+    found = check_packing_of(config)
+    assert (found.safe, found.has_states) == (True, True), found.reason
+    assert not check_packing_of(AutoConfig.for_model("llama")).has_states
+    monkeypatch.setattr(states, "separate", lambda _, on_cpu: None)
+    assert "not those of the rows alone" in check_packing_of(config).reason
 
 
 def test_a_model_that_cannot_be_tried_out_is_not_packed() -> None:

@@ -152,7 +152,7 @@ class TransformersEngine:
         self._ends = end_tokens(tokenizer, generation)
         self._penalty = float(generation.repetition_penalty or 1.0)
         packing = packing_of_config(config)
-        reason = packing.reason
+        reason = "it carries a state from token to token" if packing.has_states else packing.reason
         # A row's keys then belong to its own length: none can be shared with a row of another.
         self._shares = set(rope_types(config)) <= set(FIXED)
         # The last token of a row is read where the row's length counts.
