@@ -267,6 +267,22 @@ def without_bitsandbytes() -> Iterator[None]:
             del sys.modules["bitsandbytes"]
 
 
+def names_of_experts(model: Any) -> frozenset[str]:
+    """Endings of names that PEFT takes for experts of this model in ``target_modules``, whatever else has them: it
+    rewrites adapters of earlier versions of Transformers, where experts were linear layers."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, model.config.model_type)
+    known = conversion._MOE_TARGET_MODULE_MAPPING
+    return frozenset(known.get(pattern, ()))
+
+
+def refused_by_lora(model: Any) -> frozenset[str]:
+    """Endings of names of linear layers that PEFT puts no LoRA on: the kernels of Mamba read their matrix alone."""
+    mamba = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+    return frozenset(("out_proj", "conv1d") if model.config.model_type in mamba else ())
+
+
 # --- datasets 4.5 ---------------------------------------------------------------------------------------------------
 
 

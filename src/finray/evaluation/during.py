@@ -21,7 +21,7 @@ from finray.evaluation.rows import prompt_and_answer
 from finray.evaluation.scores.base import Answered, blaming, score_named
 from finray.models import attention
 from finray.models.loading import DTYPES
-from finray.models.saved_layout import without_adapter
+from finray.models.towers import text_model
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.training.evaluator import OnProgress
@@ -97,7 +97,7 @@ class TrainingAnswers:
 @contextmanager
 def _attending_by_itself(model: Any) -> Iterator[None]:
     """Temporarily give a model Transformers' attention: ours for packed rows ignores padding."""
-    inner = without_adapter(model)
+    inner = text_model(model)
     usual = compat.attention_implementation(inner)
     if usual != attention.NAME:
         yield

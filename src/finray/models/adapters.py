@@ -19,6 +19,7 @@ from finray.files import first_line
 from finray.models.adapter_methods import adapter_method, first_values
 from finray.models.classifier import modules_to_save
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL, SavedLayout
+from finray.models.targets import adapter_targets, expert_names
 from finray.pretrained.weights import stored_weights
 from finray.sharding import load_local, rows_of, shape_of
 
@@ -52,7 +53,7 @@ def add_lora(
             ``adapter.start_from`` does not fit.
     """
     # PEFT ignores names that match nothing.
-    there = [name for name, _ in model.named_modules()]
+    there = [name for name, _ in model.named_modules()] + expert_names(model)
     targets = adapter.target_modules
     # A saved adapter may name layers of other models too; its tensors are compared when they are loaded.
     if isinstance(targets, list) and adapter.start_from is None and (missing := matching_none(targets, there)):
@@ -110,12 +111,15 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
     tables = [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
     if tables[-1].weight is tables[0].weight:
         del tables[1:]
+    targets = adapter_targets(model, adapter)
     return LoraConfig(
         task_type=task_type,
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
-        target_modules=adapter.target_modules,
+        target_modules=targets.target_modules,
+        target_parameters=targets.target_parameters,
+        exclude_modules=targets.exclude_modules,
         modules_to_save=[*adapter.modules_to_save, *head] or None,
         **adapter_method(adapter.method).options,
         trainable_token_indices={

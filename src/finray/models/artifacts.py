@@ -235,6 +235,9 @@ def merge_adapter(model: Any) -> Any:
 
     inner = without_adapter(model)
     for layer in [module.get_base_layer() for module in model.modules() if isinstance(module, LoraLayer)]:
+        if "weight" not in layer._parameters:
+            # Experts: their matrices have other names, and are shared with nothing.
+            continue
         # The layers of PEFT show their base's weight as their own.
         owners = [module for module in model.modules() if module._parameters.get("weight") is layer.weight]
         if len(owners) > 1:

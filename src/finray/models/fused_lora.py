@@ -29,11 +29,13 @@ def fuse(model: Any) -> int:
     Layers other than ``W x + s B A x`` (DoRA and other variants, transposed weights, several adapters) keep PEFT's. W
     may be quantized (:mod:`finray.models.quantized`), and a PiSSA adapter and its initial value become one product.
     """
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.layer import Linear, ParamWrapper
 
     count = 0
     for module in model.modules():
-        if type(module) is not Linear:
+        # PEFT's adapter of a parameter adds up the whole weight, where that is of a linear layer too.
+        is_weight = type(module) is ParamWrapper and module.parameter_name == "weight"
+        if type(module) is not Linear and not is_weight:
             continue
         names, dropout = list(module.lora_A), module.lora_dropout[NAME]
         if (

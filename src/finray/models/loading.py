@@ -15,7 +15,7 @@ from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
-from finray.models import adapters, attention, classifier, fused_lora, vocabulary
+from finray.models import adapters, attention, classifier, fused_lora, towers, vocabulary
 from finray.models.quantized import quantize_layers
 from finray.pretrained.tokenizers import (
     check_exists,
@@ -58,7 +58,9 @@ def load_model(
         # PEFT imports DeepSpeed if it is installed, which prints a line about GPUs unless this is set.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     attention.register()
-    options = {"dtype": dtype} | ({} if attention_name is None else {"attn_implementation": attention_name})
+    options: dict[str, Any] = {"dtype": dtype}
+    if attention_name is not None:
+        options["attn_implementation"] = _attention_of(auto_class, model, attention_name)
     has_head = task_spec(model.task).adds_head
     try:
         if on_meta:
@@ -98,6 +100,7 @@ def load_model(
             classifier.set_padding(loaded, model)
             loaded.config.architectures = [type(loaded).__name__]
         require_sensible(loaded, model)
+        towers.keep_others(loaded)
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
@@ -185,7 +188,31 @@ def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
     silence_transformers()
     import transformers
 
-    return getattr(transformers, task_spec(model.task).auto_class)
+    return getattr(transformers, class_name(model))
+
+
+def class_name(model: ModelConfig) -> str:
+    """The name of Transformers' class that loads a model: that of its task, or the one for images and text."""
+    from transformers import AutoConfig
+
+    asked = task_spec(model.task).auto_class
+    if not model.name.endswith(".gguf"):
+        # What is wrong with a configuration is said where the model is loaded.
+        with suppress(Exception):
+            return towers.auto_class_of(AutoConfig.from_pretrained(**loading_options(model)), asked)
+    return asked
+
+
+def _attention_of(auto_class: Any, model: ModelConfig, name: str) -> Any:
+    """The option that gives a model an attention; of one that reads images, its text tower alone."""
+    from transformers import AutoConfig
+
+    if auto_class.__name__ != "AutoModelForImageTextToText":
+        return name
+    config = AutoConfig.from_pretrained(**loading_options(model))
+    text = config.get_text_config()
+    part = next((part for part in config.sub_configs if getattr(config, part, None) is text), None)
+    return name if part is None else {part: name}
 
 
 def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[Any, list[str], list[str]]:
@@ -220,7 +247,7 @@ def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[An
     if names:
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         raise ModelError(
-            f"weights that {task_spec(model.task).auto_class} needs {what}: {', '.join(names[:3])}{more}",
+            f"weights that {auto_class.__name__} needs {what}: {', '.join(names[:3])}{more}",
             where=f"model.name={model.name}",
             repair="check `config.json` (model_type, num_hidden_layers, vocab_size, ...), or download the model "
             "again, with all of its `.safetensors` files",

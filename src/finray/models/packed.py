@@ -20,6 +20,7 @@ from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
 from finray.models.ropes import RowRopes
 from finray.models.saved_layout import without_adapter
+from finray.models.towers import text_tower
 
 # oneDNN compiles the bf16 products of each number of tokens, and keeps them between tensors in the heap. Those of a
 # classifier's batches all differ. Multiples save 240 MiB and 3 % of a step of MiniLM on SST-2, for 1.2 % more tokens.
@@ -79,7 +80,8 @@ class PackedModel:
         self.model = model
         self.inner: Any = without_adapter(model)
         self.precision = precision
-        self._body = getattr(self.inner, self.inner.base_model_prefix)
+        self._body = text_tower(self.inner)
+        self._is_part = self._body is not getattr(self.inner, self.inner.base_model_prefix, self.inner)
         # First position: RoBERTa's is after the padding index.
         tables = (module for name, module in self._body.named_modules() if name.endswith("position_embeddings"))
         padding = getattr(next(tables, None), "padding_idx", None)
@@ -101,12 +103,30 @@ class PackedModel:
 
     def hidden_TH(self, batch: PackedRows) -> torch.Tensor:
         """The last hidden states (T, H)."""
-        hidden: torch.Tensor = self._call(self._body, batch).last_hidden_state
+        return self._flat(self._call(self._body, batch))
+
+    def _flat(self, output: Any) -> torch.Tensor:
+        hidden: torch.Tensor = output.last_hidden_state
         return hidden.flatten(0, 1)
+
+    def _of_whole(self, output: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits that the whole model makes of what its body returns."""
+        takes = inspect.signature(self.inner.forward).parameters
+        # In training, Gemma 3 asks which tokens are of images.
+        types = {"token_type_ids": torch.zeros_like(tokens)} if self._is_part and "token_type_ids" in takes else {}
+        with self._body_returning(output):
+            logits: torch.Tensor = self.inner(input_ids=tokens, **types).logits
+            return logits
 
     def logits_KV(self, batch: PackedRows, positions_K: torch.Tensor) -> torch.Tensor:
         """Logits (K, V) at the given positions, by the model's own head."""
         logits: torch.Tensor
+        if self._is_part:
+            # The parts beside it are told nothing of rows: the whole model only makes logits of hidden states.
+            output = self._call(self._body, batch)
+            output.last_hidden_state = self._flat(output).index_select(0, positions_K)[None]
+            logits = self._of_whole(output, batch.tokens_1T[:, : len(positions_K)])[0]
+            return logits
         if self._attention is None and len(batch.lengths) > 1:
             # `logits_to_keep` counts within a row.
             logits = self._call(self.inner, batch).logits
@@ -189,8 +209,7 @@ class PackedModel:
         for hidden in (drawn * size for size in _PROBE_SIZES):
             output.last_hidden_state = hidden
             try:
-                with self._body_returning(output):
-                    theirs = self.inner(input_ids=probe.tokens_1T).logits[0].float()
+                theirs = self._of_whole(output, probe.tokens_1T)[0].float()
             except AttributeError:
                 # Its forward pass reaches into the body (OPT): what the body itself makes of the tokens must do.
                 hidden, theirs = states, self._call(self.inner, probe).logits[0].float()
@@ -203,12 +222,16 @@ class PackedModel:
     @contextmanager
     def _body_returning(self, output: Any) -> Iterator[None]:
         """Within it the model's body returns this."""
-        # An instance attribute takes precedence over a registered module.
-        self.inner.__dict__[self.inner.base_model_prefix] = lambda *_, **__: output
+        # An instance attribute takes precedence over a registered module, and over a method of the class.
+        holder, name = (self._body, "forward") if self._is_part else (self.inner, self.inner.base_model_prefix)
+        before = holder.__dict__.get(name)
+        holder.__dict__[name] = lambda *_, **__: output
         try:
             yield
         finally:
-            del self.inner.__dict__[self.inner.base_model_prefix]
+            del holder.__dict__[name]
+            if before is not None:
+                holder.__dict__[name] = before
 
     def head(self) -> Head:
         """The head, looked up after the body has run: sharded weights are gathered on access."""

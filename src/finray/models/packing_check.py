@@ -114,6 +114,11 @@ def check_packing_of(
     config: Any, *, auto_class: str = CAUSAL_LM.auto_class, trust_remote_code: bool = False
 ) -> Packing:
     """As :func:`check_packing`, for a Transformers configuration; random state is not changed."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+    if auto_class == CAUSAL_LM.auto_class and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # The text part of a model for images, of which Transformers has no decoder with a head.
+        auto_class = "AutoModel" if type(config) in MODEL_MAPPING else auto_class
     family, positions, width = str(config.model_type), None, getattr(config, "hidden_size", None)
 
     def unsafe(reason: str, error: Exception | None = None) -> Packing:
@@ -191,6 +196,8 @@ def _results(model: Any, batch: ProbeRows, attention_name: str | None) -> list[t
     """Hidden states of each token, and logits: per token, or per row for a classifier."""
     packed = PackedModel(model, precision="fp32", attention_name=attention_name, device=torch.device("cpu"))
     hidden_TH = packed.hidden_TH(batch)
+    if packed.inner.base_model is packed.inner:
+        return [hidden_TH]
     if model.get_output_embeddings() is None:
         return [hidden_TH, packed.logits_SC(batch)]
     return [hidden_TH, packed.logits_KV(batch, torch.arange(len(hidden_TH)))]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from finray.errors import ModelError, require_package
+from finray.models.towers import text_tower
 
 BITS = {"4bit": 4, "8bit": 8}
 
@@ -134,7 +135,7 @@ def quantize_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     """
     require_package("model.quantization", "bitsandbytes", extra="quantization", where="model.quantization")
     fill = _per_element(bits, dtype)
-    head, body = model.get_output_embeddings(), {id(module) for module in model.base_model.modules()}
+    head, body = model.get_output_embeddings(), {id(module) for module in text_tower(model).modules()}
     layers = [
         (name, module)
         for name, module in model.named_modules()

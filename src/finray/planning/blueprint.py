@@ -17,7 +17,7 @@ from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.errors import FinrayError
-from finray.models import adapters
+from finray.models import adapters, targets, towers
 from finray.models.head import plain_head
 from finray.models.loading import load_model
 from finray.models.packing_check import row_limit
@@ -60,6 +60,9 @@ class Blueprint:
     learned_positions: bool = False  # positions are rows of a table, so that the context is a hard limit
     classifies: bool = False  # a label for each row, and no logits of tokens
     causal: bool = True  # whether a token attends to those before it alone
+    kept: int = 0  # parameters of parts that do not read text, which stay as they are
+    parts: tuple[str, ...] = ()  # their names
+    adapted: str = ""  # what the adapter is on, where that is not all linear layers
 
     @property
     def base(self) -> int:
@@ -134,13 +137,16 @@ def draw_blueprint(
     table, output, head = model.get_input_embeddings(), model.get_output_embeddings(), plain_head(model)
     base = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model)[1] or []]
+    parts = towers.other_parts(model)
+    kept = sum(weight.numel() for part in parts for weight in model.get_submodule(part).parameters())
+    of_text = model if not parts else torch.nn.ModuleList([towers.text_tower(model)])
     linears = [
         module
-        for module in model.modules()
+        for module in of_text.modules()
         if module is not output and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D")
     ]
     context, is_learned = row_limit(model)
-    masks = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
+    masks = {module.is_causal for module in of_text.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     tied = head is not None and head.weight_VH is table.weight
     vocabulary_rows, hidden = (int(size) for size in table.weight.shape)
     wrapped = model
@@ -183,4 +189,7 @@ def draw_blueprint(
         learned_positions=is_learned,
         classifies=output is None,
         causal=masks != {False},
+        kept=kept,
+        parts=tuple(parts),
+        adapted="" if adapter.method == "none" else targets.described(wrapped),
     )

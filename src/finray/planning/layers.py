@@ -28,6 +28,7 @@ from finray import compat
 from finray.models import attention, fused_lora, states
 from finray.models.blocks import is_kept
 from finray.models.loading import DTYPES
+from finray.models.towers import text_model, text_tower
 
 _GPU_ATTENTION = "finray_planned"
 
@@ -133,7 +134,7 @@ class LayerProbe:
             else:
                 limits = [max(window or 0 for window in compat.layer_values(config, "sliding_window"))]
                 limits += [attention.EXPLICIT_UP_TO] if how.precision == "bf16" else []
-            inner.set_attn_implementation(name)
+            text_model(inner).set_attn_implementation(name)
             states.separate(inner, on_cpu=how.device == "cpu")
         edges = [0, *sorted(limit for limit in set(limits) if limit)]
         ranges = []
@@ -176,8 +177,10 @@ class LayerProbe:
 
 
 def decoder_layers(model: Any) -> tuple[str, torch.nn.ModuleList | None]:
-    """The longest module list of a model, with its name."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    """The longest module list of a model, or of its text tower, with its name."""
+    inside = {id(module) for module in text_tower(model).modules()}
+    named = ((name, module) for name, module in model.named_modules() if id(module) in inside)
+    lists = [(name, module) for name, module in named if isinstance(module, torch.nn.ModuleList)]
     return max(lists, key=lambda item: len(item[1]), default=("", None))
 
 
@@ -277,7 +280,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: Any, inner: Any, counts: dict[int, int], how: Arithmetic, *, packs: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.hidden = 0  # bytes per token of the hidden states after the last layer
-        self._body = getattr(inner, inner.base_model_prefix)
+        self._body = text_tower(inner)
         self._how = how
         self._packs = packs
         # Two rows, because attention over several rows copies their outputs.

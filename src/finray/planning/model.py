@@ -19,6 +19,7 @@ from finray.errors import FinrayError, ModelError, about_model
 from finray.models.loading import check_loading, is_quantized, load_model
 from finray.models.packing_cache import packing_of
 from finray.models.sharded import cut_model, left_out
+from finray.models.targets import expert_names
 from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, stored_in
 from finray.planning.checks import check_saved_modules, check_targets, not_a_writer
 from finray.planning.findings import Findings
@@ -52,6 +53,9 @@ class ModelPlan:
     pad: str | None
     stored_bytes: int | None  # size of the weights' files, where it is known
     labels: LabelSet | None = None  # that a classifier's head is for, where they are known
+    kept: int = 0  # parameters of parts that do not read text, which stay as they are
+    parts: tuple[str, ...] = ()  # their names
+    adapted: str = ""  # what the adapter is on, where that is not all linear layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ def _planned(
     stored = stored_in(config.model)
     layers = [] if stored is None else left_out(model, stored)
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    names += expert_names(model)
     unmatched: FinrayError | None = None
     try:
         check_targets(config, names)
@@ -141,7 +146,7 @@ def _planned(
             f"the model that is trained: {shown}",
             "model.name",
         )
-    same = ("parameters", "trainable", "adapter", "layers", "context")
+    same = ("parameters", "trainable", "adapter", "layers", "context", "kept", "parts", "adapted")
     plan = ModelPlan(
         **{name: getattr(blueprint, name) for name in same},
         name=config.model.name,

@@ -161,6 +161,11 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         tokens = "" if model.tokens is None else f", {model.tokens:,} tokens; EOS {model.eos}, padding {model.pad}"
         yield "model", model.name
         yield "parameters", f"{model.parameters:,}, of which {model.trainable:,} are trained ({share:.3%}){adapter}"
+        if model.kept:
+            names = ", ".join(name.rpartition(".")[2] for name in model.parts)
+            yield "text tower", f"it alone is trained; {model.kept:,} parameters stay as they are ({names})"
+        if model.adapted:
+            yield "adapter", f"on {model.adapted}"
         if model.labels is not None:
             yield "head", f"{several(len(model.labels.names) or 1, 'output')} ({model.labels.problem})"
         yield "vocabulary", f"{model.embedding_rows:,} embeddings{tokens}"

@@ -24,6 +24,7 @@ from finray.data.dataset.prepared import PreparedDataset
 from finray.data.formats.convert import prompt_form
 from finray.errors import TrainingError
 from finray.files import FileKind, replace_text
+from finray.models.targets import described
 from finray.parallel.base import Strategy
 from finray.records import Metrics, Record, RunHeader, SystemRecord, TrainRecord
 from finray.tracking.base import Trackers, make_tracker
@@ -151,7 +152,7 @@ def make_header(
         global_batch_size=loader.global_batch_size,
         micro_batch_size=loader.micro_batch_size,
         accumulation=-(-micro_batches // strategy.world_size),
-        method=method_of(config, resolved),
+        method=method_of(config, resolved, task.model),
         labelled=resolved.problem is not None,
         evaluates=evaluation is not None
         and state.step == 0
@@ -169,13 +170,13 @@ def place_of(strategy: Strategy) -> str:
     return f"{ranks} on {socket.gethostname()}"
 
 
-def method_of(config: Config, resolved: Resolved) -> str:
+def method_of(config: Config, resolved: Resolved, model: Any) -> str:
     """A one-line description of the model and training method."""
     adapter, train = config.adapter, config.train
     weights = "all weights"
     if adapter.method != "none":
         targets = adapter.target_modules
-        of = targets if isinstance(targets, str) else ", ".join(targets)
+        of = described(model) or (targets if isinstance(targets, str) else ", ".join(targets))
         weights = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
     base = f", base in {resolved.bits} bits" if resolved.bits else ""
     return f"{weights}{base}; {train.optimizer}, {train.schedule} from {resolved.learning_rate:g}; {resolved.strategy}"

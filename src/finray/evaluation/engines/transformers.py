@@ -42,6 +42,7 @@ from finray.models.reordered import reorder
 from finray.models.ropes import FIXED, RowRopes, rope_types
 from finray.models.saved_layout import without_adapter
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
+from finray.models.towers import text_model
 from finray.tasks.causal_lm import CausalLM
 
 # Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
@@ -168,8 +169,8 @@ class TransformersEngine:
             notify(f"{packing.family} uses Transformers' generate, which is slower: {reason}")
             return
         attention.register()
-        self._usual = compat.attention_implementation(self._inner)
-        self._inner.set_attn_implementation(attention.NAME)
+        self._usual = compat.attention_implementation(text_model(self._inner))
+        text_model(self._inner).set_attn_implementation(attention.NAME)
         precision = "fp32" if self._inner.dtype == torch.float32 else "bf16"
         self._packed = PackedModel(model, precision=precision, attention_name=attention.NAME, device=model.device)
 
@@ -433,7 +434,7 @@ class TransformersEngine:
         """Restore the attention of a model that was passed in."""
         self._kept = None
         if self._packed is not None:
-            self._inner.set_attn_implementation(self._usual)
+            text_model(self._inner).set_attn_implementation(self._usual)
 
     @torch.inference_mode()
     def sums_of(
