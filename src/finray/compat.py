@@ -8,7 +8,7 @@ engine and of bitsandbytes' optimizers are read in :mod:`finray.parallel.deepspe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +217,27 @@ def recomputes_cache_at(model: Any) -> int | None:
     if config.model_type not in ("phi3", "phi4_multimodal", "phimoe"):
         return None
     return getattr(config, "original_max_position_embeddings", None)
+
+
+def published_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The names that weights of a model have in the files that Transformers writes, where they only have other names
+    there; empty where weights are also joined or split (experts)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters, apply_renamings
+
+    # As `save_pretrained` does: the rules that the model was loaded with, or those of its kind.
+    rules = getattr(model, "_weight_conversions", None)
+    if rules is None:
+        known = get_model_conversion_mapping(model, add_legacy=False) or []
+        rules = [rule for rule in known if not isinstance(rule, PrefixChange)]
+    backwards = [rule.reverse_transform() for rule in reversed(rules)]
+    converters = [rule for rule in backwards if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in backwards if not isinstance(rule, WeightConverter)]
+    held = list(names)
+    if any(apply_converters(name, converters)[1] is not None for name in held):
+        return {}
+    renamed = {name: apply_renamings(name, renamings) for name in held}
+    return {name: new for name, new in renamed.items() if new != name}
 
 
 def init_module(model: Any, module: torch.nn.Module) -> None:

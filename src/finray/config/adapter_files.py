@@ -19,6 +19,10 @@ from finray.files import FileKind
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 NOTES = "finray.json"
+# What turns images into a model's input: Transformers' names.
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json"),
+)
 # PEFT's settings of a LoRA that a continued adapter keeps. Some only say how it began, or how PEFT computes. All others
 # make another method of it, as `use_dora` does; or tie, repeat or extend parts of the model in ways that finray's
 # layout of weights does not know.

@@ -28,6 +28,7 @@ from finray.models.artifacts import Artifact, load_artifact, load_as_trained, me
 from finray.models.loading import DTYPES, load_model
 from finray.models.quantized import BITS
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.weights import processor_files
 from finray.results import Result
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a dtype explains.
@@ -144,6 +145,8 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
                 _require_range(whole, output)
             options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             whole.to(DTYPES[dtype]).save_pretrained(str(scratch), **options)
+            for name, content in processor_files(artifact.model).items():
+                (scratch / name).write_bytes(content)
             written = ModelConfig(name=str(scratch), task=artifact.model.task)
             again = load_model(written, dtype=torch.float32).eval()
         tokenizer.save_pretrained(str(scratch))

@@ -20,7 +20,7 @@ from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
 from finray.models.ropes import RowRopes
 from finray.models.saved_layout import without_adapter
-from finray.models.towers import text_tower
+from finray.models.towers import text_tower, text_writer
 
 # oneDNN compiles the bf16 products of each number of tokens, and keeps them between tensors in the heap. Those of a
 # classifier's batches all differ. Multiples save 240 MiB and 3 % of a step of MiniLM on SST-2, for 1.2 % more tokens.
@@ -111,11 +111,14 @@ class PackedModel:
 
     def _of_whole(self, output: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Logits that the whole model makes of what its body returns."""
-        takes = inspect.signature(self.inner.forward).parameters
-        # In training, Gemma 3 asks which tokens are of images.
-        types = {"token_type_ids": torch.zeros_like(tokens)} if self._is_part and "token_type_ids" in takes else {}
+        writer, types = self.inner, {}
+        if self._is_part:
+            writer = text_writer(self.inner)
+            # In training, Gemma 3 and Molmo 2 ask which tokens are of images.
+            names = [name for name in inspect.signature(writer.forward).parameters if name.endswith("token_type_ids")]
+            types = {name: torch.zeros_like(tokens) for name in names}
         with self._body_returning(output):
-            logits: torch.Tensor = self.inner(input_ids=tokens, **types).logits
+            logits: torch.Tensor = writer(input_ids=tokens, **types).logits
             return logits
 
     def logits_KV(self, batch: PackedRows, positions_K: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from finray import compat
 from finray.config.adapter_files import WEIGHTS
 from finray.errors import ModelError
 from finray.pretrained.weights import stored_weights
@@ -52,7 +53,9 @@ class SavedLayout:
         kept = self._model.state_dict().keys()
         named = dict(self._model.named_parameters())
         if not self._is_adapter:
-            return named | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+            whole = named | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+            published = compat.published_names(self._model, whole)
+            return {published.get(name, name): tensor for name, tensor in whole.items()}
         from peft import get_peft_model_state_dict
 
         names = partial(get_peft_model_state_dict, self._model, state_dict=named, save_embedding_layers=False)

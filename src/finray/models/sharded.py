@@ -152,6 +152,9 @@ class _BaseWeights:
         labels = labels_in(model.config)
         stored_names = {} if stored is None else {name: stored_name(model, name, stored) for name in wanted}
         places = {name: place for name, place in stored_names.items() if place is not None}
+        if stored is not None and len(places) < len(wanted):
+            published = compat.published_names(model, wanted - places.keys())
+            places |= {name: place for name, place in published.items() if place in stored.tensors}
         if stored is not None:
             held = set(places.values())
             require_numbers(stored.coded(held), like_scales(stored.tensors.keys() - held), config.name)

@@ -13,8 +13,6 @@ from finray.config.tasks import CAUSAL_LM
 from finray.errors import ModelError
 from finray.models.saved_layout import without_adapter
 
-IMAGES_LATER = "finray trains on text only: training on images comes in a later version"
-
 
 def reads_images(config: Any) -> bool:
     """Whether a configuration is of a model for images and text that has a text tower of its own."""
@@ -38,16 +36,40 @@ def auto_class_of(config: Any, auto_class: str) -> str:
     return auto_class if is_text or not reads_images(config) else "AutoModelForImageTextToText"
 
 
+def loaded_with(model: Any, auto_class: str) -> str:
+    """The name of Transformers' class that loads a model as it is here, where its task asks for this one."""
+    return auto_class_of(without_adapter(model).config, auto_class)
+
+
 def text_tower(model: Any) -> Any:
     """What makes the hidden states of text: of a model that reads images its decoder, of another one its body."""
     inner = without_adapter(model)
     if not _reads_images(inner):
         return getattr(inner, inner.base_model_prefix, inner)
-    tower = inner.get_decoder()
-    # Some hold a whole causal language model, with its head.
-    while hasattr(tower, "get_decoder") and (body := tower.get_decoder()) is not tower:
-        tower = body
-    return tower
+    return _chain(inner)[-1]
+
+
+def text_writer(model: Any) -> Any:
+    """The model that makes logits of what :func:`text_tower` returns: mostly all of it. Some hold a whole causal
+    language model, and ask for an image themselves."""
+    inner = without_adapter(model)
+    if not _reads_images(inner):
+        return inner
+    return next(part for part in reversed(_chain(inner)) if part.get_output_embeddings() is not None)
+
+
+def _chain(inner: Any) -> list[Any]:
+    """A model that reads images, the decoder in it, and what that holds, to the last."""
+    models = [inner, inner.get_decoder()]
+    while hasattr(last := models[-1], "get_decoder"):
+        body = last.get_decoder()
+        if body is last and last.get_output_embeddings() is not None:
+            # The class of Llama 4's text model names a body that it does not have.
+            body = getattr(last, "model", last)
+        if body is last:
+            break
+        models.append(body)
+    return models
 
 
 def text_model(model: Any) -> Any:
@@ -80,7 +102,8 @@ def keep_others(model: Any) -> None:
         return
     text, tower = model.config.get_text_config(), text_tower(model)
     reads = getattr(text, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False)
-    if reads or tower is model or model.get_output_embeddings() is None:
+    is_body = tower is not model and hasattr(tower, "get_decoder") and tower.get_output_embeddings() is None
+    if reads or not is_body or model.get_output_embeddings() is None:
         raise ModelError(
             f"the text part of a {model.config.model_type} cannot be trained alone: it is no decoder with a head",
             where=f"model.name={model.config.name_or_path}",

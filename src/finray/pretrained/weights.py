@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
+from finray.config.adapter_files import PROCESSOR_FILES
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.files import FileKind
@@ -206,3 +207,11 @@ def folder_of(model: ModelConfig, *, local: bool = False) -> Path | None:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
         return None
+
+
+def processor_files(model: ModelConfig) -> dict[str, bytes]:
+    """The files of a model that turn images into its input, by name; of one on the Hub as they are in the cache."""
+    folder = folder_of(model, local=True)
+    if folder is None:
+        return {}
+    return {name: (folder / name).read_bytes() for name in PROCESSOR_FILES if (folder / name).is_file()}

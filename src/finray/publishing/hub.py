@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from finray import compat
-from finray.config.adapter_files import NOTES, SETTINGS
+from finray.config.adapter_files import NOTES, PROCESSOR_FILES, SETTINGS
 from finray.config.export import hub_id
 from finray.config.redact import MASK, redact_text
 from finray.errors import FinrayError, HubError, ModelError
@@ -38,7 +38,7 @@ MARK = NOTES
 MODEL = (
     *("*.safetensors", "*.safetensors.index.json", "*.gguf", "config.json", "generation_config.json", SETTINGS, MARK),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja"),
-    *("additional_chat_templates/*.jinja", "Modelfile", "preprocessor_config.json"),
+    *("additional_chat_templates/*.jinja", "Modelfile", *PROCESSOR_FILES),
 )
 # Pushed as well; there they stay until they are replaced.
 DOCUMENTS = ("README.md", "LICENSE*", "NOTICE*")

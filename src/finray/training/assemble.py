@@ -402,7 +402,7 @@ def _announce(
         if not first:
             return Trackers({}, {}, warn=warn), lambda folder: None
         trackers = start_trackers(config, resolved, run_dir, header, notify, warn)
-        return trackers, save_extras(config, loaded.dataset, resolved, loaded.tokenizer)
+        return trackers, save_extras(config, loaded.dataset, resolved, loaded.tokenizer, loaded.task.model)
 
     return header, *on_all_ranks(strategy, started)
 

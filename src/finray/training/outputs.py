@@ -25,7 +25,9 @@ from finray.data.formats.convert import prompt_form
 from finray.errors import TrainingError
 from finray.files import FileKind, replace_text
 from finray.models.targets import described
+from finray.models.towers import loaded_with
 from finray.parallel.base import Strategy
+from finray.pretrained.weights import processor_files
 from finray.records import Metrics, Record, RunHeader, SystemRecord, TrainRecord
 from finray.tracking.base import Trackers, make_tracker
 from finray.tracking.follow import Followed, Sending, Service, ServiceFollower
@@ -86,14 +88,16 @@ class _Notifier:
         """Nothing is kept here."""
 
 
-def save_extras(config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any) -> Callable[[Path], None]:
+def save_extras(
+    config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any, model: Any
+) -> Callable[[Path], None]:
     """A function that writes the tokenizer, and what later commands need to know, into a checkpoint."""
     notes = {
         "base_model": config.model.name,
         "revision": config.model.revision,
         "rows": dataset.kind(),
         "task": config.model.task,
-        "auto_class": task_spec(config.model.task).auto_class,
+        "auto_class": loaded_with(model, task_spec(config.model.task).auto_class),
         "new_tokens": config.model.new_tokens,
         "system": config.data.system,
         "tool_format": config.data.tool_format,
@@ -110,8 +114,13 @@ def save_extras(config: Config, dataset: PreparedDataset, resolved: Resolved, to
             # Classifying batches needs a pad token, and the model's configuration names it.
             tokenizer.pad_token = tokenizer.eos_token
 
+    # A whole model reads images with the files of its base.
+    processor = processor_files(config.model) if config.adapter.method == "none" else {}
+
     def save(folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
+        for name, content in processor.items():
+            (folder / name).write_bytes(content)
         (folder / NOTES).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
 
     return save

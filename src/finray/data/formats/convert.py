@@ -29,7 +29,7 @@ from finray.data.formats.examples import (
     detect,
 )
 from finray.data.formats.labels import LabelRules, label_of
-from finray.data.formats.messages import as_text, is_empty, messages_of, template_arguments, tools_of
+from finray.data.formats.messages import MEDIA, as_text, is_empty, messages_of, no_text, template_arguments, tools_of
 from finray.data.sources.readers import without_nulls
 from finray.errors import ConfigError, DataError
 from finray.limits import CONVERTER_S, cut, within
@@ -246,6 +246,7 @@ def _example(
         row = {name: without_nulls(value) if name in read else value for name, value in row.items()}
     match row_format.kind:
         case "messages" | "sharegpt":
+            _require_text(row)
             name = columns["messages" if row_format.kind == "messages" else "conversations"]
             chat = Chat(messages_of(column(row, name), name, notes))
             return _completed(chat, row, row_format, there, notes)
@@ -259,6 +260,7 @@ def _example(
                     return Completion(prompt_text, answer_text, frozenset(notes))
                 chat = Chat((Message("user", prompt_text), Message("assistant", answer_text)))
                 return _completed(chat, row, row_format, there, notes)
+            _require_text(row)
             before = messages_of(asked, prompt, notes)
             after = messages_of(column(row, completion), completion, notes)
             if before[-1].role == after[0].role == "assistant":
@@ -287,6 +289,14 @@ def _example(
             return Completion(
                 _filled(row_format.input_template, row, columns), _filled(row_format.output_template, row, columns)
             )
+
+
+def _require_text(row: Columns) -> None:
+    """Refuse a conversation with an image beside it, which its turns are about. Raises DataError: there is one."""
+    for name in MEDIA:
+        for column_name in (name, f"{name}s"):
+            if not is_empty(row.get(column_name)):
+                raise no_text(f"the column `{column_name}` holds something")
 
 
 def _with_value(row: Columns, there: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -37,6 +37,8 @@ _CALLS = ("function_call", "tool_call")
 FLAGS = ("train", "training", "trainable", "loss", "loss_mask", "loss_scale", "loss_weight", "weight")
 # Axolotl's list of ranges of a turn's content.
 _RANGES = "train_detail"
+# Parts of a content, and columns beside the messages, that are no text; in the plural too.
+MEDIA = ("image", "video", "audio", "input_image", "input_audio")
 # Keys of a message that templates usually read, and all that are read here; a template may read any other.
 _KEPT = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 _READ = frozenset(("role", "from", "content", "value", "tool_calls", "function_call", _RANGES, *FLAGS, *_KEPT))
@@ -192,6 +194,14 @@ def _message(item: Any, place: str, notes: set[str]) -> Message:
     return Message(role, content, train is not False, extra, others, is_null, () if train is False else tuple(hidden))
 
 
+def no_text(what: str) -> DataError:
+    """The error of a row with an image, a video or a sound."""
+    return DataError(
+        f"{what}: finray trains on text only; training on images comes in a later version",
+        repair="leave such rows out (data.on_bad_row=drop), or their images where the text makes sense alone",
+    )
+
+
 def is_empty(value: Any) -> bool:
     """Whether a field says nothing: null, or an empty text, list or object."""
     return value is None or (isinstance(value, str | list | Mapping) and not value)
@@ -234,6 +244,8 @@ def _joined(parts: Sequence[Mapping[str, Any]], place: str, notes: set[str]) -> 
     """The text of parts, and the ranges of it that are not to be learned."""
     content, hidden = "", list[tuple[int, int]]()
     for number, part in enumerate(parts):
+        if str(part.get("type")).startswith(MEDIA):
+            raise no_text(f"{place} has a part of type `{part['type']}`")
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(
                 f"{place} has no text: a part of `content` is {shown(dict(part))}",
