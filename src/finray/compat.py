@@ -240,6 +240,19 @@ def published_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     return {name: new for name, new in renamed.items() if new != name}
 
 
+def publish(model: Any) -> None:
+    """Let a model be saved as models of its kind are published, where its files held joined experts: it would be saved
+    by the rules that it was loaded with."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    known = get_model_conversion_mapping(model, add_legacy=False) or []
+    used = getattr(model, "_weight_conversions", None) or []
+    if any(isinstance(rule, WeightConverter) for rule in known):
+        converts = any(isinstance(rule, WeightConverter) for rule in used)
+        model._weight_conversions = used if converts else None
+
+
 def init_module(model: Any, module: torch.nn.Module) -> None:
     """Let a model initialize one of its modules, buffers included."""
     model._init_weights(module)

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
@@ -93,6 +94,30 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent_gemma": ("recurrent_gemma", _SHARED | _GRIFFIN),
 }
 
+# Models that read images too. Their tensors have other names in files than in memory (Mistral 3, LLaVA); positions have
+# three axes (Qwen2-VL); tokens of images are asked for in training (Gemma 3); the text part is a causal language model
+# in which experts are fused (Llama 4), or PEFT takes the experts of earlier versions (GLM-4.5V).
+_IMAGE = 300
+_PATCHES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_PATCHES |= {"image_size": 28, "patch_size": 14}
+_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+_OF_QWEN = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4}
+_GLM = {"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_GLM |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_LLAMA4 = {"num_local_experts": 4, "moe_layers": [1], "intermediate_size_mlp": 128, "attention_chunk_size": 8}
+_OF_LLAMA4 = _PATCHES | {"intermediate_size": 256, "vision_output_dim": 64}
+_OF_LLAMA4 |= {"projector_input_dim": 64, "projector_output_dim": 64}
+READERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral3": ("mistral", {}, _PATCHES | {"model_type": "pixtral", "head_dim": 16}),
+    "qwen2_vl": ("qwen2_vl_text", _AXES, _OF_QWEN),
+    "gemma3": ("gemma3_text", _WINDOWS, _PATCHES | {"model_type": "siglip_vision_model"}),
+    "llava": ("llama", {}, _PATCHES | {"model_type": "clip_vision_model", "projection_dim": 64}),
+    "idefics3": ("llama", {}, _PATCHES),
+    "glm4v_moe": ("glm4v_moe_text", _GLM, {"depth": 2, "hidden_size": 64, "num_heads": 4, "out_hidden_size": 64}),
+    "llama4": ("llama4_text", _LLAMA4, _OF_LLAMA4),
+}
+_READ = {"image_token_index": _IMAGE, "image_token_id": _IMAGE, "spatial_merge_size": 1, "mm_tokens_per_image": 4}
+
 # Values that are no family's defaults: eps, activation, windows, positions, what is a bias and what is not.
 _ENCODER = _SIZES | {"vocab_size": 384, "intermediate_size": 96, "max_position_embeddings": 80, "pad_token_id": 0}
 _BERT = _ENCODER | {"type_vocab_size": 3, "layer_norm_eps": 1e-3, "hidden_act": "gelu_new"}
@@ -160,10 +185,27 @@ def build_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
+def build_reader(family: str) -> Any:
+    """A randomly initialized tiny model of a family that reads images, in fp32."""
+    text, settings, vision = READERS[family]
+    known = vars(AutoConfig.for_model(family))
+    parts = {"text_config": {"model_type": text, **_SHARED, **settings}, "vision_config": vision}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **parts, **{name: value for name, value in _READ.items() if name in known})
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+
+
 def save_model(family: str, folder: Path, tokenizer: Any, **overrides: Any) -> None:
     """Write a tiny model and its tokenizer."""
     build_model(family, **overrides).save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
+
+
+def save_reader(family: str, folder: Path, tokenizer: Any) -> None:
+    """Write a tiny model that reads images, its tokenizer, and what prepares images for it."""
+    build_reader(family).save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5, 0.25, 0.125]}), encoding="utf-8")
 
 
 def write_empty_weights(folder: Path) -> None:

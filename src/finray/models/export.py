@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
+from finray import compat
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError, did_you_mean_path, require_package
@@ -141,10 +142,15 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         else:
             used = dtype
             whole = trained if base is None else merge_adapter(trained)
+            if base is None:
+                compat.publish(whole)
             if dtype == "fp16":
                 _require_range(whole, output)
             options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-            whole.to(DTYPES[dtype]).save_pretrained(str(scratch), **options)
+            # Not `to`: complex numbers of rotary embeddings would lose a half.
+            for tensor in (*whole.parameters(), *whole.buffers()):
+                tensor.data = tensor.data.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor.data
+            whole.save_pretrained(str(scratch), **options)
             for name, content in processor_files(artifact.model).items():
                 (scratch / name).write_bytes(content)
             written = ModelConfig(name=str(scratch), task=artifact.model.task)
