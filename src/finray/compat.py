@@ -314,7 +314,8 @@ def names_of_experts(model: Any) -> frozenset[str]:
 def refused_by_lora(model: Any) -> frozenset[str]:
     """Endings of names of linear layers that PEFT puts no LoRA on: the kernels of Mamba read their matrix alone."""
     mamba = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-    return frozenset(("out_proj", "conv1d") if model.config.model_type in mamba else ())
+    config = getattr(model, "config", None)
+    return frozenset(("out_proj", "conv1d") if getattr(config, "model_type", None) in mamba else ())
 
 
 # --- datasets 4.5 ---------------------------------------------------------------------------------------------------

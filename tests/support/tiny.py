@@ -94,6 +94,26 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent_gemma": ("recurrent_gemma", _SHARED | _GRIFFIN),
 }
 
+# Experts joined into one parameter: PEFT knows the names of earlier versions of some, which shared experts and layers
+# without experts have as well; others hold their matrices transposed, with biases, or beside a router that is a layer.
+_FEW = {"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+_LATENT |= {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+_LLAMA4 = {"num_local_experts": 4, "moe_layers": [1], "intermediate_size_mlp": 128, "attention_chunk_size": 8}
+_BESIDE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+_BESIDE |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 384}
+_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": FAMILIES["mixtral"],
+    "qwen3_moe": FAMILIES["qwen3_moe"],
+    "qwen2_moe": ("qwen2_moe", _SHARED | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32}),
+    "gpt_oss": ("gpt_oss", _SHARED | _EXPERTS | {"num_local_experts": 4, **_KINDS}),
+    "glm4_moe": ("glm4_moe", _SHARED | _FEW),
+    "deepseek_v3": ("deepseek_v3", _SHARED | _FEW | _LATENT),
+    "llama4": ("llama4_text", _SHARED | _LLAMA4),
+    "gemma4": ("gemma4_text", _SHARED | _BESIDE | {"per_layer_config": {1: {"head_dim": 32}}, **_KINDS}),
+}
+
 # Models that read images too. Their tensors have other names in files than in memory (Mistral 3, LLaVA); positions have
 # three axes (Qwen2-VL); tokens of images are asked for in training (Gemma 3); the text part is a causal language model
 # in which experts are fused (Llama 4), or PEFT takes the experts of earlier versions (GLM-4.5V).
@@ -102,9 +122,7 @@ _PATCHES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
 _PATCHES |= {"image_size": 28, "patch_size": 14}
 _AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 _OF_QWEN = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 4}
-_GLM = {"num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-_GLM |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-_LLAMA4 = {"num_local_experts": 4, "moe_layers": [1], "intermediate_size_mlp": 128, "attention_chunk_size": 8}
+_GLM = _FEW | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 _OF_LLAMA4 = _PATCHES | {"intermediate_size": 256, "vision_output_dim": 64}
 _OF_LLAMA4 |= {"projector_input_dim": 64, "projector_output_dim": 64}
 READERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -173,7 +191,7 @@ def train_tokenizer() -> Any:
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A randomly initialized tiny model of a family, in fp32."""
-    kind, settings = (FAMILIES | HYBRIDS)[family]
+    kind, settings = (FAMILIES | HYBRIDS | EXPERTS)[family]
     config = AutoConfig.for_model(kind, **settings | overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

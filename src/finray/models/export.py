@@ -151,8 +151,8 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
             for tensor in (*whole.parameters(), *whole.buffers()):
                 tensor.data = tensor.data.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor.data
             whole.save_pretrained(str(scratch), **options)
-            for name, content in processor_files(artifact.model).items():
-                (scratch / name).write_bytes(content)
+            for name, prepares in processor_files(artifact.model).items():
+                (scratch / name).write_bytes(prepares)
             written = ModelConfig(name=str(scratch), task=artifact.model.task)
             again = load_model(written, dtype=torch.float32).eval()
         tokenizer.save_pretrained(str(scratch))

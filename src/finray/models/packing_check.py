@@ -21,6 +21,7 @@ from finray.files import first_line
 from finray.models import attention, states
 from finray.models.packed import PackedModel, ProbeRows
 from finray.models.ropes import FIXED, rope_types
+from finray.models.towers import text_tower
 from finray.pretrained.tokenizers import check_exists, loading_options, not_loaded, silence_transformers
 
 # Row lengths of the test: longer than the window of the small model, and different.
@@ -178,7 +179,7 @@ def row_limit(model: Any) -> tuple[int | None, bool]:
     context = getattr(config, "max_position_embeddings", None)
     tables = [
         module
-        for module in model.modules()
+        for module in text_tower(model).modules()
         if isinstance(module, torch.nn.Embedding)
         and module is not table
         and module.embedding_dim == config.hidden_size

@@ -53,7 +53,9 @@ class SavedLayout:
         kept = self._model.state_dict().keys()
         named = dict(self._model.named_parameters())
         if not self._is_adapter:
-            whole = named | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+            whole: dict[str, torch.Tensor] = named | {
+                name: buffer for name, buffer in self._model.named_buffers() if name in kept
+            }
             published = compat.published_names(self._model, whole)
             return {published.get(name, name): tensor for name, tensor in whole.items()}
         from peft import get_peft_model_state_dict

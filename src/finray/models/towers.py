@@ -45,7 +45,7 @@ def text_tower(model: Any) -> Any:
     """What makes the hidden states of text: of a model that reads images its decoder, of another one its body."""
     inner = without_adapter(model)
     if not _reads_images(inner):
-        return getattr(inner, inner.base_model_prefix, inner)
+        return getattr(inner, getattr(inner, "base_model_prefix", ""), inner)
     return _chain(inner)[-1]
 
 
@@ -119,4 +119,5 @@ def _reads_images(model: Any) -> bool:
     # A model of the text part alone may have the configuration of the whole.
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as with_images
 
-    return reads_images(model.config) and isinstance(model, with_images[type(model.config)])
+    config = getattr(model, "config", None)
+    return config is not None and reads_images(config) and isinstance(model, with_images[type(config)])

@@ -139,7 +139,7 @@ def draw_blueprint(
     layers = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model)[1] or []]
     parts = towers.other_parts(model)
     kept = sum(weight.numel() for part in parts for weight in model.get_submodule(part).parameters())
-    of_text = model if not parts else torch.nn.ModuleList([towers.text_tower(model)])
+    of_text: Any = towers.text_tower(model) if parts else model
     linears = [
         module
         for module in of_text.modules()
