@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
@@ -18,6 +18,8 @@ from tests.support.group import run_all
 # Those of the gate, and those of make test-nightly.
 GATE = ["gemma3", "gpt2"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma3", "phi3", "gpt2", "bloom", "opt"]
+# Of these the text part is trained.
+READERS = ["qwen2_vl", "glm4v_moe"]
 STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3, "keep_deepspeed_shards": False}}
 # A module with parameters that these have, another family has too: DeepSpeed, which takes longest, gathers those.
 LIKE_OTHERS = ("qwen2", "qwen3", "mistral")
@@ -45,7 +47,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     # Few enough that they come again: then the loss falls.
     tiny.write_chat_rows(folder, 14)
     for family in families:
-        tiny.save_model(family, folder / family, tokenizer)
+        save = tiny.save_reader if family in READERS else tiny.save_model
+        save(family, folder / family, tokenizer)
     run_all(
         [
             (plain_of(family, strategy, folder), folder / f"{family}-{strategy}")
@@ -61,7 +64,8 @@ def reference(family: str, folder: Path, steps: list[list[int]]) -> list[float]:
     """Loss per target of each step: plain Transformers with its own attention, one row at a time."""
     config = runs.config_of(plain_of(family, "ddp", folder))
     split = PreparedDataset(prepare_here(config)).splits(config.data, seed=config.run.seed).train
-    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32, attn_implementation="eager")
+    kind = AutoModelForImageTextToText if family in READERS else AutoModelForCausalLM
+    model = kind.from_pretrained(folder / family, dtype=torch.float32, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     losses = []
     for rows in steps:
@@ -80,7 +84,7 @@ def reference(family: str, folder: Path, steps: list[list[int]]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=[] if one in GATE else [pytest.mark.nightly]) for one in FAMILIES]
+    "family", [pytest.param(one, marks=[] if one in GATE else [pytest.mark.nightly]) for one in (*FAMILIES, *READERS)]
 )
 def test_a_family_learns_what_its_unpacked_reference_does(folder: Path, family: str) -> None:
     steps = runs.values(folder / f"{family}-ddp", "samples")

@@ -111,6 +111,8 @@ def _give_memory(model: Any, inner: Any, device: torch.device, parameter_device:
     Buffers are computed, because rotary frequencies and scales of embeddings are in no file. Meanwhile weights are
     removed from the modules: initialization code could not handle shards.
     """
+    from transformers import PreTrainedModel
+
     places: dict[int, list[tuple[Any, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -122,13 +124,16 @@ def _give_memory(model: Any, inner: Any, device: torch.device, parameter_device:
     for (first, first_name), *others in places.values():
         for module, name in others:
             setattr(module, name, getattr(first, first_name))
+    # A part that reads images initializes its own modules, by its own configuration.
+    models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
+    owners = {id(part): owner for owner in models for part in owner.modules()}
     for module in inner.modules():
         if any(True for _ in module.buffers(recurse=False)):
             weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             for name, weight in weights.items():
                 empty = torch.empty(getattr(weight, "ds_shape", weight.shape), device="meta")
                 setattr(module, name, torch.nn.Parameter(empty))
-            compat.init_module(inner, module)
+            compat.init_module(owners[id(module)], module)
             for name, weight in weights.items():
                 setattr(module, name, weight)
 
