@@ -31,7 +31,9 @@ _NUMBER = re.compile(r"\.\d+\.")
 def base_name(name: str) -> str:
     """The name of a weight in the base model, without an adapter's wrappers."""
     name = name.removeprefix("base_model.model.")
-    for around in (".token_adapter.base_layer.", ".base_layer.", ".original_module.", f".modules_to_save.{NAME}."):
+    # Two adapters of one layer's experts are around each other.
+    name = name.replace(".token_adapter.", ".").replace(".base_layer", "")
+    for around in (".original_module.", f".modules_to_save.{NAME}."):
         name = name.replace(around, ".")
     return name
 

@@ -12,6 +12,7 @@ from finray.config.schema import Config
 from finray.models.loading import build_model
 from finray.models.packed import CalledAsOne, PackedModel
 from finray.models.saved_layout import SavedLayout
+from finray.models.targets import described
 from finray.records import Confusion
 
 
@@ -43,6 +44,9 @@ def built(
 class PackedTask:
     """The model's part of :class:`finray.training.task.Task`.
 
+    Attributes:
+        adapted: what the adapter is on, where that is not all linear layers.
+
     Args:
         packed: the model.
         compute: what is called with a batch inside of what a strategy wraps.
@@ -54,6 +58,7 @@ class PackedTask:
         self.layout = SavedLayout(packed.model)
         self.module: torch.nn.Module = CalledAsOne(packed.model, compute)
         # Of the whole model: later it may be sharded.
+        self.adapted = described(self.model)
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
         self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 

@@ -24,7 +24,6 @@ from finray.data.dataset.prepared import PreparedDataset
 from finray.data.formats.convert import prompt_form
 from finray.errors import TrainingError
 from finray.files import FileKind, replace_text
-from finray.models.targets import described
 from finray.models.towers import loaded_with
 from finray.parallel.base import Strategy
 from finray.pretrained.weights import processor_files
@@ -161,7 +160,7 @@ def make_header(
         global_batch_size=loader.global_batch_size,
         micro_batch_size=loader.micro_batch_size,
         accumulation=-(-micro_batches // strategy.world_size),
-        method=method_of(config, resolved, task.model),
+        method=method_of(config, resolved, getattr(task, "adapted", "")),
         labelled=resolved.problem is not None,
         evaluates=evaluation is not None
         and state.step == 0
@@ -179,13 +178,13 @@ def place_of(strategy: Strategy) -> str:
     return f"{ranks} on {socket.gethostname()}"
 
 
-def method_of(config: Config, resolved: Resolved, model: Any) -> str:
-    """A one-line description of the model and training method."""
+def method_of(config: Config, resolved: Resolved, adapted: str) -> str:
+    """A one-line description of the model and training method, with what its adapter is on where that is known."""
     adapter, train = config.adapter, config.train
     weights = "all weights"
     if adapter.method != "none":
         targets = adapter.target_modules
-        of = described(model) or (targets if isinstance(targets, str) else ", ".join(targets))
+        of = adapted or (targets if isinstance(targets, str) else ", ".join(targets))
         weights = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
     base = f", base in {resolved.bits} bits" if resolved.bits else ""
     return f"{weights}{base}; {train.optimizer}, {train.schedule} from {resolved.learning_rate:g}; {resolved.strategy}"
