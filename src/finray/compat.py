@@ -253,6 +253,14 @@ def publish(model: Any) -> None:
         model._weight_conversions = used if converts else None
 
 
+def router_loss(model: Any) -> Callable[[Any, int, int], torch.Tensor] | None:
+    """What a family computes of its routers' logits, the number of experts and how many of them a token takes; None for
+    a model that is trained without."""
+    body = sys.modules[type(model).__module__]
+    recorded: Any = getattr(model, "_can_record_outputs", None) or {}
+    return getattr(body, "load_balancing_loss_func", None) if "router_logits" in recorded else None
+
+
 def init_module(model: Any, module: torch.nn.Module) -> None:
     """Let a model initialize one of its modules, buffers included."""
     model._init_weights(module)

@@ -110,6 +110,12 @@ class TrainConfig(Section):
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Clip the global gradient norm to this value. null disables clipping."
     )
+    router_loss: float = Field(
+        0.0,
+        ge=0,
+        description="Mixture of experts: weight of the loss that keeps the router from choosing few experts "
+        "(`router_aux_loss_coef` of the model's `config.json`), such as 0.001. The recorded loss is without it.",
+    )
     precision: Literal["auto", "fp32", "bf16", "bf16-true", "fp16"] = Field(
         "auto",
         description="Precision of forward and backward pass. `auto` is bf16 if the hardware supports it, else fp32. "

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
+from finray import compat
+from finray.errors import ModelError
 from finray.models import attention, pooled, states
 from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
@@ -104,6 +106,16 @@ class PackedModel:
     def hidden_TH(self, batch: PackedRows) -> torch.Tensor:
         """The last hidden states (T, H)."""
         return self._flat(self._call(self._body, batch))
+
+    def hidden_and_routed(self, batch: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last hidden states (T, H), and the family's loss of how its routers chose experts, which has a gradient
+        and no value."""
+        found = compat.router_loss(self._body)
+        assert found is not None
+        output = self._call(self._body, batch, output_router_logits=True)
+        each = self.inner.config.get_text_config().num_experts_per_tok
+        loss = found(output.router_logits, int(output.router_logits[0].shape[-1]), int(each))
+        return self._flat(output), loss - loss.detach()
 
     def _flat(self, output: Any) -> torch.Tensor:
         hidden: torch.Tensor = output.last_hidden_state
@@ -264,6 +276,16 @@ class PackedModel:
                 max_length_k=longest,
                 **options,
             )
+
+
+def require_router_loss(model: Any, name: str) -> None:
+    """Refuse ``train.router_loss`` for a model whose family has none. Raises ModelError: it has none."""
+    if compat.router_loss(text_tower(model)) is None or plain_head(without_adapter(model)) is None:
+        raise ModelError(
+            "this model has no loss of a router",
+            where=f"train.router_loss, model.name={name}",
+            repair="set it to 0: it is for mixtures of experts that are trained with one, such as Mixtral and Qwen3-MoE",
+        )
 
 
 class FilledRows:

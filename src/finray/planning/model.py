@@ -17,6 +17,7 @@ from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError, about_model
 from finray.models.loading import check_loading, is_quantized, load_model
+from finray.models.packed import require_router_loss
 from finray.models.packing_cache import packing_of
 from finray.models.sharded import cut_model, left_out
 from finray.models.targets import expert_names
@@ -129,6 +130,11 @@ def _planned(
         return None
     if not packing.safe:
         findings.warn(packing.warning, "data.packing")
+    if config.train.router_loss:
+        try:
+            require_router_loss(model, config.model.name)
+        except ModelError as error:
+            findings.problem(error)
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     if config.adapter.method != "none" and isinstance(width, int) and config.adapter.rank > width:
         findings.warn(

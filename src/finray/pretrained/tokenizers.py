@@ -93,6 +93,9 @@ def silence_transformers() -> None:
     getLogger("bitsandbytes").setLevel(ERROR)
     # PEFT reads a name that Transformers has renamed.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    # It says so of ranks of experts, which it has just given to them.
+    ignored = r"The following (rank|alpha)_pattern keys did not match any targeted module"
+    warnings.filterwarnings("ignore", message=ignored, category=RuntimeWarning)
 
 
 @contextmanager

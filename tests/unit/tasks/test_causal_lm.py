@@ -1,0 +1,60 @@
+"""The loss of a causal language model, where it is more than that of its words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from finray.data.sampling.collate import collate
+from finray.errors import ModelError
+from finray.models import attention
+from finray.models.packed import require_router_loss
+from finray.tasks.causal_lm import CausalLM
+from tests.support import tiny
+
+WEIGHT = 0.3
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_the_loss_of_a_router_has_the_gradient_of_plain_transformers_and_is_not_in_the_recorded_loss(
+    family: str,
+) -> None:
+    plain = tiny.build_model(family, router_aux_loss_coef=WEIGHT).train()
+    words = np.array([5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
+    tokens = torch.tensor(words)[None]
+    outputs = plain(input_ids=tokens, labels=tokens, output_router_logits=True)
+    outputs.loss.backward()
+    attention.register()
+    model = tiny.build_model(family).train()
+    model.set_attn_implementation(attention.NAME)
+    task = CausalLM(model, precision="fp32", attention_name=attention.NAME, device=torch.device("cpu"))
+    batch = collate([(words, np.ones(len(words), dtype=bool))], [0])
+    without = task.loss_sum(batch).detach()
+    task.router_loss = WEIGHT
+    loss = task.loss_sum(batch)
+    assert loss.item() == without.item()
+    assert loss.item() / 9 == pytest.approx((outputs.loss - WEIGHT * outputs.aux_loss).item(), rel=1e-5)
+    (loss / 9).backward()  # type: ignore[no-untyped-call]
+    expected = dict(plain.named_parameters())
+    routers = 0
+    for name, weight in model.named_parameters():
+        theirs = expected[name].grad
+        assert weight.grad is not None
+        assert theirs is not None
+        assert float((weight.grad - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max()) + 1e-8, name
+        routers += "mlp.gate" in name or "mlp.router" in name
+    assert routers
+    # The control: without it the router learns something else.
+    model.zero_grad()
+    task.router_loss = 0.0
+    (task.loss_sum(batch) / 9).backward()  # type: ignore[no-untyped-call]
+    router = next(name for name in expected if "mlp.gate.weight" in name or "mlp.router.weight" in name)
+    other, theirs = model.get_parameter(router).grad, expected[router].grad
+    assert float((other - theirs).abs().max()) > 1e-2 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_model_without_such_a_loss_is_refused(family: str) -> None:
+    with pytest.raises(ModelError, match="no loss of a router"):
+        require_router_loss(tiny.build_model(family), "tiny")
