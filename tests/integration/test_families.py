@@ -60,6 +60,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.nightly
+def test_adapters_of_experts_learn_the_same_under_every_strategy(tmp_path: Path, tokenizer: Any) -> None:
+    """Of one parameter for all experts, and of shared ones, which PEFT takes for parameters too."""
+    tiny.write_chat_rows(tmp_path, 14)
+    tiny.save_model("qwen2_moe", tmp_path / "qwen2_moe", tokenizer)
+    cases = {
+        strategy: runs.changed(plain_of("qwen2_moe", strategy, tmp_path), {"adapter.method": "lora"})
+        for strategy in STRATEGIES
+    }
+    run_all([(plain, tmp_path / strategy) for strategy, plain in cases.items()], world_size=2)
+    first = runs.adapter_weights(tmp_path / "ddp" / "checkpoint-000004")
+    assert {"experts", "shared_expert"} <= {name for key in first for name in key.split(".")}
+    for strategy in cases:
+        runs.assert_same_curve(tmp_path / "ddp", tmp_path / strategy)
+        other = runs.adapter_weights(tmp_path / strategy / "checkpoint-000004")
+        assert runs.relative_difference(first, other) < 1e-4, strategy
+
+
 def reference(family: str, folder: Path, steps: list[list[int]]) -> list[float]:
     """Loss per target of each step: plain Transformers with its own attention, one row at a time."""
     config = runs.config_of(plain_of(family, "ddp", folder))

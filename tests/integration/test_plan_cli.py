@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,29 @@ def test_a_plan_of_a_run_that_starts(config: Path, tmp_path: Path) -> None:
     # Nothing was made: neither a run nor prepared data.
     assert not (tmp_path / "out" / "run").exists()
     assert not list(tmp_path.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("qwen3_moe", {}, ["on experts 74%, attention 26%; none on the router"]),
+        ("qwen3_moe", {"train.router_loss": 0.01}, ["the run would start"]),
+        (
+            "mistral3",
+            {"train.router_loss": 0.01},
+            ["it alone is trained", "(vision_tower, multi_modal_projector)", "this model has no loss of a router"],
+        ),
+    ],
+)
+def test_what_of_a_model_is_trained_is_said(
+    family: str, changes: dict[str, float], said: list[str], plain: Plain, tmp_path: Path, tokenizer: Any
+) -> None:
+    save = tiny.save_reader if family in tiny.READERS else tiny.save_model
+    save(family, tmp_path / family, tokenizer)
+    other = runs.changed(plain, {"model.name": str(tmp_path / family), **changes})
+    code, out, err = finray("plan", runs.write_config(other, tmp_path / "other.yaml"))
+    assert code == (2 if family == "mistral3" else 0), out + err
+    assert not [part for part in said if part not in out + err]
 
 
 def test_counts_and_json_are_those_of_the_run(plain: Plain, config: Path, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
+from finray.models.saved_layout import SavedLayout
 from finray.pretrained.weights import StoredWeights, stored_weights
 from tests.support import runs, tiny
 
@@ -60,6 +62,20 @@ def changed(before: StoredWeights, after: StoredWeights) -> set[str]:
         name: one.shape for name, one in before.tensors.items()
     }
     return {name for name in before.tensors if not torch.equal(before.read(name), after.read(name))}
+
+
+@pytest.mark.parametrize("publishes", [True, False], ids=["published", "as earlier versions wrote them"])
+def test_a_checkpoint_is_read_again_by_either_names(publishes: bool, tmp_path: Path) -> None:
+    model = tiny.build_reader("mistral3")
+    tensors = SavedLayout(model).tensors(publishes=publishes)
+    assert ("language_model.model.norm.weight" in tensors) == publishes
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    other = tiny.build_reader("mistral3")
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.zero_()
+    SavedLayout(other).load(tmp_path)
+    assert all(torch.equal(weight, model.get_parameter(name)) for name, weight in other.named_parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

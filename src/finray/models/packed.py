@@ -284,7 +284,7 @@ def require_router_loss(model: Any, name: str) -> None:
         raise ModelError(
             "this model has no loss of a router",
             where=f"train.router_loss, model.name={name}",
-            repair="set it to 0: it is for mixtures of experts that are trained with one, such as Mixtral and Qwen3-MoE",
+            repair="set it to 0: it is for mixtures of experts whose family has one, such as Mixtral and Qwen3-MoE",
         )
 
 

@@ -47,8 +47,9 @@ class SavedLayout:
         self._has_residual = self._is_adapter and PISSA_RESIDUAL in model.peft_config
         self.stem = Path(WEIGHTS).stem if self._is_adapter else "model"
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors to save, by name; they may be shards. Those of a residual have the suffix ``:pissa_residual``."""
+    def tensors(self, *, publishes: bool = True) -> dict[str, torch.Tensor]:
+        """The tensors to save, by name; they may be shards. Those of a residual have the suffix ``:pissa_residual``.
+        Those of a whole model have the names that Transformers writes, or with ``publishes=False`` those in memory."""
         # First: FSDP then reshards what an evaluation has left gathered, and frees that memory.
         kept = self._model.state_dict().keys()
         named = dict(self._model.named_parameters())
@@ -56,7 +57,7 @@ class SavedLayout:
             whole: dict[str, torch.Tensor] = named | {
                 name: buffer for name, buffer in self._model.named_buffers() if name in kept
             }
-            published = compat.published_names(self._model, whole)
+            published = compat.published_names(self._model, whole) if publishes else {}
             return {published.get(name, name): tensor for name, tensor in whole.items()}
         from peft import get_peft_model_state_dict
 
@@ -91,6 +92,9 @@ class SavedLayout:
         stored = stored_weights(folder, self.stem, files=files)
         tensors = self.tensors()
         there = set() if stored is None else set(stored.tensors)
+        if not self._is_adapter and not tensors.keys() <= there:
+            # As earlier versions wrote them.
+            tensors = self.tensors(publishes=False)
         odd = sorted(there ^ {name.partition(":")[0] for name in tensors})
         if stored is None or odd:
             raise ModelError(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters, targets
-from finray.models.artifacts import read_artifact
+from finray.models.artifacts import load_artifact, merge_adapter, read_artifact
 from finray.models.export import export
 from finray.models.loading import build_model
 from finray.pretrained.weights import stored_weights
@@ -77,6 +78,23 @@ def test_experts_are_adapted_and_merged_as_plain_peft_and_transformers_read_them
     assert before is not None
     assert after is not None
     assert before.tensors.keys() == after.tensors.keys()
+
+
+def test_an_adapter_that_peft_itself_put_on_experts_is_read_without_its_warnings(tmp_path: Path) -> None:
+    """As earlier versions of finray did: `all-linear` is more than the router there, and has ranks of its own."""
+    model = tiny.build_model("qwen3_moe")
+    model.save_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted.change(theirs, std=0.05)
+    theirs.save_pretrained(str(tmp_path / "adapter"))
+    artifact = read_artifact(tmp_path / "adapter", base=str(tmp_path / "base"))
+    ours = load_artifact(artifact, dtype=torch.float32)
+    assert "gate" in endings(layers(ours))
+    expected = logits(theirs)
+    assert apart(logits(ours), expected) < 1e-5
+    assert apart(logits(merge_adapter(ours)), expected) < 1e-5
 
 
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -56,6 +56,20 @@ def test_another_rank_would_be_seen(folders: dict[str, Path]) -> None:
     assert blueprint(folders["llama"], rank=6).trainable != header_counts(folders["llama"], rank=5)[0]
 
 
+def test_of_a_model_that_reads_images_the_text_part_is_counted(tmp_path: Path, tokenizer: Any) -> None:
+    tiny.save_reader("mistral3", tmp_path, tokenizer)
+    whole, of_text = tiny.build_reader("mistral3"), tiny.build_model("mistral", tie_word_embeddings=True)
+    text = sum(weight.numel() for weight in of_text.parameters())
+    drawn = blueprint(tmp_path, method="none")
+    assert (drawn.trainable, drawn.kept) == (text, sum(weight.numel() for weight in whole.parameters()) - text)
+    assert drawn.parts == ("model.vision_tower", "model.multi_modal_projector")
+    assert {(linear.inputs, linear.outputs): count for linear, count in drawn.linears} == OTHERS
+    adapted = blueprint(tmp_path, rank=3)
+    assert (adapted.trainable, adapted.parameters) == header_counts(tmp_path, rank=3)
+    # Of the matrices of the text part and of no other.
+    assert adapted.adapter == 3 * sum((inputs + outputs) * count for (inputs, outputs), count in OTHERS.items())
+
+
 def test_no_weights_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(folders["llama"] / "config.json", tmp_path)
     assert blueprint(tmp_path, rank=4) == blueprint(folders["llama"], rank=4)
