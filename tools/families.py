@@ -1,4 +1,5 @@
-"""Write docs/reference/models.md: what works with each type of decoder in the pinned Transformers, found by doing it.
+"""Write docs/reference/models.md: what works with each type of decoder in the pinned Transformers, and with the text
+part of each type that reads images too, found by doing it.
 
 Each type has a process of its own with a time limit: its default configuration is shrunk as for the check of packing,
 saved with a tokenizer, and then planned, trained for one step, adapted with LoRA, exported merged and asked.
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,30 +27,47 @@ from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.files import first_line
-from finray.models import adapters, attention
+from finray.models import adapters, attention, towers
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
 from finray.models.loading import load_model
-from finray.models.packing_check import check_packing, small_model
+from finray.models.packing_check import check_packing, shrunk, small_model
 from finray.planning.blueprint import draw_blueprint
 from finray.pretrained.tokenizers import silence_transformers
+from finray.pretrained.weights import stored_weights
 from finray.tasks.causal_lm import CausalLM
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 SECONDS = 120
+DTYPE = torch.float32
+_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 # What the defaults of a class leave out, and published models have.
 COMPLETE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 4]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "xmod": {"default_language": "en_XX"},
+    **{kind: {"text_config": _AXES} for kind in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl")},
+    **{kind: {"text_config": _AXES} for kind in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr", "hunyuan_vl")},
+}
+# Sizes of what reads images; `TEXT` of what has the width of the text part.
+_WIDTHS = ("hidden_size", "embed_dim", "projection_dim", "vision_output_dim", "projector_hidden_size", "d_vision_model")
+_TEXT = ("out_hidden_size", "text_hidden_size", "output_hidden_size", "proj_out_num", "output_dim")
+_DEPTHS = ("num_hidden_layers", "num_layers", "depth", "encoder_layers", "num_global_layers")
+_IMAGES = {
+    **dict.fromkeys((*_WIDTHS, "num_position_embeddings", "position_embedding_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "mlp_dim", "projector_intermediate_size"), 128),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(_DEPTHS, 2),
+    **{"head_dim": 16, "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0], "vocab_size": 384},
+    **{"fullatt_block_indexes": [1], "mm_tokens_per_image": 4, "image_seq_length": 4},
 }
 STEPS = ("plans", "rows", "trains", "LoRA on", "exports merged", "answers")
 
 
 def examine(kind: str, folder: Path) -> dict[str, str]:
     """What each step of :data:`STEPS` gives for a type: its result, or why there is none."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     found: dict[str, str] = {}
 
@@ -61,8 +79,10 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
 
     torch.manual_seed(0)
     # Ids up to the vocabulary of the tokenizer.
-    config = CONFIG_MAPPING[kind](**COMPLETE.get(kind, {})).get_text_config()
-    model = small_model(config, "AutoModelForCausalLM", dtype=torch.float32)
+    whole = CONFIG_MAPPING[kind](**COMPLETE.get(kind, {}))
+    reads = towers.reads_images(whole)
+    auto_class = AutoModelForImageTextToText if reads else AutoModelForCausalLM
+    model = small_reader(whole) if reads else small_model(whole.get_text_config(), auto_class.__name__, dtype=DTYPE)
     tokenizer = tiny.train_tokenizer()
     model.resize_token_embeddings(len(tokenizer))
     with torch.no_grad():
@@ -85,7 +105,7 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
         is_packed = found["rows"] == "packed"
         name = attention.NAME if is_packed else None
         ours = load_model(section, dtype=torch.float32, attention_name=name)
-        theirs = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+        theirs = auto_class.from_pretrained(folder / "base", dtype=torch.float32).eval()
         items = batches[0 if is_packed else 1]
         task = CausalLM(ours, precision="fp32", attention_name=name, device=torch.device("cpu"))
         loss = task.loss_sum(packing.batch_of(items))
@@ -103,24 +123,35 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
                 torch.nn.init.normal_(parameter, std=0.05)
         adapted.save_pretrained(folder / "adapter")
         tokenizer.save_pretrained(folder / "adapter")
-        named = [name.split(".lora_")[0] for name, _ in adapted.named_parameters() if "lora_A" in name]
+        named = [
+            name.split(".lora_")[0].replace(".base_layer", "")
+            for name, _ in adapted.named_parameters()
+            if "lora_A" in name
+        ]
         step("exports merged", lambda: exports(adapted.eval()))
         return ", ".join(sorted({name.rsplit(".", 1)[-1] for name in named}))
 
     def exports(adapted: Any) -> str:
         export(read_artifact(folder / "adapter"), folder / "merged", merge=True, dtype="fp32")
-        merged = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval()
+        merged = auto_class.from_pretrained(folder / "merged", dtype=torch.float32).eval()
         tokens = torch.from_numpy(batches[1][0][0]).long()[None]
         with torch.no_grad():
             given, expected = (one(tokens, use_cache=False).logits for one in (merged, adapted))
             torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+        before, after = stored_weights(folder / "base"), stored_weights(folder / "merged")
+        assert before is not None
+        assert after is not None
+        assert before.tensors.keys() == after.tensors.keys(), "tensors have other names"
+        of_images = {id(weight) for part in towers.other_parts(merged) for weight in weights_of(merged, part)}
+        for name, weight in merged.named_parameters():
+            assert id(weight) not in of_images or torch.equal(weight, model.get_parameter(name)), f"{name} has changed"
         return "yes"
 
     def answers() -> str:
         from finray.evaluation.engines.sampling import Sampling
         from finray.evaluation.engines.transformers import TransformersEngine
 
-        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+        model = auto_class.from_pretrained(folder / "base", dtype=torch.float32).eval()
         model.generation_config.eos_token_id = None
         prompts = [ids.tolist() for ids, _ in batches[0]]
         plain = [
@@ -139,6 +170,57 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
     ):
         step(name, do)
     return found
+
+
+def small_reader(config: Any) -> Any:
+    """A random model that reads images, of a configuration's kind: the text part shrunk as a decoder's, the rest by the
+    names of sizes. Raises Exception: what the model's code said to the first way."""
+    from transformers import AutoModelForImageTextToText
+
+    text = config.get_text_config()
+    errors = []
+    for way in ({}, {"filled": True}, {"narrow": False}, {"narrow": False, "filled": True}):
+        try:
+            small = shrunk(text, **way)
+            plain = {
+                name: {**small.to_dict(), "model_type": text.model_type}
+                if getattr(config, name, None) is text
+                else _small_part(name, value, small.hidden_size)
+                for name, value in config.to_dict().items()
+                if name not in ("model_type", "transformers_version", "architectures", "dtype")
+            }
+            with torch.device("meta"):
+                large = AutoModelForImageTextToText.from_config(type(config)(**plain), dtype=DTYPE).num_parameters()
+            assert large < 200_000_000, "it cannot be made small"
+            model = AutoModelForImageTextToText.from_config(type(config)(**plain), dtype=DTYPE).eval()
+            model(torch.full((1, 3), 3), use_cache=False)
+            return model
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _small_part(name: str, value: Any, width: int) -> Any:
+    if isinstance(value, dict) and name.startswith("rope"):
+        return value
+    if isinstance(value, dict):
+        depth = next((value[name] for name in _DEPTHS if isinstance(value.get(name), int)), None)
+        return {
+            # One entry for each layer.
+            key: entry[:2] if isinstance(entry, list) and len(entry) == depth else _small_part(str(key), entry, width)
+            for key, entry in value.items()
+        }
+    if value is None or isinstance(value, bool | str):
+        return value
+    if name.endswith(("_token_id", "_token_index")):
+        # Of the tokenizer; none of them is in a text.
+        return 383
+    return width if name in _TEXT else _IMAGES.get(name, value)
+
+
+def weights_of(model: Any, part: str) -> Iterator[Any]:
+    """The parameters of a part."""
+    return iter(model.get_submodule(part).parameters())
 
 
 def _plain_loss(model: Any, items: list[tuple[Any, Any]]) -> torch.Tensor:
@@ -172,16 +254,30 @@ def apart(kind: str) -> dict[str, str]:
 
 def page(found: dict[str, dict[str, str]]) -> str:
     """The page, as Markdown."""
-    built = {kind: steps for kind, steps in found.items() if "built" not in steps}
-    good = [kind for kind, steps in built.items() if not any(one.startswith("no:") for one in steps.values())]
-    packed = [kind for kind, steps in built.items() if steps["rows"] == "packed"]
+    from transformers import CONFIG_MAPPING
+
+    readers = {kind for kind in found if towers.reads_images(CONFIG_MAPPING[kind]())}
     lines = [
         "# Models",
         "",
         f"Written by `make families` on {datetime.date.today():%Y-%m-%d}, with Transformers {version('transformers')} "
-        f"and PEFT {version('peft')}: every type of decoder, tried with a tiny random model of its default "
-        "configuration. It *trains* if loss and gradients are those of plain Transformers, row by row, within 1e-5 in "
-        "fp32; it *answers* if greedy answers are the same; a merged *export* is loaded by plain Transformers.",
+        f"and PEFT {version('peft')}: every type of decoder, and the text part of every type that reads images, tried "
+        "with a tiny random model of its default configuration. It *trains* if loss and gradients are those of plain "
+        "Transformers, row by row, within 1e-5 in fp32; it *answers* if greedy answers are the same; a merged *export* "
+        "is loaded by plain Transformers, with the original's names of tensors, and what reads images unchanged.",
+        "",
+    ]
+    lines += _table("Decoders", {kind: steps for kind, steps in found.items() if kind not in readers})
+    lines += _table("Text parts of models that read images", {kind: found[kind] for kind in sorted(readers)})
+    return "\n".join(lines) + "\n"
+
+
+def _table(title: str, found: dict[str, dict[str, str]]) -> list[str]:
+    built = {kind: steps for kind, steps in found.items() if "built" not in steps}
+    good = [kind for kind, steps in built.items() if not any(one.startswith("no:") for one in steps.values())]
+    packed = [kind for kind, steps in built.items() if steps["rows"] == "packed"]
+    lines = [
+        f"## {title}",
         "",
         f"Of {len(found)} types {len(built)} can be built; {len(good)} of these do everything, and {len(packed)} are "
         "trained packed.",
@@ -194,17 +290,22 @@ def page(found: dict[str, dict[str, str]]) -> str:
         lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
     lines += ["", "These cannot be built from their default configuration:", ""]
     lines += [f"- `{kind}`: {steps['built'][4:]}" for kind, steps in found.items() if "built" in steps]
-    return "\n".join(lines) + "\n"
+    return [*lines, ""]
 
 
 def main() -> None:
     """See the module."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     silence_transformers()
     torch.set_num_threads(1)
     attention.register()
-    chosen = [name for name in sys.argv[1:] if not name.startswith("--")] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    chosen = [name for name in sys.argv[1:] if not name.startswith("--")] or sorted(
+        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    )
     found = {}
     for kind in chosen:
         found[kind] = apart(kind)

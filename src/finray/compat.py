@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from finray.errors import HubError
@@ -240,6 +241,24 @@ def published_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     return {name: new for name, new in renamed.items() if new != name}
 
 
+def builds_text(config: Any) -> Callable[..., Any] | None:
+    """What builds the text part of a model for images from its configuration, where Transformers' tables have no class
+    for it; None where there is none of that name."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    if not name.startswith("transformers.models."):
+        return None
+    classes = [one for one in vars(import_module(name)).values() if isinstance(one, type)]
+    own = [one for one in classes if getattr(one, "config_class", None) is type(config)]
+    found: Any = next((one for one in reversed(own) if one.__name__.endswith("TextModel")), None)
+    if found is None:
+        return None
+
+    def build(small: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:  # noqa: ARG001
+        return found._from_config(small, **options)
+
+    return build
+
+
 def publish(model: Any) -> None:
     """Let a model be saved as models of its kind are published, where its files held joined experts: it would be saved
     by the rules that it was loaded with."""
@@ -368,8 +387,6 @@ def without_compiled_collectives() -> None:
 
     That takes minutes, needs a compiler, and waits for ever on the lock of a process that was killed while compiling.
     """
-    from importlib import import_module
-
     # As an attribute, `deepspeed.comm.torch` is torch itself.
     backend: Any = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None

@@ -222,6 +222,11 @@ def _require_all_tensors(model: Any, folder: Path) -> None:
         for name in result.missing_keys
         if prefix and f".{prefix}" in name and not any(f".{kind}" in name for kind in _SHARED)
     ]
+    stored = stored_weights(folder, Path(WEIGHTS).stem) if missing and (folder / WEIGHTS).exists() else None
+    if stored is not None and stored.tensors.keys() == SavedLayout(model).tensors().keys():
+        # The names are those of this version. Of some families (Laguna, Inkling 2) PEFT renames them nevertheless.
+        SavedLayout(model).load(folder)
+        return
     # With save_embedding_layers, PEFT writes a table that is saved anyway under a second name.
     odd = [name for name in result.unexpected_keys if ".modules_to_save." not in name]
     names = [name.replace(f".{NAME}", "") for name in missing or odd]

@@ -115,11 +115,6 @@ def check_packing_of(
     config: Any, *, auto_class: str = CAUSAL_LM.auto_class, trust_remote_code: bool = False
 ) -> Packing:
     """As :func:`check_packing`, for a Transformers configuration; random state is not changed."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-
-    if auto_class == CAUSAL_LM.auto_class and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        # The text part of a model for images, of which Transformers has no decoder with a head.
-        auto_class = "AutoModel" if type(config) in MODEL_MAPPING else auto_class
     family, positions, width = str(config.model_type), None, getattr(config, "hidden_size", None)
 
     def unsafe(reason: str, error: Exception | None = None) -> Packing:
@@ -211,17 +206,23 @@ def small_model(config: Any, auto_class: str, **options: Any) -> Any:
         Exception: whatever the model's code said to the first.
     """
     import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    build = getattr(transformers, auto_class).from_config
+    if auto_class == CAUSAL_LM.auto_class and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        # The text part of a model for images, of which Transformers has no decoder with a head.
+        body = transformers.AutoModel.from_config if type(config) in MODEL_MAPPING else None
+        build = body or compat.builds_text(config) or build
     errors = []
     for way in _WAYS:
         try:
             small = shrunk(config, **way)
             if not way.get("narrow", True):
                 with torch.device("meta"):
-                    size = getattr(transformers, auto_class).from_config(small, **options).num_parameters()
+                    size = build(small, **options).num_parameters()
                 if size > _MOST_PARAMETERS:
                     continue
-            model = getattr(transformers, auto_class).from_config(small, **options).eval()
+            model = build(small, **options).eval()
             compat.name_body(model)
             # A model with a state computes token by token, and is not asked.
             if not compat.carries_state(model):
