@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
 	@echo "make test         run the tests: the units, whole trainings, a run on Ray; 8 to 20 minutes"
-	@echo "make test-system  run all others of the gate: Ray, several workers, kills, damage, real models; 15 to 35 minutes"
+	@echo "make test-system  run all others of the gate: Ray, several workers, kills, damage, real models; 9 to 20 minutes"
 	@echo "make test-nightly run what the gate leaves out, and every group of tests with an environment of its own; hours"
 	@echo "make test-all     run the gate and the night"
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
