@@ -46,9 +46,11 @@ COMPLETE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 4]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "glm4v_moe": {"text_config": {"rope_parameters": {**_AXES["rope_parameters"], "partial_rotary_factor": 1.0}}},
+    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0]},
     "xmod": {"default_language": "en_XX"},
     **{kind: {"text_config": _AXES} for kind in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl")},
-    **{kind: {"text_config": _AXES} for kind in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr", "hunyuan_vl")},
+    **{kind: {"text_config": _AXES} for kind in ("glm4v", "glm46v", "glmga", "glm_ocr", "hunyuan_vl")},
 }
 # Sizes of what reads images; `TEXT` of what has the width of the text part.
 _WIDTHS = ("hidden_size", "embed_dim", "projection_dim", "vision_output_dim", "projector_hidden_size", "d_vision_model")
