@@ -256,9 +256,7 @@ def apart(kind: str) -> dict[str, str]:
 
 def page(found: dict[str, dict[str, str]]) -> str:
     """The page, as Markdown."""
-    from transformers import CONFIG_MAPPING
-
-    readers = {kind for kind in found if towers.reads_images(CONFIG_MAPPING[kind]())}
+    readers = set(filter(_is_reader, found))
     lines = [
         "# Models",
         "",
@@ -272,6 +270,12 @@ def page(found: dict[str, dict[str, str]]) -> str:
     lines += _table("Decoders", {kind: steps for kind, steps in found.items() if kind not in readers})
     lines += _table("Text parts of models that read images", {kind: found[kind] for kind in sorted(readers)})
     return "\n".join(lines) + "\n"
+
+
+def _is_reader(kind: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return towers.reads_images(CONFIG_MAPPING[kind]())
 
 
 def _table(title: str, found: dict[str, dict[str, str]]) -> list[str]:
@@ -306,7 +310,7 @@ def main() -> None:
     torch.set_num_threads(1)
     attention.register()
     chosen = [name for name in sys.argv[1:] if not name.startswith("--")] or sorted(
-        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+        {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *filter(_is_reader, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)}
     )
     found = {}
     for kind in chosen:

@@ -217,7 +217,8 @@ def small_model(config: Any, auto_class: str, **options: Any) -> Any:
     for way in _WAYS:
         try:
             small = shrunk(config, **way)
-            if not way.get("narrow", True):
+            # Parts of a model for images have sizes of their own.
+            if not way.get("narrow", True) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
                 with torch.device("meta"):
                     size = build(small, **options).num_parameters()
                 if size > _MOST_PARAMETERS:

@@ -28,6 +28,7 @@ from finray.models import dropout, frozen, liger
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.roles import roles_of
 from finray.models.sharded import cut_model, left_out, materialize
+from finray.models.towers import loaded_with
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.parallel.ddp import DDPStrategy
 from finray.pretrained.tokenizers import load_tokenizer
@@ -402,7 +403,8 @@ def _announce(
         if not first:
             return Trackers({}, {}, warn=warn), lambda folder: None
         trackers = start_trackers(config, resolved, run_dir, header, notify, warn)
-        return trackers, save_extras(config, loaded.dataset, resolved, loaded.tokenizer, loaded.task.model)
+        auto_class = loaded_with(loaded.task.model, loaded.task.spec.auto_class)
+        return trackers, save_extras(config, loaded.dataset, resolved, loaded.tokenizer, auto_class)
 
     return header, *on_all_ranks(strategy, started)
 

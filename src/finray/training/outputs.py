@@ -24,7 +24,6 @@ from finray.data.dataset.prepared import PreparedDataset
 from finray.data.formats.convert import prompt_form
 from finray.errors import TrainingError
 from finray.files import FileKind, replace_text
-from finray.models.towers import loaded_with
 from finray.parallel.base import Strategy
 from finray.pretrained.weights import processor_files
 from finray.records import Metrics, Record, RunHeader, SystemRecord, TrainRecord
@@ -88,7 +87,7 @@ class _Notifier:
 
 
 def save_extras(
-    config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any, model: Any
+    config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any, auto_class: str | None = None
 ) -> Callable[[Path], None]:
     """A function that writes the tokenizer, and what later commands need to know, into a checkpoint."""
     notes = {
@@ -96,7 +95,7 @@ def save_extras(
         "revision": config.model.revision,
         "rows": dataset.kind(),
         "task": config.model.task,
-        "auto_class": loaded_with(model, task_spec(config.model.task).auto_class),
+        "auto_class": auto_class or task_spec(config.model.task).auto_class,
         "new_tokens": config.model.new_tokens,
         "system": config.data.system,
         "tool_format": config.data.tool_format,
@@ -178,7 +177,7 @@ def place_of(strategy: Strategy) -> str:
     return f"{ranks} on {socket.gethostname()}"
 
 
-def method_of(config: Config, resolved: Resolved, adapted: str) -> str:
+def method_of(config: Config, resolved: Resolved, adapted: str = "") -> str:
     """A one-line description of the model and training method, with what its adapter is on where that is known."""
     adapter, train = config.adapter, config.train
     weights = "all weights"
