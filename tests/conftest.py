@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,16 @@ def share(fixture: str, variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+# Ends the shared Ray.
+RAY = ExitStack()
+
+
 @pytest.fixture(autouse=True)
 def _own_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if scheduling_group(request.node.nodeid.partition("::")[0]) != "ray":
+        # No later test of this process uses it. A test that has Ray's core read another token would break the
+        # connection, and with it this process.
+        RAY.close()
     for fixture in SHARED.keys() - set(request.fixturenames):
         for name in SHARED[fixture]:
             monkeypatch.delenv(name, raising=False)
@@ -213,7 +222,8 @@ def ray_cluster(forked: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     share("ray_cluster", {**cluster.LOCAL_RAY, **variables})
     import ray
 
-    with forks.forking_ray():
+    with RAY:
+        RAY.enter_context(forks.forking_ray())
         options = {
             "address": "local",
             "num_cpus": 4,
@@ -225,10 +235,10 @@ def ray_cluster(forked: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         }
         with cluster._without_observers():
             cluster._start(ray, options)
+        RAY.callback(ray.shutdown)
         address = ray.get_runtime_context().gcs_address
         share("ray_cluster", {"RAY_ADDRESS": address})
         yield address
-        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
