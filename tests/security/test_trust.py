@@ -58,6 +58,7 @@ CHECKED = {
     "training/outputs.py:start_trackers": "driver.train",
     "__init__.py:__getattr__": "modules of finray",
     "compat.py:without_compiled_collectives": "a module of DeepSpeed",
+    "compat.py:builds_text": "a module of Transformers, beside that of a configuration",
     "runtime/preload.py:import_all": "modules of finray and Transformers",
     "evaluation/answers.py:_scores": "here, by require_trusted",
     "evaluation/answers.py:_own_task": "here, by require_trusted",
