@@ -41,7 +41,7 @@ help:
 	@echo "make test-services   an MLflow server, W&B's own client, Google's storage, llama.cpp, ONNX Runtime"
 	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
 	@echo "make newcomer     follow the pages for new users word by word in a fresh clone, some 20 minutes"
-	@echo "make unit         run the unit tests, but for those that take longest; 90 seconds"
+	@echo "make unit         run the unit tests, but for those that take longest; two minutes"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
 	@echo "make mutants      put small errors into the code and see which the tests notice, some 20 minutes (tools/mutants/README.md)"
