@@ -5,7 +5,7 @@ Each type has a process of its own with a time limit: its default configuration 
 saved with a tokenizer, and then planned, trained for one step, adapted with LoRA, exported merged and asked.
 
     python -m tools.families [TYPE ...]     prints a line for each
-    python -m tools.families --write        writes the page; ten minutes
+    python -m tools.families --write        writes the page; some 20 minutes
 """
 
 from __future__ import annotations

@@ -247,14 +247,14 @@ def builds_text(config: Any) -> Callable[..., Any] | None:
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     if not name.startswith("transformers.models."):
         return None
-    classes = [one for one in vars(import_module(name)).values() if isinstance(one, type)]
-    own = [one for one in classes if getattr(one, "config_class", None) is type(config)]
-    found: Any = next((one for one in reversed(own) if one.__name__.endswith("TextModel")), None)
-    if found is None:
+    classes = [value for value in vars(import_module(name)).values() if isinstance(value, type)]
+    models = [each for each in classes if getattr(each, "config_class", None) is type(config)]
+    text_model: Any = next((each for each in reversed(models) if each.__name__.endswith("TextModel")), None)
+    if text_model is None:
         return None
 
     def build(small: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:  # noqa: ARG001
-        return found._from_config(small, **options)
+        return text_model._from_config(small, **options)
 
     return build
 
