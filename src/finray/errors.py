@@ -179,6 +179,8 @@ def explained(error: BaseException) -> FinrayError | None:
         return FinrayError(why[0].lower() + why[1:], where=name, repair=repair)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FinrayError((error.strerror or detail).lower(), repair="free some disk space")
+    if isinstance(error, BrokenPipeError):
+        return FinrayError("what this command writes to has ended", repair="keep it open, or write to a file")
     if isinstance(error, OSError):
         return FinrayError(
             f"the operating system refused: {detail}", repair="check the file or network address named here"

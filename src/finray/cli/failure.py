@@ -38,7 +38,12 @@ def report(error: Exception, errors: Console) -> int:
     # Where nothing can be printed, the exit code still says what happened.
     with suppress(OSError, ValueError):
         errors.print(f"error: {explanation}", highlight=False, soft_wrap=True)
-        errors.file.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            # Python would try again at its end, and exit with 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return explanation.exit_code
 
 

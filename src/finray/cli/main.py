@@ -365,11 +365,17 @@ def main() -> None:
         with signals.owned():
             app()
     except SystemExit as stop:
-        # Typer turns a keyboard interrupt into this.
+        # Typer turns a keyboard interrupt into this, and a pipe whose reader has left.
         cause: BaseException | None = stop
-        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+        while cause is not None and not isinstance(cause, KeyboardInterrupt | BrokenPipeError):
             cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, BrokenPipeError):
+            sys.exit(failure.report(cause, errors))
         if stop.code != _INTERRUPTED or cause is None:
+            try:
+                sys.stdout.flush()
+            except OSError as error:
+                sys.exit(failure.report(error, errors))
             raise
         notes = getattr(cause, "__notes__", [])
         reason = "; ".join([str(cause) or "interrupted", *notes])

@@ -132,15 +132,23 @@ def test_a_field_of_another_kind_is_one_message(section: str) -> None:
         ({}, "config show run.yaml", "<&-", 0),
         ({}, "config show run.yaml", "| head -1", 0),
         ({}, "config show run.yaml", ">/dev/full", 2),
+        ({"PYTHONUNBUFFERED": "1"}, "config show run.yaml", ">/dev/full", 2),
+        ({}, "version", ">/dev/full", 2),
+        ({}, "plan -h", "| true", 2),
         ({}, "config show none.yaml", "2>&-", 2),
+        ({}, "config show none.yaml", "2>/dev/full", 2),
     ],
 )
 def test_a_bad_environment_is_no_defect(
     environment: dict[str, str], words: str, ending: str, code: int, place: Path
 ) -> None:
     command = f"set -o pipefail; {sys.executable} -m finray {words} {ending}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, **environment})
-    assert (done.returncode, "this is a bug" in done.stderr, "Traceback" in done.stderr) == (code, False, False), done
+    # Buffered, as in most shells.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "", **environment}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done
+    assert not any(words in done.stderr for words in ("this is a bug", "Traceback", "Exception ignored")), done
+    assert done.stderr.count("error: ") == (code == 2 and not ending.startswith("2>")), done
     assert not list(place.glob("cache/**/finray-*.txt"))
 
 
