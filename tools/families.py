@@ -110,7 +110,7 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
         theirs = auto_class.from_pretrained(folder / "base", dtype=torch.float32).eval()
         items = batches[0 if is_packed else 1]
         task = CausalLM(ours, precision="fp32", attention_name=name, device=torch.device("cpu"))
-        loss = task.loss_sum(packing.batch_of(items))
+        loss = task.outputs(packing.batch_of(items))
         torch.autograd.backward(loss)
         expected = _plain_loss(theirs, items)
         torch.autograd.backward(expected)

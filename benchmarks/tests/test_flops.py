@@ -73,9 +73,9 @@ def test_flops_of_finrays_task_are_those_that_torch_counts(benchmark_module: Cal
         for length in LENGTHS
     ]
     batch = collate(rows, range(len(rows)))
-    task.loss_sum(batch)  # The first batch also proves the head.
+    task.outputs(batch)  # The first batch also proves the head.
     with FlopCounterMode(display=False) as counter:
-        task.loss_sum(batch).backward()
+        task.outputs(batch).backward()
     counted = benchmark_module("flops").flops_per_token(
         llama(),
         LENGTHS,

@@ -112,12 +112,13 @@ class TrainRecord:
     loss_scale: float | None = None
     skipped: int | None = None  # updates skipped so far, with fp16
     samples: tuple[int, ...] | None = None  # rows seen, with ``tracking.record_samples``
+    means: Mapping[str, float] = field(default_factory=dict)  # of the objective, by name
 
     def json(self) -> dict[str, Any]:
         """The record as it is written; fields that a run does not have are left out."""
         optional = ("loss_scale", "skipped", "samples")
         kept = {name: one for name, one in asdict(self).items() if name not in optional or one is not None}
-        return {"kind": "train", **kept}
+        return {"kind": "train", **kept, **kept.pop("means")}
 
     def without_samples(self) -> TrainRecord:
         """The record for those who show it and have no use for a long list."""

@@ -157,14 +157,14 @@ def test_what_waits_for_the_device_is_seen() -> None:
 
     for wait in (number, copy, synchronize):
         with task_on_cuda("llama") as (task, _):
-            loss_sum = task.loss_sum
+            loss_sum = task.outputs
 
             def waiting(batch: Batch, wait: Any = wait, loss_sum: Any = loss_sum) -> torch.Tensor:
                 loss: torch.Tensor = loss_sum(batch)
                 wait(loss)
                 return loss
 
-            task.loss_sum = waiting  # type: ignore[method-assign]
+            task.outputs = waiting  # type: ignore[method-assign]
             with pytest.raises((AssertionError, DataDependentOutputException)):
                 one_step(task, DDPStrategy(DEVICE))
 

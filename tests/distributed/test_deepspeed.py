@@ -65,7 +65,7 @@ def look(assembled: Any, run_dir: Path) -> None:
 
 def poison(loop: Any, run_dir: Path) -> None:
     """Make one rank's first loss not finite, and write down what becomes of the run."""
-    real_run, real_loss, seen = loop.run, loop.task.loss_sum, []
+    real_run, real_loss, seen = loop.run, loop.task.outputs, []
 
     def loss_sum(batch: Any) -> torch.Tensor:
         seen.append(batch)
@@ -84,7 +84,7 @@ def poison(loop: Any, run_dir: Path) -> None:
         )
         (run_dir / f"end-{loop.strategy.rank}.json").write_text(json.dumps([said, same, len(seen)]))
 
-    loop.run, loop.task.loss_sum = run, loss_sum
+    loop.run, loop.task.outputs = run, loss_sum
 
 
 def overheat(loop: Any, run_dir: Path) -> None:

@@ -71,7 +71,7 @@ def plain_gradients(family: str, items: Items) -> tuple[float, dict[str, torch.T
 def test_packed_gradients_in_fp32_are_those_of_plain_transformers(family: str) -> None:
     model = packed_model(family).to(DEVICE)
     task = CausalLM(model, precision="fp32", attention_name=attention.NAME, device=DEVICE)
-    loss = task.loss_sum(batch_of(rows()).to(DEVICE))
+    loss = task.outputs(batch_of(rows()).to(DEVICE))
     loss.backward()
     expected_loss, expected = plain_gradients(family, rows())
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
@@ -135,7 +135,7 @@ def watch_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def learn(task: CausalLM, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     task.model.zero_grad(set_to_none=True)
-    loss = task.loss_sum(batch.to(DEVICE))
+    loss = task.outputs(batch.to(DEVICE))
     loss.backward()
     return loss.item(), gradients(task.model)
 
@@ -174,7 +174,7 @@ def input_gradients(task: CausalLM, batch: Batch) -> tuple[torch.Tensor, ...]:
         return leaves[-1]
 
     handle = task.model.get_input_embeddings().register_forward_hook(cut)
-    task.loss_sum(batch.to(DEVICE)).backward()
+    task.outputs(batch.to(DEVICE)).backward()
     handle.remove()
     grad = leaves[-1].grad
     assert grad is not None

@@ -525,12 +525,12 @@ class Did:
 class LimitedLM(CausalLM):
     """A causal language model of which each process does no more steps than a file of all hosts allows."""
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Wait until this process may do another step."""
         limit = Path(os.environ["LIMIT_FILE"])
         while _done >= int(limit.read_text()):
             time.sleep(0.02)
-        return super().loss_sum(batch)
+        return super().outputs(batch)
 
 
 def cut_off_and_writing(run: Victim, at: int, chance: random.Random) -> Kill:

@@ -278,9 +278,9 @@ import socket
 from finray.tasks.causal_lm import CausalLM
 
 class Told(CausalLM):
-    def loss_sum(self, batch):
+    def outputs(self, batch):
         print(f"the task is on {socket.gethostname()}", flush=True)
-        return super().loss_sum(batch)
+        return super().outputs(batch)
 """
 
 

@@ -120,7 +120,7 @@ def test_ranks_of_one_host_follow_each_other_so_that_shards_stay_within_it(
 class Crashing(CausalLM):
     """Fails as the client of a service does that says whom it asked how."""
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Fail."""
         password, token = os.environ["MLFLOW_TRACKING_PASSWORD"], os.environ["HF_TOKEN"]
         raise RuntimeError(f"401 for https://me:{password}@host, {token}")

@@ -30,11 +30,11 @@ PATIENCE_S = 480.0
 class SlowLM(CausalLM):
     """A causal language model with steps of a second, until there is a file of the name that FINRAY_TESTS_GO has."""
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Wait, then as always."""
         if not Path(os.environ["FINRAY_TESTS_GO"]).exists():
             time.sleep(1.0)
-        return super().loss_sum(batch)
+        return super().outputs(batch)
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,12 @@ class NoMemoryLM(CausalLM):
 
     steps = 0
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Raise what torch raises."""
         self.steps += 1
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and self.steps > 2:
             raise torch.OutOfMemoryError(SAID)
-        return super().loss_sum(batch)
+        return super().outputs(batch)
 
 
 class SilentLM(CausalLM):
@@ -61,24 +61,24 @@ class SleepingLM(CausalLM):
 
     steps = 0
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Sleep in the fourth forward pass of the first attempt."""
         self.steps += 1
         mark = Path(os.environ[MARK])
         if os.environ["RANK"] == "1" and self.steps == 4 and not mark.exists():
             mark.write_text(str(os.getpid()))
             asleep()
-        return super().loss_sum(batch)
+        return super().outputs(batch)
 
 
 class SlowLM(CausalLM):
     """A language model whose rank 1 takes half a second longer in each forward pass, and eight times as long at least:
     others may be slow as well, on a busy machine."""
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """As on a machine with other work."""
         began = time.monotonic()
-        loss = super().loss_sum(batch)
+        loss = super().outputs(batch)
         if os.environ["RANK"] == "1":
             time.sleep(max(0.5, 7 * (time.monotonic() - began)))
         return loss
@@ -104,21 +104,21 @@ class FailingLM(CausalLM):
 
     passes = 0
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Raise what no restart helps against."""
         self.passes += 1
         if os.environ["RANK"] == "1" and self.passes == 3:
             print("looking up row 7")
             raise LookupError("row 7 has no label")
-        return super().loss_sum(batch)
+        return super().outputs(batch)
 
 
 class BrokenLM(CausalLM):
     """A language model whose forward pass always raises."""
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Look up a row that is not there."""
-        return super().loss_sum(batch) + torch.zeros(3)[3]
+        return super().outputs(batch) + torch.zeros(3)[3]
 
 
 class PoisonedLM(CausalLM):
@@ -127,7 +127,7 @@ class PoisonedLM(CausalLM):
 
     passes = 0
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
+    def outputs(self, batch: Batch) -> torch.Tensor:
         """Note the weights, and multiply by NaN."""
         self.passes += 1
         rank = os.environ["RANK"]
@@ -135,5 +135,5 @@ class PoisonedLM(CausalLM):
         (folder := Path(os.environ[MARK])).mkdir(exist_ok=True)
         with (folder / f"weights-{rank}").open("a") as stream:
             stream.write(f"{hashlib.sha256(b''.join(trained)).hexdigest()}\n")
-        loss = super().loss_sum(batch)
+        loss = super().outputs(batch)
         return loss * float("nan") if rank == "1" and self.passes == POISONED_PASS else loss

@@ -13,7 +13,7 @@ import torch
 
 from finray.config.load import build_config
 from finray.config.resolved import Precision, Resolved
-from finray.config.tasks import CAUSAL_LM
+from finray.config.tasks import CAUSAL_LM, SFT
 from finray.parallel.ddp import DDPStrategy
 from finray.training import loop as module
 from finray.training.loader import StepData
@@ -63,13 +63,13 @@ class Run:
         weight = model.weight
         torch.nn.init.ones_(weight)
 
-        def loss_sum(batch: Any) -> torch.Tensor:
+        def loss_sum(outputs: None, batch: Any, sums: torch.Tensor) -> torch.Tensor:
             self.now += passes_s
             self.modes.append(model.training)
             # The weight stays one: the optimizer below changes nothing.
             return weight.sum() * batch.loss
 
-        def score(batch: Any, sums: torch.Tensor) -> None:
+        def score(outputs: None, batch: Any, sums: torch.Tensor) -> None:
             self.now += scores_s
             self.modes.append(model.training)
             sums += batch.loss
@@ -87,11 +87,15 @@ class Run:
             spec=replace(CAUSAL_LM, best=best),
             model=model,
             layout=None,
-            metric_count=lambda rows: 1,
-            loss_sum=loss_sum,
-            score=score,
-            metrics=lambda sums: {best[0]: sums[0]},
-            confusion=lambda sums: [],
+            outputs=lambda batch: None,
+            objective=SimpleNamespace(
+                spec=SFT,
+                metric_count=lambda rows: 1,
+                loss_sum=loss_sum,
+                score=score,
+                metrics=lambda sums: {best[0]: sums[0]},
+                confusion=lambda sums: [],
+            ),
         )
         evaluation: Any = SimpleNamespace(batches=batches, weight=77, rows=4, passes=1)
         optimizer: Any = SimpleNamespace(parameters={"w": weight}, rates=[])

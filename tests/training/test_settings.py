@@ -67,13 +67,13 @@ def steps_of(assembled: Assembled) -> Operations:
 def test_a_forward_pass_takes_so_many_rows(plain: Plain, tmp_path: Path, rows: int, passes: int) -> None:
     found = runs.assemble_alone(changed(plain, {"train.micro_batch_size": rows}), tmp_path)
     sizes: list[int] = []
-    real = found.loop.task.loss_sum
+    real = found.loop.task.outputs
 
     def loss_sum(batch: Any) -> torch.Tensor:
         sizes.append(len(batch.lengths))
         return real(batch)
 
-    found.loop.task.loss_sum = loss_sum  # type: ignore[method-assign]
+    found.loop.task.outputs = loss_sum  # type: ignore[method-assign]
     found.loop.run()
     found.loop.trackers.finish()
     assert len(sizes) == 2 * passes

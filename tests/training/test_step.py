@@ -141,8 +141,8 @@ def poisoned(plain: Plain, run_dir: Path, *, step: int, factor: float) -> Assemb
     """A run whose loss is multiplied by something in one step."""
     assembled = runs.assemble_alone(plain, run_dir)
     loop = assembled.loop
-    real = loop.task.loss_sum
-    loop.task.loss_sum = lambda batch: real(batch) * (factor if loop.state.step + 1 == step else 1.0)  # type: ignore[method-assign]
+    real = loop.task.outputs
+    loop.task.outputs = lambda batch: real(batch) * (factor if loop.state.step + 1 == step else 1.0)  # type: ignore[method-assign]
     return assembled
 
 

@@ -24,6 +24,10 @@ TABLES: dict[str, dict[str, str]] = {
         "causal_lm": "finray.tasks.causal_lm:CausalLM",
         "sequence_classification": "finray.tasks.sequence_classification:SequenceClassification",
     },
+    "finray.objectives": {
+        "sft": "finray.objectives.sft:SFT",
+        "classification": "finray.objectives.classification:ClassificationObjective",
+    },
     "finray.strategies": {
         "ddp": "finray.parallel.ddp:DDPStrategy",
         "fsdp": "finray.parallel.fsdp:FSDPStrategy",

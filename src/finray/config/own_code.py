@@ -25,6 +25,7 @@ def own_code(config: Config) -> list[tuple[str, str]]:
     scoring = config.evaluation.scoring
     named = [
         ("model.task", config.model.task),
+        ("train.objective", config.train.objective or ""),
         ("adapter.method", config.adapter.method),
         ("parallel.strategy", config.parallel.strategy),
         ("data.converter", config.data.converter or ""),

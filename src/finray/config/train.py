@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from finray.config.extensions import named
 from finray.config.section import PositiveInt, Ratio, Section
 
 
@@ -58,6 +59,11 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 class TrainConfig(Section):
     """Optimization."""
 
+    objective: Annotated[str, AfterValidator(named("finray.objectives"))] | None = Field(
+        None,
+        description="What is learned: `sft` (the tokens of the answers), `classification`, or your own as "
+        "`package.module:Name`. null is the task's: `sft` for `causal_lm`.",
+    )
     epochs: float | None = Field(
         None,
         gt=0,

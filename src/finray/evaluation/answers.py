@@ -131,7 +131,7 @@ def _own_task(case: Case) -> type[CausalLM] | None:
         why = "is computed by finray's own engine only (--engine transformers, without --replicas)"
         if case.spread is None and (engine == "transformers" or (engine == "auto" and not joins_gpus(engine))):
             require_trusted(case.config, "model.task")
-            task, usual = task_class(name), ("__init__", "metric_count", "metrics")
+            task, usual = task_class(name), ("__init__", "collate", "outputs")
             is_alike = isinstance(task, type) and issubclass(task, CausalLM)
             if is_alike and all(getattr(task, one) is getattr(CausalLM, one) for one in usual):
                 case.notes.append(f"the loss is that of the task `{name}`")

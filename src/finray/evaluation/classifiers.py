@@ -33,8 +33,8 @@ from finray.evaluation.subjects import Case, Subject
 from finray.limits import cut
 from finray.models.artifacts import load_artifact
 from finray.models.packing_cache import packing_of
+from finray.objectives.classifier_scores import CONFUSION_METRICS, ScoreSums, f1_scores
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.tasks.classifier_scores import CONFUSION_METRICS, ScoreSums, f1_scores
 
 # Maximum size of a score's statistics; with more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24

@@ -19,7 +19,8 @@ from finray.errors import DataError
 from finray.models import attention
 from finray.models.classifier import label_names, labels_in
 from finray.models.saved_layout import without_adapter
-from finray.tasks.classifier_scores import ClassifierScores
+from finray.objectives.classification import ClassificationObjective
+from finray.objectives.classifier_scores import ClassifierScores
 from finray.tasks.sequence_classification import SequenceClassification
 
 # Tokens per forward pass, and rows whose scores are added at a time.
@@ -76,16 +77,16 @@ def classify(
     if packs:
         attention.register()
         inner.set_attn_implementation(attention.NAME)
+    objective = ClassificationObjective(label_set.problem, label_set.names, device=model.device)
     task = SequenceClassification(
         model,
         precision="bf16" if inner.dtype == torch.bfloat16 else "fp32",
         attention_name=attention.NAME if packs else None,
         device=model.device,
-        problem=label_set.problem,
-        labels=label_set.names,
+        objective=objective,
     )
-    encoded = None if truths is None else [_encoded(task, truth, number) for number, truth in enumerate(truths)]
-    sums = torch.zeros(task.metric_count(len(rows)), dtype=torch.float64, device=model.device)
+    encoded = None if truths is None else [_encoded(objective, truth, number) for number, truth in enumerate(truths)]
+    sums = torch.zeros(objective.metric_count(len(rows)), dtype=torch.float64, device=model.device)
     row_logits = {row: list(logits) for row, logits in cached.items()}
     left = [row for row in range(len(rows)) if row not in row_logits]
     lengths = [len(rows[row][0]) for row in left]
@@ -93,8 +94,8 @@ def classify(
 
     def batch_of(some: Sequence[int]) -> LabelledBatch:
         unknown = () if label_set.problem == "multi_label" else 0
-        held = task.targets([unknown if encoded is None else encoded[row] for row in some])
-        return collate_labelled([rows[row] for row in some], some, held).to(model.device)
+        held = objective.targets([unknown if encoded is None else encoded[row] for row in some])
+        return collate_labelled([rows[row] for row in some], some, {"labels": held}).to(model.device)
 
     for number in range(len(plan)):
         some = [left[place] for place in plan.pack(number)]
@@ -106,19 +107,19 @@ def classify(
         for start in range(0, len(rows), _SCORED):
             some = list(range(start, min(start + _SCORED, len(rows))))
             logits_SC = torch.tensor([row_logits[row] for row in some], dtype=torch.float32, device=model.device)
-            task.add_scores(batch_of(some), logits_SC, sums)
+            objective.score(logits_SC, batch_of(some), sums)
     if packs:
         inner.set_attn_implementation(usual)
     predictions = tuple(_prediction(label_set, torch.tensor(row_logits[row]).double()) for row in range(len(rows)))
-    return Classified(label_set, predictions, None if encoded is None or not rows else task.scores(sums.tolist()))
+    return Classified(label_set, predictions, None if encoded is None or not rows else objective.scores(sums.tolist()))
 
 
-def _encoded(task: SequenceClassification, truth: Label, number: int) -> Any:
+def _encoded(objective: ClassificationObjective, truth: Label, number: int) -> Any:
     try:
-        return task.encode(truth)
+        return objective.encode(truth)
     except KeyError as error:
         raise DataError(
-            f"the classifier has no label {error.args[0]!r} (its labels: {', '.join(task.sums.names)})",
+            f"the classifier has no label {error.args[0]!r} (its labels: {', '.join(objective.sums.names)})",
             where=f"row {number}",
             repair="use rows with the labels that it was trained on",
         ) from None

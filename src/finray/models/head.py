@@ -114,22 +114,13 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(targets_K), chunk):
             span = slice(start, start + chunk)
             hidden, targets = hidden_KH[span], targets_K[span, None]
-            loss, grad = _loss_and_grad(head, hidden, targets, trains=any(needs[:3]))
-            total += loss
-            if grad is None:
-                continue
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            low = _lowered(grad, hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(low, weight, out=grad_hidden[span])
-            if grad_weight is not None and low.dtype == grad_weight.dtype:
-                # Without a temporary for the product.
-                grad_weight.addmm_(low.T, hidden)
-            elif grad_weight is not None:
-                _add(grad_weight, low.T @ hidden)
+            losses, grad = _losses_and_grad(head, hidden, targets, trains=any(needs[:3]))
+            total += losses.sum()
+            if grad is not None:
+                of_hidden = None if grad_hidden is None else grad_hidden[span]
+                _accumulate(grad, hidden, weight, of_hidden, grad_weight, grad_bias)
             # Before the next chunk's logits are made.
-            del grad, low
+            del grad
         ctx.gradients = [grad_hidden, grad_weight, grad_bias]
         ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         return total
@@ -153,18 +144,117 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _loss_and_grad(
+def _accumulate(
+    grad_KV: torch.Tensor,
+    hidden_KH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    grad_hidden_KH: torch.Tensor | None,
+    grad_weight_VH: torch.Tensor | None,
+    grad_bias_V: torch.Tensor | None,
+) -> None:
+    """Write the gradient of a chunk's hidden states, and add that of weights and bias, where they are wanted."""
+    if grad_bias_V is not None:
+        grad_bias_V += grad_KV.sum(0)
+    low = _lowered(grad_KV, hidden_KH.dtype)
+    if grad_hidden_KH is not None:
+        torch.mm(low, weight_VH, out=grad_hidden_KH)
+    if grad_weight_VH is not None and low.dtype == grad_weight_VH.dtype:
+        # Without a temporary for the product.
+        grad_weight_VH.addmm_(low.T, hidden_KH)
+    elif grad_weight_VH is not None:
+        _add(grad_weight_VH, low.T @ hidden_KH)
+
+
+def log_probabilities(
+    head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, chunk: int | None = None
+) -> torch.Tensor:
+    """The log-probability of each of K targets (fp32, K, in nats). Arguments are those of :func:`loss_sum`."""
+    device = hidden_KH.device.type
+    chunk = chunk or chunk_rows(head.weight_VH.shape[0], device)
+    if torch.is_autocast_enabled(device):
+        hidden_KH = hidden_KH.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        result: torch.Tensor = _ChunkedLogProbabilities.apply(  # type: ignore[no-untyped-call]
+            hidden_KH, head.weight_VH, head.bias_V, targets_K, head, chunk, torch.is_grad_enabled()
+        )
+    return result
+
+
+class _ChunkedLogProbabilities(torch.autograd.Function):
+    """The gradient of a hidden state is that of its own log-probability, scaled: it is computed with it, as for the
+    loss. Those of weights and bias are sums over all, so a head that is trained computes its logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_KH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_K: torch.Tensor,
+        head: Head,
+        chunk: int,
+        trains: bool,
+    ) -> torch.Tensor:
+        needs = [trains and needed for needed in ctx.needs_input_grad]
+        ctx.again = any(needs[1:3])
+        weight = weight_VH.to(hidden_KH.dtype)
+        head = replace(head, weight_VH=weight)
+        losses_K1 = torch.empty(len(targets_K), 1, dtype=torch.float32, device=hidden_KH.device)
+        kept = torch.empty_like(hidden_KH) if needs[0] and not ctx.again else None
+        for start in range(0, len(targets_K), chunk):
+            span = slice(start, start + chunk)
+            losses, grad = _losses_and_grad(head, hidden_KH[span], targets_K[span, None], trains=kept is not None)
+            losses_K1[span] = losses
+            if grad is not None and kept is not None:
+                _accumulate(grad, hidden_KH[span], weight, kept[span], None, None)
+            del grad
+        ctx.settings = replace(head, weight_VH=weight[:0], bias_V=None), chunk
+        ctx.save_for_backward(*((hidden_KH, weight_VH, bias_V, targets_K) if ctx.again else (kept,)))
+        return -losses_K1[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.again:
+            (kept,) = ctx.saved_tensors
+            # In fp32, in which a product with a bf16 tensor is taken before it is rounded.
+            hidden = None if kept is None else (kept * -grad_output[:, None]).to(kept.dtype)
+            return hidden, None, None, None, None, None, None
+        hidden_KH, weight_VH, bias_V, targets_K = ctx.saved_tensors
+        (head, chunk), needs = ctx.settings, ctx.needs_input_grad
+        weight = weight_VH.to(hidden_KH.dtype)
+        head = replace(head, weight_VH=weight, bias_V=bias_V)
+        grad_hidden = torch.empty_like(hidden_KH) if needs[0] else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
+        for start in range(0, len(targets_K), chunk):
+            span = slice(start, start + chunk)
+            _, grad = _losses_and_grad(head, hidden_KH[span], targets_K[span, None], trains=True)
+            assert grad is not None
+            grad *= -grad_output[span, None]
+            of_hidden = None if grad_hidden is None else grad_hidden[span]
+            _accumulate(grad, hidden_KH[span], weight, of_hidden, grad_weight, grad_bias)
+            del grad
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight_VH.dtype),
+            None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+            *(None, None, None, None),
+        )
+
+
+def _losses_and_grad(
     head: Head, hidden_KH: torch.Tensor, targets_K1: torch.Tensor, *, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The summed loss of a chunk, and its gradient with respect to the projection (fp32); None unless it trains."""
+    """The losses of a chunk (K, 1), and the gradient of their sum with respect to the projection (fp32); None unless it
+    trains."""
     logits = head.logits(hidden_KH)
     slope = None if head.softcap is None or not trains else 1 - (logits / head.softcap) ** 2
     if logits.is_cuda:
         # One pass over memory instead of five.
         logits = torch.log_softmax(logits, dim=-1)
-        loss = -logits.gather(1, targets_K1).sum()
+        losses = -logits.gather(1, targets_K1)
         if not trains:
-            return loss, None
+            return losses, None
         grad = logits.exp_()
     else:
         # In place: on a CPU a second tensor of this size would cost more than the arithmetic.
@@ -172,16 +262,16 @@ def _loss_and_grad(
         chosen = logits.gather(1, targets_K1)
         grad = logits.exp_()
         norm = grad.sum(dim=-1, keepdim=True)
-        loss = (norm.log() - chosen).sum()
+        losses = norm.log() - chosen
         if not trains:
-            return loss, None
+            return losses, None
         grad /= norm
     grad.scatter_add_(1, targets_K1, torch.full_like(targets_K1, -1, dtype=grad.dtype))
     if slope is not None:
         grad *= slope
     if head.scale != 1.0:
         grad *= head.scale
-    return loss, grad
+    return losses, grad
 
 
 def _lowered(grad_KV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from finray import compat
 from finray.errors import ModelError
 from finray.models import attention, pooled, states
-from finray.models.head import Head, plain_head
+from finray.models.head import Head, log_probabilities, plain_head
 from finray.models.loading import DTYPES
 from finray.models.ropes import RowRopes
 from finray.models.saved_layout import without_adapter
@@ -54,6 +54,18 @@ class PackedRows(Protocol):
     @property
     def cu_seqlens(self) -> torch.Tensor:
         """int32 cumulative lengths."""
+
+
+class TargetRows(PackedRows, Protocol):
+    """The fields that log-probabilities of targets need."""
+
+    @property
+    def target_positions_K(self) -> torch.Tensor:
+        """int64 positions whose next token is a target."""
+
+    @property
+    def targets_K(self) -> torch.Tensor:
+        """int64 target tokens."""
 
 
 class LabelledRows(PackedRows, Protocol):
@@ -148,6 +160,14 @@ class PackedModel:
             return logits.flatten(0, 1).index_select(0, positions_K)
         logits = self._call(self.inner, batch, logits_to_keep=positions_K).logits[0]
         return logits
+
+    def log_probabilities_K(self, batch: TargetRows) -> torch.Tensor:
+        """The log-probability (fp32, K) of each target, given the tokens of its row before it."""
+        if self.has_plain_head(batch):
+            hidden = self.hidden_TH(batch).index_select(0, batch.target_positions_K)
+            return log_probabilities(self.head(), hidden, batch.targets_K)
+        logits = self.logits_KV(batch, batch.target_positions_K).float()
+        return -F.cross_entropy(logits, batch.targets_K, reduction="none")
 
     def logits_SC(self, batch: LabelledRows) -> torch.Tensor:
         """Logits (S, C) of each row, by the model's own pooling and head.

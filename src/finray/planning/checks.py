@@ -21,7 +21,7 @@ from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
-from finray.config.tasks import CAUSAL_LM, task_spec
+from finray.config.tasks import CAUSAL_LM, spec_of, task_spec
 from finray.data.dataset.prepare import check_inputs
 from finray.errors import ConfigError, FinrayError, ModelError, explained, unmatched
 from finray.evaluation.scores.base import score_named
@@ -212,7 +212,7 @@ def check_extras(
 def check_evaluation(config: Config) -> None:
     """Check that the task has the metric that selects checkpoints, and supports answers if they are requested.
     Raises ConfigError: it does not."""
-    spec, evaluation = task_spec(config.model.task), config.evaluation
+    spec, evaluation = spec_of(config), config.evaluation
     spec.chosen(evaluation)
     name = "generate_rows" if evaluation.generate_rows is not None else "metrics"
     if getattr(evaluation, name) != getattr(type(evaluation)(), name) and not spec.rows & {"chat", "completion"}:

@@ -11,7 +11,7 @@ import numpy as np
 
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
-from finray.config.tasks import task_spec
+from finray.config.tasks import spec_of
 from finray.data.dataset.labels import FoundLabels, find_labels
 from finray.data.dataset.manifest import MANIFEST, manifest_of
 from finray.data.dataset.parts import PartWriter
@@ -93,7 +93,7 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *shared_rows(splits)]
     problems: list[FinrayError] = []
     try:
-        dataset.require_kind(task_spec(config.model.task))
+        dataset.require_kind(spec_of(config))
         require_prompts(config, dataset.kind())
     except FinrayError as error:
         problems.append(error)

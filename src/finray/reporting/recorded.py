@@ -40,7 +40,7 @@ EARLIER_WEIGHTS = "final/ has changed since these scores were made: run `finray 
 _FILES = FileKind(DataError)
 # What values raise that are of another kind than those that finray writes.
 DAMAGE = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
-_NUMBERS = frozenset(field.name for field in fields(TrainRecord)) - {"samples_digest", "samples"}
+_NUMBERS = frozenset(field.name for field in fields(TrainRecord)) - {"samples_digest", "samples", "means"}
 _MAY_LACK = frozenset(("grad_norm", "loss_scale", "skipped"))
 
 
@@ -357,7 +357,9 @@ def train_of(plain: Mapping[str, Any]) -> TrainRecord | None:
             record[name] = value
         else:
             return None
-    return TrainRecord(**record)
+    others = plain.keys() - _NUMBERS - {"kind", "time", "samples_digest", "samples"}
+    means = {name: float(plain[name]) for name in others if type(plain[name]) in (int, float)}
+    return TrainRecord(**record, means=means)
 
 
 def eval_of(plain: Mapping[str, Any]) -> EvalRecord | None:

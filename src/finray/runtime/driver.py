@@ -27,7 +27,7 @@ from finray.config.environment import secrets_of
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Execution, Packing, PreparedRun, Resolved
 from finray.config.schema import Config
-from finray.config.tasks import task_spec
+from finray.config.tasks import spec_of, task_spec
 from finray.config.trust import require_trusted
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.plan import remarks_on_files
@@ -559,4 +559,4 @@ def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, ha
 
 def _best(config: Config) -> tuple[str, str] | None:
     """The metric whose best checkpoint becomes final, and whether less or more is better; None for the last one."""
-    return task_spec(config.model.task).chosen(config.evaluation) if config.checkpoint.keep_best else None
+    return spec_of(config).chosen(config.evaluation) if config.checkpoint.keep_best else None

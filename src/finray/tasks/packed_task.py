@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from finray.config.resolved import Execution, LabelSet
 from finray.config.schema import Config
+from finray.config.tasks import objective_class, objective_spec
 from finray.models.loading import build_model
 from finray.models.packed import CalledAsOne, PackedModel
 from finray.models.saved_layout import SavedLayout
 from finray.models.targets import described
-from finray.records import Confusion
+from finray.objectives.base import Objective
+
+
+def objective_of(config: Config, execution: Execution, *, device: torch.device) -> Any:
+    """The objective of a run. Raises ConfigError: there is no such objective, or the task does not go with it."""
+    return objective_class(objective_spec(config).name).build(config, execution, device=device)
 
 
 def built(
@@ -49,11 +55,13 @@ class PackedTask:
 
     Args:
         packed: the model.
+        objective: what it is trained for.
         compute: what is called with a batch inside of what a strategy wraps.
     """
 
-    def __init__(self, packed: PackedModel, compute: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(self, packed: PackedModel, objective: Objective, compute: Callable[[Any], torch.Tensor]) -> None:
         self.packed = packed
+        self.objective = objective
         self.model = packed.model
         self.layout = SavedLayout(packed.model)
         self.module: torch.nn.Module = CalledAsOne(packed.model, compute)
@@ -77,9 +85,10 @@ class PackedTask:
         named = self.model.named_parameters()
         return [parameter for name, parameter in named if parameter.requires_grad or ".lora_" in name]
 
-    def confusion(self, sums: Sequence[float]) -> Confusion:  # noqa: ARG002
-        """Nothing: of tokens there is no such matrix."""
-        return []
+    def outputs(self, batch: Any) -> torch.Tensor:
+        """What the forward pass gives, under the strategy."""
+        result: torch.Tensor = self.module(batch)
+        return result
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""

@@ -152,12 +152,13 @@ def _plain(value: Any) -> float | str:
 
 def metrics_table(run_dir: Path) -> pandas.DataFrame:
     """The training records of a run by step, with evaluations as additional columns: ``eval/<name>``, as trackers
-    have it, for a metric of a task from outside that has the name of a column of training."""
+    have it, for a metric that has the name of a column of training."""
     import pandas
 
-    columns = {field.name for field in fields(TrainRecord)}
+    records = list(read_records(run_dir / FILE))
+    columns = {field.name for field in fields(TrainRecord)}.union(*(one for one in records if one["kind"] == "train"))
     rows: dict[int, dict[str, Any]] = {}
-    for record in read_records(run_dir / FILE):
+    for record in records:
         if (kind := record.pop("kind")) in ("train", "eval"):
             record.pop("time", None)
             row = rows.setdefault(record.pop("step"), {})

@@ -18,7 +18,7 @@ from finray.checkpoint import CheckpointStore, manifest
 from finray.config.paths import local_dir_of, run_url
 from finray.config.resolved import Execution, PreparedRun, Resolved
 from finray.config.schema import Config
-from finray.config.tasks import task_class
+from finray.config.tasks import spec_of, task_class
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.run_data import run_data
 from finray.data.sampling.order import Order, derive_key
@@ -115,7 +115,7 @@ def assemble(
     background, evaluated = on_all_ranks(
         strategy, lambda: _take_up(config, loaded, state, store, evaluator) if first else (None, [])
     )
-    best = task.spec.chosen(config.evaluation)
+    best = spec_of(config).chosen(config.evaluation)
     loop = Loop(
         config=config,
         task=task,
@@ -201,7 +201,7 @@ def _load(
         task, optimizer = _model(config, execution, strategy, warn)
         model_at = clock()
         dataset, run, data_at = on_all_ranks(strategy, opening.result)
-    on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
+    on_all_ranks(strategy, lambda: dataset.require_kind(spec_of(config)))
     dataset.trust()
     loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, run.resolved, task, dataset, strategy))
     # Not of data behind a URL, all of which would be fetched before the first step.
@@ -440,7 +440,7 @@ def _data(
         plan,
         Order(len(plan), seed=config.run.seed, total=data.total_items),
         collate=partial(task.collate, rows),
-        weight=task.weight(rows),
+        weight=task.objective.weight(rows),
         global_batch_size=resolved.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         rows_apart=not resolved.packs,

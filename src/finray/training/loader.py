@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.order import Order, micro_batches
 from finray.data.sampling.packing import PackPlan
-from finray.training.task import TaskBatch, WeightArray
+from finray.objectives.base import WeightArray
+from finray.training.task import TaskBatch
 
 Collate = Callable[[Sequence[int]], TaskBatch]
 

@@ -345,6 +345,7 @@ class Loop:
                 loss_scale=self.state.loss_scale,
                 skipped=self.state.skipped if scaled else None,
                 samples=tuple(window.samples) if self.config.tracking.record_samples else None,
+                means=dict(zip(self.task.objective.spec.means, numbers.means, strict=True)),
             )
         )
 
@@ -491,6 +492,7 @@ class _Numbers(NamedTuple):
     last_loss: float
     grad_norm: float
     signals: Signals
+    means: tuple[float, ...]
 
 
 @dataclass
@@ -499,6 +501,7 @@ class _Window:
 
     loss: torch.Tensor | None = None
     first_loss: torch.Tensor | None = None
+    means: torch.Tensor | None = None
     weight: float = 0.0
     supervised: int = 0
     tokens: int = 0
@@ -511,9 +514,12 @@ class _Window:
         self.supervised += data.supervised
         if self.loss is None:
             self.loss = self.first_loss = result.loss
+            self.means = result.means
         else:
             # A running mean: for a window of one step it equals that step's loss to the last bit.
+            assert self.means is not None
             self.loss = self.loss + (result.loss - self.loss) * (data.weight / self.weight)
+            self.means = self.means + (result.means - self.means) * (data.weight / self.weight)
         self.tokens += data.tokens
         self.waited += waited
         self.samples.extend(data.samples)
@@ -521,9 +527,11 @@ class _Window:
     def read(self, result: StepResult) -> _Numbers:
         assert self.loss is not None
         assert self.first_loss is not None
-        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), *result.signals]
-        loss, first_loss, last_loss, grad_norm, *signals = torch.stack(values).tolist()
-        return _Numbers(loss, first_loss, last_loss, grad_norm, Signals(*signals))
+        assert self.means is not None
+        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), *result.signals, *self.means]
+        loss, first_loss, last_loss, grad_norm, *others = torch.stack(values).tolist()
+        count = len(result.signals)
+        return _Numbers(loss, first_loss, last_loss, grad_norm, Signals(*others[:count]), tuple(others[count:]))
 
 
 class _SignalReader:

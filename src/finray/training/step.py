@@ -58,6 +58,7 @@ class StepResult:
     loss: torch.Tensor  # fp64, mean over the global batch
     grad_norm: torch.Tensor  # before clipping
     signals: torch.Tensor  # fp64, the fields of `Signals`, summed over the ranks
+    means: torch.Tensor  # fp64, of the names in `ObjectiveSpec.means`, over the global batch
 
 
 def train_step(
@@ -80,10 +81,13 @@ def train_step(
     is the gradient of one mean over the global batch, however it was split. The weight is known from the prepared rows,
     without communication. With a mean of means, the weight of a token would depend on its micro-batch.
 
-    ``signals`` are summed over the ranks with the loss, and ``pulse`` is told when this rank has finished its part.
+    ``signals`` and the objective's named sums are summed over the ranks with the loss, and ``pulse`` is told when this
+    rank has finished its part.
     """
+    objective = task.objective
     # The loss comes first: a ring sums the first element in the same order, however many follow.
-    total = torch.zeros(1 + len(signals), dtype=torch.float64, device=strategy.device)
+    named = 1 + len(signals)
+    total = torch.zeros(named + len(objective.spec.means), dtype=torch.float64, device=strategy.device)
     for position, value in enumerate(signals, start=1):
         if value:
             total[position] = value
@@ -91,7 +95,8 @@ def train_step(
     for index, batch in data.micro_batches:
         reseed(state.random_key, state.step, index)
         with parts("forward"):
-            loss = task.loss_sum(batch.to(strategy.device))
+            batch = batch.to(strategy.device)
+            loss = objective.loss_sum(task.outputs(batch), batch, total[named:])
         left -= 1
         with parts("backward"):
             strategy.backward(guard.scale(loss / data.weight), last=not left)
@@ -99,7 +104,9 @@ def train_step(
     for batch in data.dummy_batches:
         # The other ranks communicate in every forward and backward pass, so this one takes part; it adds nothing.
         left -= 1
-        strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
+        batch = batch.to(strategy.device)
+        ignored = torch.zeros_like(total[named:])
+        strategy.backward(objective.loss_sum(task.outputs(batch), batch, ignored) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
     if pulse is not None:
         pulse.waits()
@@ -111,18 +118,20 @@ def train_step(
     mean = total[0] / data.weight
     with parts("optimizer"):
         optimizer.step(learning_rate, found_inf=guard.observe(state.step + 1, mean, norm, data.samples))
-    return StepResult(mean, norm.detach(), total[1:])
+    return StepResult(mean, norm.detach(), total[1:named], total[named:] / data.weight)
 
 
 @torch.no_grad()
 def evaluate(
     task: Task, strategy: Strategy, loader: EvalLoader, on_progress: OnProgress = lambda share: None
 ) -> tuple[dict[str, float], Confusion]:
-    """The task's metrics and confusion matrix over all ranks' evaluation rows; only sums are kept on the device and
-    all-reduced. ``on_progress`` is given the share of this rank's forward passes that are done."""
-    sums = torch.zeros(task.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
+    """The objective's metrics and confusion matrix over all ranks' evaluation rows; only sums are kept on the device
+    and all-reduced. ``on_progress`` is given the share of this rank's forward passes that are done."""
+    objective = task.objective
+    sums = torch.zeros(objective.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
     for number, (batch, counts) in enumerate(loader.batches()):
         on_progress(number / loader.passes)
-        task.score(batch.to(strategy.device), sums if counts else torch.zeros_like(sums))
+        batch = batch.to(strategy.device)
+        objective.score(task.outputs(batch), batch, sums if counts else torch.zeros_like(sums))
     total = strategy.all_reduce(sums).tolist()
-    return task.metrics(total), task.confusion(total)
+    return objective.metrics(total), objective.confusion(total)

@@ -6,17 +6,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.config.tasks import TaskSpec
 from finray.data.dataset.prepared import PreparedSplit
-from finray.records import Confusion
-
-WeightArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+from finray.objectives.base import Objective
 
 
 class TaskBatch(Protocol):
@@ -52,16 +48,18 @@ class CheckpointLayout(Protocol):
 
 
 class Task(Protocol):
-    """A model and its training objective.
+    """What a model is, and what its forward pass gives.
 
     Attributes:
         spec: what is known of the task without torch.
+        objective: what it is trained for.
         model: the Transformers or PEFT model, whose parameters are counted and saved.
         module: called for a forward pass; a strategy may wrap it.
         layout: the saved tensors of the model.
     """
 
     spec: TaskSpec
+    objective: Objective
     model: Any
     module: torch.nn.Module
     layout: CheckpointLayout
@@ -87,22 +85,5 @@ class Task(Protocol):
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> TaskBatch:
         """Collate rows of a prepared split into a micro-batch."""
 
-    def weight(self, split: PreparedSplit) -> WeightArray:
-        """Weight of each row in the loss: its number of targets, or the weight of its class. The loss is divided by the
-        sum over the global batch."""
-
-    def loss_sum(self, batch: Any) -> torch.Tensor:
-        """The loss summed over a batch (fp32 scalar)."""
-
-    def metric_count(self, rows: int) -> int:
-        """Length of ``sums`` in :meth:`score` for this many rows: sums, and one slot per row if a metric needs all rows
-        at once (a rank statistic, for example), which the sum over the ranks fills."""
-
-    def score(self, batch: Any, sums: torch.Tensor) -> None:
-        """Add a batch's contribution to ``sums`` (fp64, ``metric_count`` long, on the device)."""
-
-    def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """The metrics, from sums over all rows; includes those named in :attr:`TaskSpec.best`."""
-
-    def confusion(self, sums: Sequence[float]) -> Confusion:
-        """The confusion matrix, by class and predicted class, from the same sums; empty for tasks without one."""
+    def outputs(self, batch: Any) -> torch.Tensor:
+        """What a forward pass over a batch gives: what :attr:`ObjectiveSpec.reads` of its objective names."""

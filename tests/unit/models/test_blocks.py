@@ -31,7 +31,7 @@ def task_of(family: str, *, lora: bool, targets: str | list[str] = "all-linear")
     task.model.train()
     # The comparison of the heads, once and for all.
     with torch.no_grad():
-        task.loss_sum(batch_of(rows()))
+        task.outputs(batch_of(rows()))
     return task
 
 
@@ -48,7 +48,7 @@ def kept_bytes(task: CausalLM) -> tuple[int, dict[str, torch.Tensor]]:
 
     torch.manual_seed(5)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = task.loss_sum(batch_of(rows()))
+        loss = task.outputs(batch_of(rows()))
     loss.backward()
     return sum(seen.values()), gradients(task.model)
 
@@ -76,7 +76,7 @@ def test_gradients_are_the_same_to_the_bit(family: str, lora: bool, how: dict[st
     if lora:
         torch.manual_seed(6)
         task.model.zero_grad()
-        task.loss_sum(batch_of(rows())).backward()
+        task.outputs(batch_of(rows())).backward()
         assert not all(torch.equal(one, expected[name]) for name, one in gradients(task.model).items())
 
 
@@ -107,7 +107,7 @@ def moved_bytes(task: CausalLM, monkeypatch: pytest.MonkeyPatch) -> tuple[int, s
 
     with monkeypatch.context() as patch:
         patch.setattr(blocks, "_pack", pack)
-        task.loss_sum(batch_of(rows())).backward()
+        task.outputs(batch_of(rows())).backward()
     return sum(one.nbytes for one in found), {one.untyped_storage().data_ptr() for one in found}
 
 
@@ -149,9 +149,9 @@ def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows(family: str, ch
     try:
         for items in (rows(), rows()[:2], rows()[1:]):
             torch.manual_seed(5)
-            expected = plain.loss_sum(batch_of(items))
+            expected = plain.outputs(batch_of(items))
             torch.manual_seed(5)
-            found = compiled.loss_sum(batch_of(items))
+            found = compiled.outputs(batch_of(items))
             expected.backward()
             found.backward()
             assert found.item() == pytest.approx(expected.item(), rel=1e-6)

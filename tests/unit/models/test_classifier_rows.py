@@ -36,7 +36,7 @@ def rows(lengths: tuple[int, ...] = LENGTHS, *, typed: bool = False, seed: int =
 
 
 def batch_of(items: list[tuple[Any, Any]], labels: Any = LABELS) -> LabelledBatch:
-    return collate_labelled(items, range(len(items)), labels)
+    return collate_labelled(items, range(len(items)), {"labels": labels})
 
 
 def packed(model: Any, name: str | None = attention.NAME) -> PackedModel:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from finray.models.head import Head, _add, loss_sum, plain_head
+from finray.models.head import Head, _add, log_probabilities, loss_sum, plain_head
 
 
 def naive(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -63,6 +63,32 @@ def test_loss_and_gradients_are_those_of_full_logits(
     torch.testing.assert_close(weight.grad.double(), exact[1].grad, rtol=1e-4, atol=1e-5)
     if offset is not None and exact_offset is not None:
         torch.testing.assert_close(offset.grad.double(), exact_offset.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Head, GpuHead])
+@pytest.mark.parametrize("trained", [(0,), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("chunk", [1, 5, None])
+def test_log_probabilities_and_what_an_objective_makes_of_them_have_the_gradients_of_full_logits(
+    kind: type[Head], trained: tuple[int, ...], chunk: int | None
+) -> None:
+    """An objective scales each differently, and not by one number as the sum does."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(23, 8), torch.randn(37, 8), torch.randn(37)]
+    targets, scale, softcap = torch.randint(0, 37, (23,)), 0.5, 5.0
+    for at in trained:
+        tensors[at].requires_grad_()
+    found = log_probabilities(kind(tensors[1], tensors[2], scale, softcap), tensors[0], targets, chunk=chunk)
+    assert (found.shape, found.dtype) == ((23,), torch.float32)
+    torch.sigmoid(found * torch.linspace(-1, 1, 23)).sum().backward()  # type: ignore[no-untyped-call]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    logits = torch.tanh((exact[0] @ exact[1].T + exact[2]) * scale / softcap) * softcap
+    expected = logits.log_softmax(-1)[torch.arange(23), targets]
+    torch.sigmoid(expected * torch.linspace(-1, 1, 23, dtype=torch.float64)).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for at, (tensor, other) in enumerate(zip(tensors, exact, strict=True)):
+        assert (tensor.grad is not None) == (at in trained)
+        if tensor.grad is not None and other.grad is not None:
+            torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_a_frozen_head_gets_no_gradient_and_bf16_stays_close() -> None:

@@ -44,7 +44,7 @@ def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[
 def test_packed_gradients_are_those_of_plain_transformers(family: str) -> None:
     model = packed_model(family)
     task = task_of(model)
-    loss = task.loss_sum(batch_of(rows()))
+    loss = task.outputs(batch_of(rows()))
     loss.backward()
     expected_loss, expected = reference_gradients(family, rows())
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
@@ -95,7 +95,7 @@ def test_the_sliding_window_is_seen() -> None:
     model = packed_model("gemma3")
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
-    task_of(model).loss_sum(batch_of(rows())).backward()
+    task_of(model).outputs(batch_of(rows())).backward()
     _, expected = reference_gradients("gemma3", rows())
     with pytest.raises(AssertionError):
         assert_equal_gradients(gradients(model), expected)
@@ -108,12 +108,12 @@ def test_a_state_that_goes_on_from_row_to_row_is_seen(family: str, monkeypatch: 
     _, expected = reference_gradients(family, items)
     monkeypatch.setattr(states, "_CHUNK", 4)
     model = packed_model(family)
-    task_of(model).loss_sum(batch_of(items)).backward()
+    task_of(model).outputs(batch_of(items)).backward()
     assert_equal_gradients(gradients(model), expected)
     monkeypatch.setattr(states, "separate", lambda _, on_cpu: None)
     model = packed_model(family)
     with suppress(ValueError):  # Gated delta nets refuse packed rows without their kernel.
-        task_of(model).loss_sum(batch_of(items)).backward()
+        task_of(model).outputs(batch_of(items)).backward()
         with pytest.raises(AssertionError):
             assert_equal_gradients(gradients(model), expected)
 
@@ -133,7 +133,7 @@ def test_lora_and_checkpointed_activations_give_the_same_gradients(family: str) 
         if checkpointed:
             wrap_blocks(task.model, checkpointing="full")
         model.train()
-        task.loss_sum(batch_of(rows())).backward()
+        task.outputs(batch_of(rows())).backward()
         results.append(gradients(model))
         assert all("lora" in name for name in results[-1])
     assert_equal_gradients(results[1], results[0], 1e-6)
@@ -144,7 +144,7 @@ def test_a_head_that_is_not_understood_is_left_to_the_model() -> None:
     model = packed_model("llama")
     model.lm_head.register_forward_hook(lambda module, inputs, output: output * 3.0)
     task = task_of(model)
-    loss = task.loss_sum(batch_of(rows()))
+    loss = task.outputs(batch_of(rows()))
     assert task.packed._has_plain_head is False
     plain = tiny.build_model("llama").eval()
     expected = torch.zeros(())
@@ -190,10 +190,10 @@ def test_rows_of_one_length_share_a_pass_of_a_model_that_cannot_be_packed(plain_
     generator = np.random.default_rng(3)
     items = [(generator.integers(3, 380, 7).astype(np.int32), np.array([0, 1, 1, 0, 1, 0, 1], np.uint8))] * 2
     items += [(generator.integers(3, 380, 7).astype(np.int32), np.array([0, 0, 0, 0, 1, 1, 1], np.uint8))]
-    loss = task.loss_sum(batch_of(items))
+    loss = task.outputs(batch_of(items))
     loss.backward()
     expected_loss, expected = reference_gradients("bloom", items)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert_equal_gradients(gradients(model), expected)
     with pytest.raises(AssertionError, match="rows of one length"):
-        task.loss_sum(batch_of(rows()))
+        task.outputs(batch_of(rows()))

@@ -59,7 +59,7 @@ def in_batches(case: str, batches: list[list[Any]], *, packs: bool = True) -> tu
     task = CausalLM(model, precision="fp32", attention_name=name, device=torch.device("cpu"))
     losses = []
     for items in batches:
-        loss = task.loss_sum(batch_of(items))
+        loss = task.outputs(batch_of(items))
         loss.backward()
         losses.append(loss.item())
     return losses, gradients(model)

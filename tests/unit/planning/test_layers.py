@@ -76,7 +76,7 @@ def really_kept(family: str, adapter: AdapterConfig, precision: str) -> int:
     generator = np.random.default_rng(0)
     rows = [(generator.integers(3, 380, n).astype(np.int32), np.ones(n, np.uint8)) for n in LENGTHS]
     batch = collate(rows, range(len(rows)))
-    task.loss_sum(batch)
+    task.outputs(batch)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     shapes = {tuple(parameter.shape) for parameter in model.parameters()}
     shapes |= {tuple(parameter.shape[::-1]) for parameter in model.parameters()}
@@ -89,7 +89,7 @@ def really_kept(family: str, adapter: AdapterConfig, precision: str) -> int:
         return held
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
-        loss = task.loss_sum(batch)
+        loss = task.outputs(batch)
     sizes: dict[int, int] = {}
     for tensor in (held.tensor for held in kept):
         storage = tensor.untyped_storage()

@@ -30,9 +30,9 @@ def test_the_loss_of_a_router_has_the_gradient_of_plain_transformers_and_is_not_
     model.set_attn_implementation(attention.NAME)
     task = CausalLM(model, precision="fp32", attention_name=attention.NAME, device=torch.device("cpu"))
     batch = collate([(words, np.ones(len(words), dtype=bool))], [0])
-    without = task.loss_sum(batch).detach()
+    without = task.outputs(batch).detach()
     task.router_loss = WEIGHT
-    loss = task.loss_sum(batch)
+    loss = task.outputs(batch)
     assert loss.item() == without.item()
     assert loss.item() / 9 == pytest.approx((outputs.loss - WEIGHT * outputs.aux_loss).item(), rel=1e-5)
     (loss / 9).backward()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ def test_the_loss_of_a_router_has_the_gradient_of_plain_transformers_and_is_not_
     # The control: without it the router learns something else.
     model.zero_grad()
     task.router_loss = 0.0
-    (task.loss_sum(batch) / 9).backward()  # type: ignore[no-untyped-call]
+    (task.outputs(batch) / 9).backward()  # type: ignore[no-untyped-call]
     router = next(name for name in expected if "mlp.gate.weight" in name or "mlp.router.weight" in name)
     other, theirs = model.get_parameter(router).grad, expected[router].grad
     assert float((other - theirs).abs().max()) > 1e-2 * float(theirs.abs().max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from finray.models.export import export
 from finray.models.loading import build_model, load_model
 from finray.models.quantized import QuantizedLinear
 from finray.models.sharded import materialize
+from finray.objectives.classification import ClassificationObjective
 from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import tiny
 from tests.support.adapted import save_classifier
@@ -59,7 +61,13 @@ def task_of(problem: Problem, **options: Any) -> SequenceClassification:
     model = tiny.build_classifier("bert", classes=len(names) or 1).eval()
     model.set_attn_implementation(attention.NAME)
     settings: dict[str, Any] = {"precision": "fp32", "attention_name": attention.NAME, "device": CPU}
-    return SequenceClassification(model, **settings, problem=problem, labels=names, **options)
+    objective = ClassificationObjective(problem, names, **options, device=CPU)
+    return SequenceClassification(model, **settings, objective=objective)
+
+
+def loss_of(task: SequenceClassification, split: Split, rows: Sequence[int]) -> torch.Tensor:
+    batch = task.collate(split, rows)  # type: ignore[arg-type]
+    return task.objective.loss_sum(task.outputs(batch), batch, torch.zeros(0))
 
 
 @pytest.mark.parametrize(
@@ -75,9 +83,9 @@ def task_of(problem: Problem, **options: Any) -> SequenceClassification:
 )
 def test_the_loss_of_a_step_is_what_torch_calls_mean_however_it_is_cut(problem: Problem, options: Any) -> None:
     task, split = task_of(problem, **options), Split(LABELS[problem])
-    weights = task.weight(split)  # type: ignore[arg-type]
+    weights = task.objective.weight(split)  # type: ignore[arg-type]
     parts = ([3], [0, 6, 2], [1, 4, 5])
-    losses = [task.loss_sum(task.collate(split, rows)).item() for rows in parts]  # type: ignore[arg-type]
+    losses = [loss_of(task, split, rows).item() for rows in parts]
     with torch.no_grad():
         logits = torch.cat([task.model(input_ids=torch.from_numpy(row)[None].long(),
                                        segment_lengths=(len(row),)).logits for row in split.rows])  # fmt: skip
@@ -104,20 +112,21 @@ def test_smoothing_of_several_classes_goes_half_way_to_both_sides() -> None:
         logits = task.logits_SC(batch)
     ones = torch.tensor([[0.9 if name in row else 0.1 for name in NAMES] for row in split.labels])
     expected = F.binary_cross_entropy_with_logits(logits, ones, reduction="sum") / 3
-    torch.testing.assert_close(task.loss_sum(batch).detach(), expected)
+    torch.testing.assert_close(loss_of(task, split, range(7)).detach(), expected)
 
 
 @pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
 def test_an_evaluation_counts_the_loss_by_weight(problem: Problem) -> None:
     weights = WEIGHTS if problem == "single_label" else ()
     task, split = task_of(problem, class_weights=weights), Split(LABELS[problem])
-    sums = torch.zeros(task.metric_count(7), dtype=torch.float64)
+    sums = torch.zeros(task.objective.metric_count(7), dtype=torch.float64)
     with torch.no_grad():
         for rows in ([6, 0], [3], [1, 2, 4, 5]):
-            task.score(task.collate(split, rows), sums)  # type: ignore[arg-type]
-        whole = task.loss_sum(task.collate(split, range(7)))  # type: ignore[arg-type]
-    found = task.metrics(sums.tolist())
-    assert found["eval_loss"] == pytest.approx(float(whole) / float(task.weight(split).sum()), rel=1e-5)  # type: ignore[arg-type]
+            batch = task.collate(split, rows)  # type: ignore[arg-type]
+            task.objective.score(task.outputs(batch), batch, sums)
+        whole = loss_of(task, split, range(7))
+    found = task.objective.metrics(sums.tolist())
+    assert found["eval_loss"] == pytest.approx(float(whole) / float(task.objective.weight(split).sum()), rel=1e-5)  # type: ignore[arg-type]
     assert ("pearson" in found, "accuracy" in found) == (problem == "regression", problem != "regression")
 
 
@@ -298,7 +307,9 @@ def test_what_a_configuration_is_told_can_be_read_back() -> None:
 
 
 def test_batches_move_with_their_labels_and_types() -> None:
-    batch = collate_labelled([(np.arange(4, dtype=np.int32), np.array([0, 0, 1, 1], np.uint8))], [7], np.array([2]))
+    batch = collate_labelled(
+        [(np.arange(4, dtype=np.int32), np.array([0, 0, 1, 1], np.uint8))], [7], {"labels": np.array([2])}
+    )
     moved = batch._each(lambda tensor: tensor.to("meta"))
     assert isinstance(moved, LabelledBatch)
     assert (moved.rows, moved.lengths) == ((7,), (4,))

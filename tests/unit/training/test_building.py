@@ -58,7 +58,9 @@ class Rows:
         return Rows(self.lengths[:most].tolist(), f"{self.name} {most} {seed}")
 
 
-TASK: Any = SimpleNamespace(collate=lambda split, rows: (split.name, tuple(rows)), weight=lambda split: split.lengths)
+TASK: Any = SimpleNamespace(
+    collate=lambda split, rows: (split.name, tuple(rows)), objective=SimpleNamespace(weight=lambda split: split.lengths)
+)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -519,11 +519,11 @@ def test_answers_add_their_metrics_and_what_is_done_can_be_read_meanwhile(make: 
     made = make(held_out=[2.0, 1.0], evaluation={"every_steps": 5, "on_start": False})
     pulse, seen = Pulse(lambda: made.now), list[Any]()
     made.loop.pulse = pulse
-    score = made.loop.task.score
+    score = made.loop.task.objective.score
 
-    def looked(batch: Any, sums: Any) -> None:
+    def looked(outputs: Any, batch: Any, sums: Any) -> None:
         seen.append((pulse.part, pulse.share))
-        score(batch, sums)
+        score(outputs, batch, sums)
 
     def answered(told: Any) -> dict[str, float]:
         assert not made.loop.task.model.training
@@ -532,7 +532,7 @@ def test_answers_add_their_metrics_and_what_is_done_can_be_read_meanwhile(make: 
         made.now += 1.0
         return {"exact": 0.25}
 
-    made.loop.task.score = looked  # type: ignore[method-assign]
+    made.loop.task.objective.score = looked  # type: ignore[method-assign]
     made.loop.answered = answered
     made.run()
     assert [record.metrics for record in made.of(EvalRecord)] == [

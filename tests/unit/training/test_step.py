@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from finray.objectives.sft import SFT
 from finray.training.loader import StepData
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.state import TrainState
@@ -32,7 +33,7 @@ def test_the_last_backward_pass_of_a_step_is_marked_and_what_is_ignored_adds_not
     """Then a bucket of gradients is on its way while the rest is worked out."""
     weight, asked = torch.nn.Parameter(torch.tensor(3.0)), list[Any]()
     optimizer: Any = SimpleNamespace(parameters={"w": weight}, step=lambda rate, *, found_inf: None)
-    task: Any = SimpleNamespace(loss_sum=lambda value: weight * value)
+    task: Any = SimpleNamespace(outputs=lambda value: weight * value, objective=SFT())
     strategy: Any = SimpleNamespace(
         device=CPU,
         backward=lambda loss, *, last: asked.append((float(loss.detach()), last)),
@@ -63,15 +64,17 @@ def test_every_generator_is_seeded_by_the_run_the_step_and_the_micro_batch() -> 
 def test_an_evaluation_sums_over_ranks_what_counts() -> None:
     told: list[float] = []
 
-    def score(value: float, sums: torch.Tensor) -> None:
-        sums += value
+    def score(outputs: float, batch: float, sums: torch.Tensor) -> None:
+        assert outputs == 2 * batch
+        sums += batch
 
-    task: Any = SimpleNamespace(
+    objective: Any = SimpleNamespace(
         metric_count=lambda rows: rows,
         score=score,
         metrics=lambda sums: {"sum": sums[0]},
         confusion=lambda sums: [[int(sums[1])]],
     )
+    task: Any = SimpleNamespace(objective=objective, outputs=lambda value: 2 * value)
     batches = [(batch(2.0), True), (batch(100.0), False), (batch(3.5), True), (batch(1.0), True)]
     loader: Any = SimpleNamespace(rows=2, passes=4, batches=lambda: iter(batches))
     # One of two ranks; the other gives the same.

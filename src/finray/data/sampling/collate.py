@@ -5,8 +5,9 @@ Attention and positions restart at every row; only positions whose next token is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +15,8 @@ import numpy.typing as npt
 import torch
 
 Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+# By name, one for each row or each target.
+Values = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class JoinedRows:
     lengths: tuple[int, ...]  # tokens per row, S entries
     cu_seqlens: torch.Tensor  # int32 cumulative lengths, from 0 to T (the ``cu_seqlens`` of variable-length attention)
     rows: tuple[int, ...]  # row numbers in the prepared split
+    values: Mapping[str, torch.Tensor]  # what the objective knows of the rows, by name
 
     @property
     def tokens(self) -> int:
@@ -47,7 +51,8 @@ class JoinedRows:
         moved: dict[str, Any] = {
             name: change(tensor) for name, tensor in held.items() if isinstance(tensor, torch.Tensor)
         }
-        return replace(self, **moved)
+        values = {name: change(tensor) for name, tensor in self.values.items()}
+        return replace(self, **moved, values=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +65,17 @@ class Batch(JoinedRows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledBatch(JoinedRows):
-    """A micro-batch with one label per row."""
+    """A micro-batch of rows for a head that reads each as a whole."""
 
     token_types_1T: torch.Tensor  # int64, 0 for tokens of the first text of a row and 1 for those of the second
-    labels_S: torch.Tensor  # int64 classes; fp32 targets for numbers, or (S, C) if a row may have several classes
+
+    @property
+    def labels_S(self) -> torch.Tensor:
+        """int64 classes; fp32 targets for numbers, or (S, C) if a row may have several classes."""
+        return self.values["labels"]
 
 
-def _joined(rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, Any]:
+def _joined(rows: Sequence[Row], numbers: Sequence[int], values: Values) -> dict[str, Any]:
     """The fields of :class:`JoinedRows`."""
     lengths = tuple(len(ids) for ids, _ in rows)
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
@@ -79,10 +88,11 @@ def _joined(rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, Any]:
         "lengths": lengths,
         "cu_seqlens": torch.from_numpy(starts),
         "rows": tuple(numbers),
+        "values": {name: torch.from_numpy(array) for name, array in values.items()},
     }
 
 
-def collate(rows: Sequence[Row], numbers: Sequence[int]) -> Batch:
+def collate(rows: Sequence[Row], numbers: Sequence[int], values: Values = MappingProxyType({})) -> Batch:
     """Join rows of (ids, loss mask) into a batch."""
     tokens = np.concatenate([ids for ids, _ in rows])
     mask = np.concatenate([mask for _, mask in rows]).astype(bool)
@@ -90,10 +100,10 @@ def collate(rows: Sequence[Row], numbers: Sequence[int]) -> Batch:
     mask[np.cumsum([0, *(len(ids) for ids, _ in rows[:-1])])] = False
     learned = np.flatnonzero(mask)
     at, targets = torch.from_numpy(learned - 1), torch.from_numpy(tokens[learned].astype(np.int64))
-    return Batch(**_joined(rows, numbers), target_positions_K=at, targets_K=targets)
+    return Batch(**_joined(rows, numbers, values), target_positions_K=at, targets_K=targets)
 
 
-def collate_labelled(rows: Sequence[Row], numbers: Sequence[int], labels_S: npt.NDArray[Any]) -> LabelledBatch:
-    """Join rows of (ids, token types) into a batch; ``labels_S`` are classes, or targets in fp32."""
+def collate_labelled(rows: Sequence[Row], numbers: Sequence[int], values: Values) -> LabelledBatch:
+    """Join rows of (ids, token types) into a batch."""
     types = torch.from_numpy(np.concatenate([types for _, types in rows]).astype(np.int64))[None]
-    return LabelledBatch(**_joined(rows, numbers), token_types_1T=types, labels_S=torch.from_numpy(labels_S))
+    return LabelledBatch(**_joined(rows, numbers, values), token_types_1T=types)

@@ -452,9 +452,10 @@ class TransformersEngine:
         precision = "fp32" if self._inner.dtype == torch.float32 else "bf16"
         task = kind(self.model, precision=precision, attention_name=name, device=self.model.device)
         for row in rows:
-            sums = torch.zeros(task.metric_count(1), dtype=torch.float64, device=self.model.device)
+            sums = torch.zeros(task.objective.metric_count(1), dtype=torch.float64, device=self.model.device)
             with self._with(adapter):
-                task.score(task.collate(split, [row]).to(self.model.device), sums)
+                batch = task.collate(split, [row]).to(self.model.device)
+                task.objective.score(task.outputs(batch), batch, sums)
             yield sums.tolist()
 
     def _with(self, adapter: bool) -> AbstractContextManager[Any]:
