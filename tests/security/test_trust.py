@@ -31,6 +31,7 @@ LOADERS = {
     "load_function",
     "import_module",
     "task_class",
+    "objective_class",
     "score_named",
     "make_tracker",
 }
@@ -39,6 +40,9 @@ CHECKED = {
     "config/extensions.py:load_named": "by its callers",
     "config/extensions.py:imported": "by its callers",
     "config/tasks.py:task_class": "by its callers",
+    "config/objectives.py:objective_class": "by its callers",
+    "config/objectives.py:objective_spec": "driver.train, make_plan, start_preparation and inspect",
+    "tasks/packed_task.py:objective_of": "driver.train",
     "config/tasks.py:task_spec": "checked_notes, of a model; driver, plan and evaluation, of a config",
     "config/tasks.py:chosen": "driver.train and make_plan",
     "data/formats/convert.py:shaped_by": "start_preparation",

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from finray.config.load import build_config
+from finray.config.objectives import SFT
 from finray.config.resolved import Precision, Resolved
-from finray.config.tasks import CAUSAL_LM, SFT
+from finray.config.tasks import CAUSAL_LM
 from finray.parallel.ddp import DDPStrategy
 from finray.training import loop as module
 from finray.training.loader import StepData

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from finray.config.evaluation import EvaluationConfig
 from finray.config.extensions import TABLES, load_named
 from finray.config.resolved import Problem
 from finray.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from finray.config.schema import Config
 
 Mode = Literal["min", "max"]
 # What a forward pass gives: the summed cross-entropy of the K targets (a scalar, for which no logits are kept), their
@@ -28,25 +25,6 @@ OF_RECORDS = frozenset(
 )
 # A metric with such a word in its name is better the less it is.
 _LESS_IS_BETTER = {"loss", "perplexity", "error", "mse", "rmse", "mae"}
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectiveSpec:
-    """An objective as the rooms that load no model see it."""
-
-    name: str  # as ``train.objective``
-    reads: Output  # what it is a function of
-    # What takes the place of the task's own: kinds of prepared rows, the metric that chooses the best checkpoint, and
-    # the names of all metrics. None for the task's.
-    rows: frozenset[str] | None = None
-    best: tuple[str, Mode] | None = None
-    metrics: tuple[str, ...] | None = None
-    # Names of sums beside the loss; a step records their means.
-    means: tuple[str, ...] = ()
-    # Whether rows are learned from in groups (pairs), which no pass may tear.
-    in_groups: bool = False
-    # Names of columns of values that rows must have.
-    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,44 +172,3 @@ def task_spec(name: str) -> TaskSpec:
             repair="docs/guide/extending.md shows how a task is written",
         )
     return spec
-
-
-SFT = ObjectiveSpec("sft", reads="cross_entropy")
-CLASSIFICATION = ObjectiveSpec("classification", reads="logits")
-OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION)}
-
-
-def objective_spec(config: Config) -> ObjectiveSpec:
-    """The spec of a run's objective; of one from outside finray, the attribute ``spec`` of its class.
-    Raises ConfigError: there is no such objective, or it reads what the task's forward pass does not give."""
-    task = task_spec(config.model.task)
-    name, where = config.train.objective or task.objective, "train.objective"
-    spec = OBJECTIVES[name] if name in OBJECTIVES else getattr(objective_class(name), "spec", None)
-    if not isinstance(spec, ObjectiveSpec):
-        repair = "docs/guide/extending.md shows how an objective is written"
-        raise ConfigError(f"`{name}` is no objective: it has no `spec`", where=where, repair=repair)
-    if taken := sorted(OF_RECORDS & set(spec.means)):
-        repair = "give the mean a name of its own"
-        raise ConfigError(f"`{taken[0]}` is another number in the records of a run", where=where, repair=repair)
-    if spec.reads not in task.gives:
-        raise ConfigError(
-            f"`{name}` is a function of {spec.reads}, and a model with the task {task.name} gives "
-            f"{' and '.join(sorted(task.gives))}",
-            where=where,
-            repair="leave it out for the task's own objective, or change model.task",
-        )
-    return spec
-
-
-def objective_class(name: str) -> Any:
-    """The class that implements :class:`finray.objectives.base.Objective` for ``train.objective``; imports torch.
-    Raises ConfigError: there is no such objective."""
-    return load_named("finray.objectives", name, where="train.objective")
-
-
-def spec_of(config: Config) -> TaskSpec:
-    """The spec of a run's task, with the rows and the metrics of its objective.
-    Raises ConfigError: as :func:`task_spec` and :func:`objective_spec`."""
-    task, objective = task_spec(config.model.task), objective_spec(config)
-    rows, best = objective.rows or task.rows, objective.best or task.best
-    return replace(task, rows=rows, best=best, metrics=objective.metrics or task.metrics, objective=objective.name)

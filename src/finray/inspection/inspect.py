@@ -57,7 +57,7 @@ def inspect(
     Raises:
         FinrayError: the data, the tokenizer or the storage has a problem.
     """
-    require_trusted(config, "data", "model", "prepare")
+    require_trusted(config, "data", "model", "prepare", "train.objective")
     tokenizer = load_tokenizer(config.model)
     tokens = special_tokens(tokenizer, stops=generation_stops(config.model))
     encoder = PrepareSettings.of(config).encoder(tokenizer)

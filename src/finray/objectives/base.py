@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from finray.config.objectives import ObjectiveSpec
 from finray.config.resolved import Execution
 from finray.config.schema import Config
-from finray.config.tasks import ObjectiveSpec
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.collate import Values
 from finray.records import Confusion

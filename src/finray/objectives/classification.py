@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from finray.config.objectives import CLASSIFICATION
 from finray.config.resolved import Execution, Problem, Resolved
 from finray.config.schema import Config
-from finray.config.tasks import CLASSIFICATION
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
 from finray.data.sampling.collate import LabelledBatch, Values

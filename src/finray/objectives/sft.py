@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from finray.config.tasks import SFT as SPEC
+from finray.config.objectives import SFT as SPEC
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.collate import Batch
 from finray.objectives.base import MeanObjective

@@ -19,9 +19,10 @@ from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from finray.config.adapter_files import matching_none, read_settings
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import TABLES, load_named
+from finray.config.objectives import spec_of
 from finray.config.paths import is_url
 from finray.config.schema import Config
-from finray.config.tasks import CAUSAL_LM, spec_of, task_spec
+from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.data.dataset.prepare import check_inputs
 from finray.errors import ConfigError, FinrayError, ModelError, explained, unmatched
 from finray.evaluation.scores.base import score_named

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from finray.config.objectives import spec_of
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
-from finray.config.tasks import spec_of
 from finray.data.dataset.labels import FoundLabels, find_labels
 from finray.data.dataset.manifest import MANIFEST, manifest_of
 from finray.data.dataset.parts import PartWriter

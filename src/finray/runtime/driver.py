@@ -24,10 +24,11 @@ from finray.checkpoint import manifest
 from finray.checkpoint.remote import TRAINING_LOG
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.environment import secrets_of
+from finray.config.objectives import spec_of
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Execution, Packing, PreparedRun, Resolved
 from finray.config.schema import Config
-from finray.config.tasks import spec_of, task_spec
+from finray.config.tasks import task_spec
 from finray.config.trust import require_trusted
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.plan import remarks_on_files

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from finray.config.objectives import objective_class, objective_spec
 from finray.config.resolved import Execution, LabelSet
 from finray.config.schema import Config
-from finray.config.tasks import objective_class, objective_spec
 from finray.models.loading import build_model
 from finray.models.packed import CalledAsOne, PackedModel
 from finray.models.saved_layout import SavedLayout

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
+from finray.config.objectives import spec_of
 from finray.config.paths import local_dir_of, run_url
 from finray.config.resolved import Execution, PreparedRun, Resolved
 from finray.config.schema import Config
-from finray.config.tasks import spec_of, task_class
+from finray.config.tasks import task_class
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.run_data import run_data
 from finray.data.sampling.order import Order, derive_key
@@ -435,6 +436,12 @@ def _data(
     """This rank's training data, all held-out rows, and the number of steps of the run."""
     data = run_data(config, dataset, decided=resolved)
     rows, plan = data.splits.train, data.plan
+    if not (resolved.packs or rows.groups.is_single):
+        raise ModelError(
+            "rows of this model cannot share a forward pass, and those that belong together have to",
+            where=f"model.name={config.model.name}",
+            repair="use a model that can be packed (`finray plan` says so), or another train.objective",
+        )
     loader = StepLoader(
         rows,
         plan,
@@ -444,6 +451,7 @@ def _data(
         global_batch_size=resolved.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         rows_apart=not resolved.packs,
+        joined=data.joined,
         pin=strategy.device.type == "cuda",
         rank=strategy.rank,
         world_size=strategy.world_size,
@@ -495,9 +503,11 @@ def _held_out(
 ) -> EvalLoader:
     """This rank's share of the evaluation rows."""
     sampled = held_out.sample(config.evaluation.max_rows, seed=config.run.seed)
+    lengths = sampled.groups.sums(sampled.lengths)
+    capacity = max(config.data.max_length, int(lengths.max(initial=0)))
     return EvalLoader(
         # Packed even if training is not: the loss of a row does not depend on its neighbours.
-        plan=(plan_packs if resolved.packs else equal_length_batches)(sampled.lengths, config.data.max_length),
+        plan=(plan_packs if resolved.packs else equal_length_batches)(lengths, capacity).in_rows(sampled.groups),
         collate=partial(task.collate, sampled),
         rows=len(sampled),
         held_out=len(held_out),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.order import Order, micro_batches
-from finray.data.sampling.packing import PackPlan
+from finray.data.sampling.packing import PackPlan, plan_packs
 from finray.objectives.base import WeightArray
 from finray.training.task import TaskBatch
 
@@ -57,6 +57,7 @@ class StepLoader:
         lockstep: whether every process must run the same number of forward passes.
         rows_apart: whether a forward pass only has rows of one length (see ``finray.models.packing_check``). The rows
             of a step stay the same.
+        joined: of rows in groups: the groups of a step are joined into packs of so many tokens; None leaves each alone.
         pin: whether batches are put in pinned memory.
     """
 
@@ -71,6 +72,7 @@ class StepLoader:
     world_size: int
     lockstep: bool = False
     rows_apart: bool = False
+    joined: int | None = None
     pin: bool = False
 
     def rows_from(self, position: int) -> Iterator[int]:
@@ -83,6 +85,10 @@ class StepLoader:
         items = self.order.batch(position, self.global_batch_size)
         packs = [self.plan.pack(item) for item in items]
         samples = [row for pack in packs for row in pack]
+        if self.joined is not None:
+            sizes = [int(self.split.lengths[list(rows)].sum()) for rows in packs]
+            joined = plan_packs(sizes, self.joined)
+            packs = [tuple(row for at in joined.pack(pack) for row in packs[at]) for pack in range(len(joined))]
         # Every rank computes the passes of all ranks, which saves communication.
         passes = [self._passes(packs, rank) for rank in range(self.world_size)]
         own_passes = passes[self.rank]

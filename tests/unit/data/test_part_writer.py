@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finray.data.dataset import parts
@@ -50,6 +52,44 @@ def test_a_part_that_is_there_whole_is_not_written_again(preparing: Preparing, p
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "p").rglob("*")}
     assert writer.write(part) == found
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "p").rglob("*")} == before
+
+
+def test_rows_that_belong_together_are_read_back_so_with_their_values_and_never_torn(
+    preparing: Preparing, put: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pairs(self: Tokenizer, texts: Any, encodings: Any) -> Any:
+        for number, one in enumerate(rows_of(self, texts, encodings)):
+            (first,) = one.rows
+            spans = () if number == 1 else ((1, 2),)
+            # The second has a number; the one after the first text has nothing to learn, so the pair is left out.
+            other = replace(first, ids=first.ids[:2], spans=spans, values={"margin": number - 0.5})
+            yield replace(one, rows=[replace(first, values={"margin": number + 0.5}), other], together=True)
+
+    rows_of = Tokenizer.rows
+    monkeypatch.setattr(Tokenizer, "rows", pairs)
+    rows = [{"text": f"cat {number} " + "sleeps " * number} for number in range(9)]
+    dataset = preparing.dataset(put("rows.jsonl", lines(rows)), format="text")
+    (split,) = (dataset.all_rows("train"),)
+    assert split is not None
+    assert dataset.manifest.splits["train"].unlearnable == 2
+    assert split.groups.starts.tolist() == list(range(0, 17, 2))
+    assert split.source_rows.tolist() == [row for row in range(9) if row != 1 for _ in range(2)]
+    assert split.values("margin").tolist() == [row + by for row in range(9) if row != 1 for by in (0.5, -0.5)]
+    assert split.take(np.array([4, 5, 0, 1])).values("margin").tolist() == [3.5, 2.5, 0.5, -0.5]
+    for torn in ([0], [1], [1, 0], [0, 1, 3], [0, 2]):
+        with pytest.raises(ValueError, match="others were not"):
+            split.take(np.array(torn))
+    # Splits, samples and mixes take them whole: `take` would refuse others.
+    config = preparing.config(put("rows.jsonl", lines(rows)), format="text", eval_ratio=0.3)
+    held_out = dataset.splits(config.data, seed=3).eval
+    assert held_out is not None
+    assert (len(held_out), len(held_out.groups)) == (4, 2)
+    assert len(split.sample(3, seed=1)) == 6
+    mix = [{"source": str(put("rows.jsonl", lines(rows))), "count": 11}]
+    mixed = dataset.splits(preparing.config(mix=mix, format="text").data, seed=3).train
+    assert (len(mixed), len(mixed.groups)) == (22, 11)
+    with pytest.raises(DataError, match="no values `reward`"):
+        split.values("reward")
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

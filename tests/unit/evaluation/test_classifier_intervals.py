@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from finray.objectives.classifier_scores import ScoreSums
 from scipy.stats import norm, pearsonr, spearmanr
 from sklearn import metrics as sk
 from torch.nn import functional
@@ -19,6 +18,7 @@ from finray.evaluation import statistics
 from finray.evaluation.classifiers import Mean, Pearson, _contrasts, _in_order, _losses, _statistics, commonest
 from finray.evaluation.classify import Classification, Classified
 from finray.evaluation.statistics import Interval, auroc_interval, auroc_rows, interval, paired, spearman_interval
+from finray.objectives.classifier_scores import ScoreSums
 
 pytestmark = pytest.mark.long
 

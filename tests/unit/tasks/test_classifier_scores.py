@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from finray.objectives.classifier_scores import ClassifierScores, ScoreSums
 from scipy import stats
 from sklearn import metrics as sk
 
 from finray.objectives import classifier_scores
+from finray.objectives.classifier_scores import ClassifierScores, ScoreSums
 
 ROWS = 1000
 

@@ -12,6 +12,7 @@ import torch
 
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
+from finray.data.sampling.groups import Groups
 from finray.errors import DataError
 from finray.training import assemble
 
@@ -41,6 +42,7 @@ class Rows:
     def __init__(self, lengths: list[int], name: str = "rows") -> None:
         self.lengths = np.array(lengths)
         self.supervised = self.lengths - 1
+        self.groups = Groups.single(len(lengths))
         self.name = name
 
     def __len__(self) -> int:

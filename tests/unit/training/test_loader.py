@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finray.data.sampling.groups import Groups
 from finray.data.sampling.order import Order
 from finray.data.sampling.packing import PackPlan, one_row_each, plan_packs
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
@@ -77,6 +78,45 @@ def test_a_step_is_cut_into_micro_batches_first_and_then_shared_out(
         assert data.weight == sum(lengths[row] * 10 + 0.25 for row in rows)
         assert data.supervised == sum(lengths[row] - 1 for row in rows)
         assert data.digest == hashlib.sha256(",".join(map(str, rows)).encode()).hexdigest()[:16]
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=14),
+    batch=st.integers(1, 6),
+    micro=st.integers(1, 3),
+    joined=st.none() | st.integers(20, 40),
+    seed=st.integers(0, 99),
+)
+def test_a_group_is_never_torn_and_the_same_groups_are_in_a_step_whatever_the_split(
+    sizes: list[int], batch: int, micro: int, joined: int | None, seed: int
+) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 6, sum(sizes))
+    follows = np.array([int(at > 0) for size in sizes for at in range(size)])
+    groups = Groups.of(follows)
+    plan = one_row_each(groups.sums(lengths), 40).in_rows(groups)
+    whole = {row: tuple(range(a, b)) for a, b in zip(groups.starts, groups.starts[1:], strict=False) for row in (a,)}
+    assert len(plan) == len(groups) == len(sizes)
+    order = Order(len(plan), seed=5).batch(3, batch)
+    # Counted in groups, however they are packed.
+    expected = sorted(row for group in order for row in whole[int(groups.starts[group])])
+    for world in (1, 2, 3):
+        options: dict[str, Any] = {"global_batch_size": batch, "micro_batch_size": micro, "world_size": world}
+        ranks = [loader(lengths.tolist(), plan, joined=joined, rank=rank, **options).at(3) for rank in range(world)]
+        passes = [rows for data in ranks for _, rows in data.micro_batches]
+        assert sorted(row for rows in passes for row in rows) == expected
+        for rows in passes:
+            firsts = [row for row in rows if not follows[row]]
+            assert tuple(row for first in firsts for row in whole[first]) == tuple(rows)
+            # Packs of `joined` tokens, of which a pass takes `micro`.
+            assert joined is None or sum(lengths[list(rows)]) <= joined * micro
+        assert {data.items for data in ranks} == {batch}
+        assert len({data.samples for data in ranks}) == 1
+    # The control: rows that are packed alone are torn.
+    if max(sizes) > 1 and joined is None:
+        alone = loader(lengths.tolist(), one_row_each(lengths, 40), **{**options, "micro_batch_size": 1, "rank": 0})
+        assert any(len(rows) == 1 and whole.get(rows[0]) != rows for _, rows in replace(alone, world_size=1,
+                   global_batch_size=len(lengths)).at(0).micro_batches)  # fmt: skip
 
 
 def test_the_last_step_of_a_stream_is_short() -> None:

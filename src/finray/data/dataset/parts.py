@@ -25,6 +25,7 @@ import pyarrow as pa
 from finray.config.resolved import Problem
 from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartResult, files_of, part_note
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, PrepareSettings
+from finray.data.dataset.prepared import VALUE
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Chat, Example, RowFormat
 from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
@@ -324,8 +325,9 @@ class _ArrowFiles:
         self._sink = pa.OSFile(str(self._scratch), "wb")
         self._tokens = pa.ipc.new_file(self._sink, TOKENS)
         self._index: list[pa.RecordBatch] = []
-        # Rows with their number of targets.
-        self._waiting: list[tuple[_SourceRow, Tokens, int]] = []
+        # Rows with their number of targets, and whether they are in the group of the row before.
+        self._waiting: list[tuple[_SourceRow, Tokens, int, bool]] = []
+        self._has_groups = False
         self.counts: Counter[str] = Counter()
         self.kind: str | None = None
         self.longest = 0
@@ -372,13 +374,16 @@ class _ArrowFiles:
             if "split_conversations" in result.notes:
                 counts["split_rows"] += len(result.rows)
                 counts["split_tokens"] += sum(len(tokens.ids) for tokens in result.rows)
-            for tokens in result.rows:
+            # A group that lacks a row is none.
+            is_torn = result.together and not all(tokens.supervised for tokens in result.rows)
+            self._has_groups |= result.together
+            for place, tokens in enumerate(result.rows):
                 if tokens.truncated:
                     counts["truncated"] += 1
                     if len(self.cut) < NAMED_ROWS:
                         self.cut.append((row.piece, row.number))
                 supervised = tokens.supervised
-                if tokens.label is None and not supervised:
+                if is_torn or (tokens.label is None and not supervised):
                     counts["unlearnable"] += 1
                     continue
                 counts["rows"] += 1
@@ -386,7 +391,7 @@ class _ArrowFiles:
                 counts["supervised"] += supervised
                 if tokens.label is not None:
                     self._require_like_the_first(tokens.label)
-                self._waiting.append((row, tokens, supervised))
+                self._waiting.append((row, tokens, supervised, result.together and place > 0))
                 if len(self._waiting) == ROWS_PER_BATCH:
                     self._flush()
 
@@ -425,13 +430,13 @@ class _ArrowFiles:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        lengths = np.fromiter((len(tokens.ids) for _, tokens, _ in waiting), dtype=np.int32, count=len(waiting))
+        lengths = np.fromiter((len(tokens.ids) for _, tokens, *_ in waiting), dtype=np.int32, count=len(waiting))
         offsets = np.zeros(len(waiting) + 1, dtype=np.int32)
         np.cumsum(lengths, out=offsets[1:])
-        ids = joined_ids([tokens.ids for _, tokens, _ in waiting])
+        ids = joined_ids([tokens.ids for _, tokens, *_ in waiting])
         content, mask = ids.data.cast("B"), np.zeros(len(ids), dtype=np.uint8)
         bounds = list(pairwise(offsets.tolist()))
-        for (_, tokens, _), (start, stop) in zip(waiting, bounds, strict=True):
+        for (_, tokens, *_), (start, stop) in zip(waiting, bounds, strict=True):
             if tokens.token_types:
                 mask[start:stop] = tokens.token_types
             for low, high in tokens.spans:
@@ -445,20 +450,26 @@ class _ArrowFiles:
         self.longest = max(self.longest, int(lengths.max()))
         columns: dict[str, Any] = {
             "length": lengths,
-            "supervised": [supervised for _, _, supervised in waiting],
-            "source_row": [row.position for row, _, _ in waiting],
-            "piece": [row.piece for row, _, _ in waiting],
-            "number": [row.number for row, _, _ in waiting],
+            "supervised": [supervised for _, _, supervised, _ in waiting],
+            "source_row": [row.position for row, *_ in waiting],
+            "piece": [row.piece for row, *_ in waiting],
+            "number": [row.number for row, *_ in waiting],
             "digest": [_hash64(content[4 * start : 4 * stop]) for start, stop in bounds],
         }
         schema = INDEX
-        first = waiting[0][0]
+        first, values = waiting[0][0], waiting[0][1].values
         if first.group is not None:
-            groups = (json.dumps(row.group, sort_keys=True, default=str) for row, _, _ in waiting)
+            groups = (json.dumps(row.group, sort_keys=True, default=str) for row, *_ in waiting)
             columns["group"] = [_hash64(group.encode()) for group in groups]
             schema = schema.append(pa.field("group", pa.int64()))
+        if self._has_groups:
+            columns["follows"] = [follows for *_, follows in waiting]
+            schema = schema.append(pa.field("follows", pa.int8()))
+        for name in values:
+            columns[f"{VALUE}{name}"] = [float(tokens.values[name]) for _, tokens, *_ in waiting]
+            schema = schema.append(pa.field(f"{VALUE}{name}", pa.float64()))
         if self.problem is not None:
-            columns["label"] = [tokens.label for _, tokens, _ in waiting]
+            columns["label"] = [tokens.label for _, tokens, *_ in waiting]
             for label in columns["label"] if self.problem != "regression" else ():
                 self.labels.update((label,) if isinstance(label, str) else label)
             schema = schema.append(pa.field("label", LABEL_TYPES[self.problem]))
@@ -467,7 +478,7 @@ class _ArrowFiles:
         )
 
     def _look_for_doubles(
-        self, waiting: list[tuple[_SourceRow, Tokens, int]], ids: Any, mask: Any, offsets: Any
+        self, waiting: list[tuple[_SourceRow, Tokens, int, bool]], ids: Any, mask: Any, offsets: Any
     ) -> None:
         """Count rows that begin with BOS twice, and those in which EOS, or the token that ends what is learned, occurs
         twice in a row; and these tokens. Labelled text has token types in the mask, and is not generated."""

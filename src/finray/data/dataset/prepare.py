@@ -331,7 +331,8 @@ def start_preparation(config: Config, *, root: str | Path | None = None, hide_to
             Transformers does not look for torch again.
     """
     goes_there = root is None and config.prepare.dir is None
-    require_trusted(config, "data", "model", "prepare", *(["run.output_dir"] if goes_there else []))
+    others = ["train.objective", *(["run.output_dir"] if goes_there else [])]
+    require_trusted(config, "data", "model", "prepare", *others)
     return Preparation(config, root=None if root is None else str(root), hide_torch=hide_torch)
 
 

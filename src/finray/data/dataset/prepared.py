@@ -22,6 +22,7 @@ from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import MANIFEST, DataFile, Manifest, StreamEntry
 from finray.data.dataset.plan import ROWS_PER_BATCH
 from finray.data.formats.labels import Label, LabelSet
+from finray.data.sampling.groups import Groups
 from finray.data.sampling.order import mix
 from finray.data.sampling.splits import hold_out, mixed, sample, sizes_of_mix
 from finray.data.storage import Folder
@@ -29,6 +30,8 @@ from finray.errors import DataError
 
 BAD_ROWS = "bad-rows.jsonl"
 
+# Begins the names of columns of values in the index.
+VALUE = "value:"
 IntArray = npt.NDArray[np.int64]
 
 
@@ -41,6 +44,7 @@ class PreparedSplit:
         source_rows: int64 row number in the sources of the split, from 0.
         digests: int64 hash of each row's token ids.
         streams: int64 number of the source that each row came from.
+        groups: rows that are never torn.
     """
 
     def __init__(self, files: DatasetFiles, streams: Sequence[StreamEntry]) -> None:
@@ -63,8 +67,22 @@ class PreparedSplit:
         self.digests = self._column("digest")
         self.source_rows = self._every_source_row = self._column("source_row") + np.repeat(before, counts)
         self.streams = np.repeat([number for number, _, _ in parts], counts).astype(np.int64)
-        grouped = any("group" in table.column_names for table in self._index)
-        self._groups = self._column("group") if grouped else None
+        self._keys = self._optional("group")
+        self._follows = self._optional("follows")
+        self.groups = self._grouped()
+
+    def _grouped(self) -> Groups:
+        return Groups.single(len(self)) if self._follows is None else Groups.of(self._follows)
+
+    def _optional(self, name: str) -> IntArray | None:
+        """A column that only some parts may have, 0 in the others; None if no part has it."""
+        if not any(name in table.column_names for table in self._index):
+            return None
+        tables = [table for table in self._index if len(table)]
+        nothing = [np.zeros(len(table), np.int64) for table in tables]
+        has = [name in table.column_names for table in tables]
+        each = zip(tables, nothing, has, strict=True)
+        return np.concatenate([table.column(name).to_numpy() if there else zeros for table, zeros, there in each])
 
     def _column(self, name: str) -> IntArray:
         arrays = [table.column(name).to_numpy() for table in self._index if len(table)]
@@ -74,14 +92,14 @@ class PreparedSplit:
         return len(self._rows)
 
     @property
-    def groups(self) -> IntArray:
+    def keys(self) -> IntArray:
         """int64; equal for rows that must stay in the same split: by `data.group_by`, else identical rows.
 
         The rows of one source row (pieces of a text, parts of a conversation) stay together, also with those of any
         source row that gave the same rows.
         """
-        if self._groups is not None:
-            return self._groups
+        if self._keys is not None:
+            return self._keys
         _, first, number = np.unique(self.source_rows, return_index=True, return_inverse=True)
         within = np.arange(len(number)) - first[number]
         # A sum of hashes that depend on the position in the source row, modulo 2**64.
@@ -108,16 +126,23 @@ class PreparedSplit:
         return hashlib.sha256(self._rows.astype("<i8").tobytes()).hexdigest()[:16]
 
     def take(self, rows: IntArray) -> PreparedSplit:
-        """Select rows, in this order; a row may occur more than once."""
+        """Select rows, in this order; a row may occur more than once. Raises ValueError: a group would be torn."""
         some = copy(self)
+        if self._follows is not None:
+            follows = self._follows[rows]
+            number = np.cumsum(self._follows == 0) - 1
+            if not np.array_equal(self.groups.rows(number[rows[follows == 0]]), rows):
+                raise ValueError("some rows of a group were taken, and others were not")
+            some._follows = follows
         for name in ("_rows", "lengths", "supervised", "digests", "source_rows", "streams"):
             setattr(some, name, getattr(self, name)[rows])
-        some._groups = None if self._groups is None else self._groups[rows]
+        some._keys = None if self._keys is None else self._keys[rows]
+        some.groups = some._grouped()
         return some
 
     def sample(self, most: int | None, *, seed: int) -> PreparedSplit:
-        """The rows to evaluate, at most ``most``, in order; see :func:`splits.sample`."""
-        return self.take(sample(len(self), most, seed=seed))
+        """The rows to evaluate, at most ``most`` (or as many groups), in order; see :func:`splits.sample`."""
+        return self.take(self.groups.rows(sample(len(self.groups), most, seed=seed)))
 
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Token ids, and loss mask or (for labelled text) token types of a row, as views of the mapped file."""
@@ -161,6 +186,19 @@ class PreparedSplit:
         """Label of each row, for labelled text."""
         stored = [value for table in self._index if len(table) for value in table.column("label").to_pylist()]
         return [tuple(value) if isinstance(value := stored[row], list) else value for row in self._rows.tolist()]
+
+    def values(self, name: str) -> npt.NDArray[np.float64]:
+        """What a column of values says of each row. Raises DataError: the rows have no such column."""
+        column = f"{VALUE}{name}"
+        if (lacking := next((table for table in self._index if column not in table.column_names), None)) is not None:
+            file = self._parts[self._index.index(lacking)].pieces[0].file
+            raise DataError(
+                f"the rows have no values `{name}`, which the objective reads",
+                where=file,
+                repair="prepare data whose rows have them, or use another train.objective",
+            )
+        every = np.concatenate([table.column(column).to_numpy() for table in self._index])
+        return every[self._rows].astype(np.float64)
 
     def prefetch(self, rows: Iterable[int]) -> None:
         """Announce the order in which rows will be read, so that remote files are downloaded in that order."""
@@ -280,12 +318,13 @@ class PreparedDataset:
         train, held_out, test = self.all_rows("train"), self.all_rows("eval"), self.all_rows("test")
         assert train is not None
         if data.eval_ratio or data.test_ratio:
-            chosen = hold_out(train.groups, eval_ratio=data.eval_ratio, test_ratio=data.test_ratio, seed=seed)
+            chosen = hold_out(train.keys, eval_ratio=data.eval_ratio, test_ratio=data.test_ratio, seed=seed)
             held_out = train.take(chosen.eval) if data.eval_ratio else held_out
             test = train.take(chosen.test) if data.test_ratio else test
             train = train.take(chosen.train)
         if data.mix:
-            available = np.bincount(train.streams, minlength=len(data.mix)).tolist()
+            streams = train.streams[train.groups.starts[:-1]]
+            available = np.bincount(streams, minlength=len(data.mix)).tolist()
             wanted = sizes_of_mix(available, [item.weight for item in data.mix], [item.count for item in data.mix])
-            train = train.take(mixed(train.streams, wanted, seed=seed))
+            train = train.take(train.groups.rows(mixed(streams, wanted, seed=seed)))
         return Splits(train, held_out, test)

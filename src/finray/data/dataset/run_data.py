@@ -32,6 +32,8 @@ class RunData:
     steps: Steps  # how the packs form steps
     total_steps: int  # optimizer steps of the run
     total_items: int | None  # packs (or rows) in all of them; None if ``train.max_steps`` decides
+    # Where rows are in groups, a step is counted in these and then packed: tokens of such a pack; None without packing.
+    joined: int | None
 
 
 def run_data(
@@ -49,15 +51,27 @@ def run_data(
         DataError: too few rows to hold some out, or a row is longer than the packs that were decided on.
     """
     splits = dataset.splits(config.data, seed=config.run.seed)
-    lengths = splits.train.lengths
+    groups = splits.train.groups
+    lengths, joined = groups.sums(splits.train.lengths), None
     if decided is not None:
         require_room(decided, longest_of(splits.train))
         pack_length = decided.pack_length
     else:
         pack_length = pack_length_of(config, lengths) if is_whole else None
-    plan = (plan_packs if config.data.packing else one_row_each)(lengths, pack_length or config.data.max_length)
+    if not groups.is_single:
+        pack_length, joined = None, config.data.max_length if config.data.packing else None
+        if joined is not None and (longest := int(lengths.max())) > joined:
+            first = int(groups.starts[lengths.argmax()])
+            raise DataError(
+                f"rows that belong together have {longest:,} tokens, and a pack has {joined:,}",
+                where=splits.train.where(first),
+                repair=f"set data.max_length={longest}, or data.packing=false to have them in a pass of their own",
+            )
+    pack = plan_packs if config.data.packing and groups.is_single else one_row_each
+    plan = pack(lengths, pack_length or config.data.max_length).in_rows(groups)
     steps = decide_steps(config.train, packs=len(plan) if is_whole else None, pack_length=pack_length, before=decided)
-    return RunData(splits, plan, steps, *total_steps(max(1, len(plan)), steps, max_steps=config.train.max_steps))
+    total, items = total_steps(max(1, len(plan)), steps, max_steps=config.train.max_steps)
+    return RunData(splits, plan, steps, total, items, joined)
 
 
 def decide_steps(

@@ -61,6 +61,11 @@ class Batch(JoinedRows):
 
     target_positions_K: torch.Tensor  # int64 positions in the sequence whose next token is a target
     targets_K: torch.Tensor  # int64 target tokens
+    targets_per_row: tuple[int, ...]  # S entries
+
+    def row_sums(self, values_K: torch.Tensor) -> torch.Tensor:
+        """Sums over the targets of each row (S), which its neighbours do not change."""
+        return torch.stack([values.sum() for values in torch.split(values_K, list(self.targets_per_row))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +102,11 @@ def collate(rows: Sequence[Row], numbers: Sequence[int], values: Values = Mappin
     tokens = np.concatenate([ids for ids, _ in rows])
     mask = np.concatenate([mask for _, mask in rows]).astype(bool)
     # Nothing predicts the first token of a row; otherwise the last token of the previous row would.
-    mask[np.cumsum([0, *(len(ids) for ids, _ in rows[:-1])])] = False
-    learned = np.flatnonzero(mask)
+    starts = np.cumsum([0, *(len(ids) for ids, _ in rows[:-1])])
+    mask[starts] = False
+    learned, counts = np.flatnonzero(mask), tuple(np.add.reduceat(mask, starts, dtype=np.int64).tolist())
     at, targets = torch.from_numpy(learned - 1), torch.from_numpy(tokens[learned].astype(np.int64))
-    return Batch(**_joined(rows, numbers, values), target_positions_K=at, targets_K=targets)
+    return Batch(**_joined(rows, numbers, values), target_positions_K=at, targets_K=targets, targets_per_row=counts)
 
 
 def collate_labelled(rows: Sequence[Row], numbers: Sequence[int], values: Values) -> LabelledBatch:

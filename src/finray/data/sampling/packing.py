@@ -7,10 +7,12 @@ room. The plan is computed once for the whole dataset and depends only on the ro
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
+from finray.data.sampling.groups import Groups
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,6 +32,13 @@ class PackPlan:
     def pack(self, index: int) -> tuple[int, ...]:
         """Row numbers of one pack."""
         return tuple(int(row) for row in self.rows[self.starts[index] : self.starts[index + 1]])
+
+    def in_rows(self, groups: Groups) -> PackPlan:
+        """Where this plan is of groups: the same packs, of their rows."""
+        if groups.is_single:
+            return self
+        ends = np.append(0, np.cumsum(np.diff(groups.starts)[self.rows]))
+        return replace(self, rows=groups.rows(self.rows), starts=ends[self.starts])
 
     @property
     def fill(self) -> float:

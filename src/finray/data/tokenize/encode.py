@@ -11,7 +11,7 @@ import threading
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any, Literal
@@ -41,6 +41,8 @@ class Tokens:
     label: Label | None = None  # of a labelled text
     # Of a labelled text, per token: 1 for the second text, if the model uses token types.
     token_types: tuple[int, ...] = ()
+    # What an objective reads of the row, by name: a margin, a weight. All rows of a source have the same names.
+    values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def supervised(self) -> int:
@@ -62,6 +64,9 @@ class Encoded:
     dropped_tokens: int = 0  # tokens in those rows
     truncated_tokens: int = 0  # number of tokens cut off
     answers_lost: int = 0  # number of rows whose whole answer was truncated
+    # Whether the rows are a group (a pair), which splits, packs, micro-batches and ranks never tear; it is learned from
+    # as a whole or not at all.
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)
