@@ -138,7 +138,7 @@ class Run:
             task=task,
             strategy=DDPStrategy(CPU),
             optimizer=optimizer,
-            loader=SimpleNamespace(at=at, plan=range(7)),  # type: ignore[arg-type]
+            source=SimpleNamespace(at=at, items_per_epoch=7, is_ahead=True),  # type: ignore[arg-type]
             evaluation=None if held_out is None else evaluation,
             total_steps=steps,
             state=state or TrainState(),

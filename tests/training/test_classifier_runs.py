@@ -121,7 +121,7 @@ def test_a_run_in_full_is_a_plain_loop_over_padded_batches(
     assembled.loop.trackers.finish()
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     rows = [json.loads(line) for line in Path(settings["data"]["source"]).read_text(encoding="utf-8").splitlines()]
-    split, labels = assembled.loop.loader.split, ["animal", "neither", "plant"]
+    split, labels = assembled.loop.source.split, ["animal", "neither", "plant"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002, weight_decay=0.0)
     model.train()
     for step, record in enumerate(runs.records(tmp_path / "ours")):
@@ -172,10 +172,10 @@ def test_packs_and_rows_alone_learn_the_same(
     runs.run_alone(settings, tmp_path / "rows")
     packs = changed(settings, {"data.packing": True})
     assembled = runs.run_alone(packs, tmp_path / "packs")
-    assert len(assembled.loop.loader.plan) < 44
+    assert len(assembled.loop.source.plan) < 44
     monkeypatch.setattr(runs, "packing_of", lambda model: Packing(False, "bert", "the test says so"))
     apart = runs.assemble_alone(settings, tmp_path / "apart")
-    assert len(apart.loop.loader.at(0).micro_batches) > 3
+    assert len(apart.loop.source.at(0).micro_batches) > 3
     apart.loop.run()
     apart.loop.trackers.finish()
     first: dict[str, Any] = runs.records(tmp_path / "rows")[0]

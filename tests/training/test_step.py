@@ -109,7 +109,7 @@ def share(plain: Plain, run_dir: Path, *, rank: int, workers: int) -> tuple[floa
         for name, one in loop.optimizer.parameters.items():
             # While it is zero, what is dropped before it does not reach the loss.
             one.add_(0.1 if "lora_B" in name else 0.0)
-    data = replace(loop.loader, rank=rank, world_size=workers).at(0)
+    data = replace(loop.source, rank=rank, world_size=workers).at(0)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(rate: float, **_: Any) -> None:

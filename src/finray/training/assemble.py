@@ -122,7 +122,7 @@ def assemble(
         task=task,
         strategy=strategy,
         optimizer=loaded.optimizer,
-        loader=loaded.loader,
+        source=loaded.loader,
         evaluation=loaded.evaluation,
         total_steps=state.total_steps,
         state=state,

@@ -15,12 +15,12 @@ from finray.config.identity import length
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ConfigError
-from finray.training.loader import StepLoader
+from finray.training.loader import StepSource
 from finray.training.schedule import learning_rate
 from finray.training.state import COUNTERS, TrainState
 
 
-def resume_candidates(store: CheckpointStore, loader: StepLoader, content: str) -> list[int]:
+def resume_candidates(store: CheckpointStore, source: StepSource, content: str) -> list[int]:
     """The steps of all checkpoints, ascending, but with those first that a run of this length would not have written.
 
     Args:
@@ -33,8 +33,8 @@ def resume_candidates(store: CheckpointStore, loader: StepLoader, content: str) 
             state = TrainState.load(store.path_of(step))
         except CheckpointError:
             return False
-        full = state.step * loader.global_batch_size
-        planned = full if loader.order.total is None else min(full, loader.order.total)
+        full = state.step * source.global_batch_size
+        planned = full if source.total is None else min(full, source.total)
         return state.data == content and state.position != planned
 
     return sorted(store.steps(), key=lambda step: (not is_short(step), step))
@@ -44,7 +44,7 @@ def extend_run(
     config: Config,
     resolved: Resolved,
     state: TrainState,
-    loader: StepLoader,
+    source: StepSource,
     planned: int,
     *,
     newest: int,
@@ -61,10 +61,10 @@ def extend_run(
     Raises:
         ConfigError: the run would be shorter than before, or has stopped early and would do so again.
     """
-    train, total, steps, before = config.train, loader.order.total, planned, state.total_steps
+    train, total, steps, before = config.train, source.total, planned, state.total_steps
     if total is not None:
         # Differs from the plan only if an earlier extension had to continue after a step that was not full.
-        steps = state.step + math.ceil((total - state.position) / loader.global_batch_size)
+        steps = state.step + math.ceil((total - state.position) / source.global_batch_size)
     if before in (0, steps):
         return steps, []
     field, value = length(config, resolved)
@@ -91,7 +91,7 @@ def extend_run(
     notes = [f"the run is extended from {before:,} to {steps:,} steps; {change}"]
     if newest > state.step:
         notes.append(f"the last step was not a full one: repeating steps {state.step + 1:,} to {newest:,}")
-    elif state.position != state.step * loader.global_batch_size:
+    elif state.position != state.step * source.global_batch_size:
         notes.append(
             "the last step was not a full one, and there is no earlier checkpoint: later steps see other rows than "
             "in a run of this length from the start"

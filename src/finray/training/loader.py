@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.order import Order, micro_batches
@@ -45,6 +46,33 @@ class StepData:
         return hashlib.sha256(",".join(map(str, self.samples)).encode()).hexdigest()[:16]
 
 
+class StepSource(Protocol):
+    """Where the steps of a run come from: prepared rows, or what a model has sampled.
+
+    A position is a number of items (packs, rows or groups) of one stream over all epochs; what is at a position does
+    not depend on the number of workers, on restarts or on earlier calls.
+    """
+
+    @property
+    def items_per_epoch(self) -> int:
+        """By which positions become epochs."""
+
+    @property
+    def global_batch_size(self) -> int:
+        """Items of a step; only the last of a run may have fewer."""
+
+    @property
+    def total(self) -> int | None:
+        """Items of the stream; None for an infinite one."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step can be made while the one before it is computed; one that follows from the weights cannot."""
+
+    def at(self, position: int) -> StepData:
+        """This rank's share of the step that starts at a position."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepLoader:
     """Creates :class:`StepData` from prepared rows: a pure function of the position in the stream.
@@ -74,6 +102,18 @@ class StepLoader:
     rows_apart: bool = False
     joined: int | None = None
     pin: bool = False
+
+    is_ahead: ClassVar[bool] = True
+
+    @property
+    def items_per_epoch(self) -> int:
+        """Packs, rows or groups."""
+        return len(self.plan)
+
+    @property
+    def total(self) -> int | None:
+        """Items of the stream; None for an infinite one."""
+        return self.order.total
 
     def rows_from(self, position: int) -> Iterator[int]:
         """The rows in the order of the stream, from a position on, through one epoch."""
@@ -126,29 +166,35 @@ class StepLoader:
 
 
 class Prefetcher:
-    """Returns the data of consecutive positions, always prefetching the next one.
+    """Returns the data of consecutive positions, prefetching the next one if that is possible.
 
     Attributes:
         waited: seconds the caller has waited for data.
     """
 
     def __init__(
-        self, make: Callable[[int], StepData], position: int, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        make: Callable[[int], StepData],
+        position: int,
+        *,
+        is_ahead: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._make = make
         self._clock = clock
+        self._is_ahead = is_ahead
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-loader")
-        self._next: Future[StepData] = self._pool.submit(make, position)
+        self._next: Future[StepData] | None = self._pool.submit(make, position) if is_ahead else None
         self._position = position
         self.waited = 0.0
 
     def take(self, *, last: bool) -> StepData:
         """The data at the cursor; advances the cursor."""
         start = self._clock()
-        data = self._next.result()
+        data = self._make(self._position) if self._next is None else self._next.result()
         self.waited += self._clock() - start
         self._position += data.items
-        if not last:
+        if self._is_ahead and not last:
             self._next = self._pool.submit(self._make, self._position)
         return data
 

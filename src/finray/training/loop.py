@@ -24,7 +24,7 @@ from finray.records import EvalRecord, Note, RunSummary, TrainRecord
 from finray.tracking.base import Trackers
 from finray.training.checkpointing import CheckpointWriter, Snapshot, take_snapshot
 from finray.training.evaluator import MOST_OUT, CheckpointScores, Evaluator, OnProgress
-from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
+from finray.training.loader import EvalLoader, Prefetcher, StepData, StepSource
 from finray.training.memory import MemoryWriter
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Profiler
@@ -108,7 +108,7 @@ class Loop:
     task: Task
     strategy: Strategy
     optimizer: NamedOptimizer
-    loader: StepLoader
+    source: StepSource
     evaluation: EvalLoader | None
     total_steps: int
     state: TrainState
@@ -180,7 +180,8 @@ class Loop:
     def _train(self) -> None:
         config, state, peak = self.config, self.state, self.resolved.learning_rate
         self.task.model.train()
-        data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
+        source = self.source
+        data_ahead = Prefetcher(source.at, state.position, is_ahead=source.is_ahead, clock=self.clock)
         # Numbers are read from the device at these intervals; other steps do not wait for it.
         reading = [config.tracking.log_every]
         if self.memory is not None:
@@ -248,7 +249,7 @@ class Loop:
         """Whether a checkpoint or an evaluation is due after this step of ``items`` items."""
         if section.every_epochs is None:
             return section.every_steps is not None and self.state.step % section.every_steps == 0
-        every, position = section.every_epochs * len(self.loader.plan), self.state.position
+        every, position = section.every_epochs * self.source.items_per_epoch, self.state.position
         return passes_multiple(position - items, position, every)
 
     def _after_step(self, data: StepData, rate: float, numbers: _Numbers, signals: Signals) -> None:
@@ -330,7 +331,7 @@ class Loop:
         self.trackers.log(
             TrainRecord(
                 step=self.state.step,
-                epoch=round(self.state.position / len(self.loader.plan), 6),
+                epoch=round(self.state.position / self.source.items_per_epoch, 6),
                 loss=numbers.loss,
                 # Only fp16 continues with a non-finite norm; it skips the update.
                 grad_norm=numbers.grad_norm if math.isfinite(numbers.grad_norm) else None,

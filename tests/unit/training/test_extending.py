@@ -29,7 +29,7 @@ def config(*, patience: int | None = None, **train: Any) -> Config:
 
 
 def loader(total: int | None) -> Any:
-    return SimpleNamespace(order=SimpleNamespace(total=total), global_batch_size=8)
+    return SimpleNamespace(total=total, global_batch_size=8)
 
 
 def extended(

@@ -165,6 +165,20 @@ def test_each_evaluation_row_counts_on_one_rank(packs: int, world: int, lockstep
         assert sum(passes) == packs
 
 
+def test_a_step_that_follows_from_the_weights_is_made_when_it_is_taken() -> None:
+    asked: list[int] = []
+
+    def make(position: int) -> StepData:
+        asked.append(position)
+        return StepData([], weight=1, supervised=1, tokens=1, samples=(position,), items=3)
+
+    behind = Prefetcher(make, 6, is_ahead=False)
+    for step in range(3):
+        assert asked == [6 + 3 * at for at in range(step)]
+        assert behind.take(last=step == 2).samples == (6 + 3 * step,)
+    behind.close()
+
+
 def test_the_next_step_is_made_while_this_one_is_taken_and_none_after_the_last() -> None:
     asked: list[int] = []
     made = threading.Semaphore(0)
