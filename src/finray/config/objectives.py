@@ -26,7 +26,7 @@ class ObjectiveSpec:
     means: tuple[str, ...] = ()
     # Whether rows are learned from in groups (pairs), which no pass may tear.
     in_groups: bool = False
-    # Names of columns of values that rows must have.
+    # Names of columns that a pass over the rows computes before training, with the model that the run begins from.
     columns: tuple[str, ...] = ()
 
 
@@ -38,8 +38,7 @@ OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION)}
 def objective_spec(config: Config) -> ObjectiveSpec:
     """The spec of a run's objective; of one from outside finray, the attribute ``spec`` of its class.
     Raises ConfigError: there is no such objective, or it reads what the task's forward pass does not give."""
-    task = task_spec(config.model.task)
-    name, where = config.train.objective or task.objective, "train.objective"
+    task, name, where = task_spec(config.model.task), objective_name(config), "train.objective"
     spec = OBJECTIVES[name] if name in OBJECTIVES else getattr(objective_class(name), "spec", None)
     if not isinstance(spec, ObjectiveSpec):
         repair = "docs/guide/extending.md shows how an objective is written"
@@ -55,6 +54,11 @@ def objective_spec(config: Config) -> ObjectiveSpec:
             repair="leave it out for the task's own objective, or change model.task",
         )
     return spec
+
+
+def objective_name(config: Config) -> str:
+    """What a run's objective is called in the config, or by its task."""
+    return config.train.objective or task_spec(config.model.task).objective
 
 
 def objective_class(name: str) -> Any:

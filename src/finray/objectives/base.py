@@ -42,9 +42,15 @@ class Objective(Protocol):
         """Weight of each row: its number of targets, or 1. The loss and the named sums are divided by the sum over the
         global batch, which is known before the step."""
 
-    def values(self, split: PreparedSplit, rows: Sequence[int]) -> Values:  # noqa: ARG002
-        """Numbers of rows, by name, which the batch carries to :meth:`loss_sum`: an array per row or per target."""
-        return {}
+    def values(self, split: PreparedSplit, rows: Sequence[int]) -> Values:
+        """Numbers of rows, by name, which the batch carries to :meth:`loss_sum`: an array per row or per target. By
+        default the columns of :attr:`ObjectiveSpec.columns`."""
+        return {name: np.concatenate([split.column(name, row) for row in rows]) for name in self.spec.columns}
+
+    def column(self, name: str, outputs: torch.Tensor, batch: Any) -> torch.Tensor:  # noqa: ARG002
+        """A column's numbers for the K targets of a batch, from what the model gives that a run begins from. By default
+        the outputs themselves: log-probabilities of a reference."""
+        return outputs
 
     @abstractmethod
     def loss_sum(self, outputs: torch.Tensor, batch: Any, sums: torch.Tensor) -> torch.Tensor:

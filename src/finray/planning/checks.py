@@ -149,6 +149,7 @@ def check_extensions(config: Config) -> None:
     Raises ConfigError: an extension cannot be imported."""
     wanted = [
         ("finray.tasks", "model.task", config.model.task),
+        *[("finray.objectives", "train.objective", name) for name in (config.train.objective,) if name],
         ("finray.adapter_methods", "adapter.method", config.adapter.method),
         ("finray.strategies", "parallel.strategy", config.parallel.strategy),
         *(("finray.trackers", "tracking.trackers", name) for name in config.tracking.trackers),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from finray.config.objectives import objective_class, objective_spec
+from finray.config.objectives import objective_class, objective_name, objective_spec
 from finray.config.resolved import Execution, LabelSet
 from finray.config.schema import Config
 from finray.models.loading import build_model
@@ -19,7 +19,8 @@ from finray.objectives.base import Objective
 
 def objective_of(config: Config, execution: Execution, *, device: torch.device) -> Any:
     """The objective of a run. Raises ConfigError: there is no such objective, or the task does not go with it."""
-    return objective_class(objective_spec(config).name).build(config, execution, device=device)
+    objective_spec(config)
+    return objective_class(objective_name(config)).build(config, execution, device=device)
 
 
 def built(

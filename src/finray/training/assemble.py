@@ -47,6 +47,7 @@ from finray.training.loop import Loop
 from finray.training.memory import Memory, MemoryWriter, fetch_newest, remove_left
 from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.outputs import Notify, Warn, make_header, place_of, save_extras, start_trackers
+from finray.training.passes import add_columns
 from finray.training.profile import Profiler
 from finray.training.state import TrainState
 from finray.training.step import evaluate
@@ -105,7 +106,7 @@ def assemble(
     say(f"loading {config.model.name}")
     warn = partial(say, level="warning")
     store = open_store(run_dir, run_url(config), strategy)
-    loaded = _load(config, execution, prepared, strategy, warn, clock)
+    loaded = _load(config, execution, prepared, strategy, warn, say, clock)
     resolved, task = loaded.prepared.resolved, loaded.task
     state, notes = _resume(config, loaded, store, strategy, warn, memory)
     header, trackers, extras = _announce(config, loaded, run_dir, strategy, state, notes, notify, warn)
@@ -185,6 +186,7 @@ def _load(
     prepared: PreparedRun | Callable[[], PreparedRun],
     strategy: Strategy,
     warn: Warn,
+    say: Callable[[str], None],
     clock: Callable[[], float],
 ) -> _Loaded:
     """Load the model while the data are prepared, then the data. A collective."""
@@ -205,6 +207,9 @@ def _load(
     on_all_ranks(strategy, lambda: dataset.require_kind(spec_of(config)))
     dataset.trust()
     loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, run.resolved, task, dataset, strategy))
+    splits = [loader.split, *([] if held_out is None else [held_out])]
+    # Of the model as the run begins, before a checkpoint is restored.
+    add_columns(config, run.resolved, task, dataset, splits, strategy, say)
     # Not of data behind a URL, all of which would be fetched before the first step.
     local = [] if dataset.folder.is_remote else [loader.split, held_out]
     tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, local) if strategy.rank == 0 else None)
@@ -294,11 +299,12 @@ def evaluate_checkpoint(
     task = _task(config, resolved, device=device, seed=seed, on_meta=False, warn=lambda message: None)
     if task.is_on_meta:
         materialize(task.model, config.model, config.adapter, device=device, seed=seed)
-    if checkpoint is not None:
-        task.layout.load(checkpoint, [entry["path"] for entry in manifest.verify(checkpoint)["files"]])
     dataset = PreparedDataset(prepared.location, local_dir=local_dir_of(config))
     held_out = dataset.splits(config.data, seed=config.run.seed).eval
     assert held_out is not None
+    add_columns(config, resolved, task, dataset, [held_out], strategy, lambda message: None)
+    if checkpoint is not None:
+        task.layout.load(checkpoint, [entry["path"] for entry in manifest.verify(checkpoint)["files"]])
     loader = _held_out(config, resolved, task, held_out, strategy)
     task.model.eval()
     metrics, confusion = evaluate(task, strategy, loader, partial(on_progress, "evaluating"))

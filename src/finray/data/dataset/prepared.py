@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from finray.config.schema import DataConfig
 from finray.config.tasks import TaskSpec
+from finray.data.dataset.columns import Column
 from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import MANIFEST, DataFile, Manifest, StreamEntry
 from finray.data.dataset.plan import ROWS_PER_BATCH
@@ -45,10 +46,14 @@ class PreparedSplit:
         digests: int64 hash of each row's token ids.
         streams: int64 number of the source that each row came from.
         groups: rows that are never torn.
+        name: of the split that the rows were prepared for.
+        columns: what a pass over the data computed, by name; shared with all that is taken from these rows.
     """
 
-    def __init__(self, files: DatasetFiles, streams: Sequence[StreamEntry]) -> None:
+    def __init__(self, files: DatasetFiles, streams: Sequence[StreamEntry], name: str = "train") -> None:
         self._files = files
+        self.name = name
+        self.columns: dict[str, Column] = {}
         parts = [(number, stream, part) for number, stream in enumerate(streams) for part in stream.parts]
         self._parts = [part for _, _, part in parts]
         self._token_files = [f"{stream.name}/{part.tokens.name}" for _, stream, part in parts]
@@ -187,6 +192,10 @@ class PreparedSplit:
         stored = [value for table in self._index if len(table) for value in table.column("label").to_pylist()]
         return [tuple(value) if isinstance(value := stored[row], list) else value for row in self._rows.tolist()]
 
+    def column(self, name: str, number: int) -> npt.NDArray[np.float32]:
+        """A row's numbers in a column, one for each target."""
+        return self.columns[name].of(int(self._rows[number]))
+
     def values(self, name: str) -> npt.NDArray[np.float64]:
         """What a column of values says of each row. Raises DataError: the rows have no such column."""
         column = f"{VALUE}{name}"
@@ -310,7 +319,7 @@ class PreparedDataset:
         """All prepared rows of a split; None if there are none."""
         if split not in self.manifest.splits:
             return None
-        return PreparedSplit(self._files, self.manifest.splits[split].streams)
+        return PreparedSplit(self._files, self.manifest.splits[split].streams, split)
 
     def splits(self, data: DataConfig, *, seed: int) -> Splits:
         """The rows of a run: held out by ratio if configured, then mixed.

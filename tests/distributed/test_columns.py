@@ -1,0 +1,94 @@
+"""An objective from outside with a column that a pass over the data computes: by any number of workers, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.data.dataset import columns
+from finray.errors import DataError
+from finray.training.passes import _Pass
+from tests.support import runs
+from tests.support.group import run_all
+from tests.support.runs import Plain, changed
+
+LEASHED = {"train.objective": "tests.support.leashed:Leashed"}
+FULL = {"adapter.method": "none", "train.learning_rate": 0.002}
+HELD_OUT = {"data.eval_ratio": 0.2, "evaluation.every_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain]) -> Path:
+    """Each run with prepared data of its own, so that each makes the column."""
+    folder = tmp_path_factory.mktemp("runs")
+    plain = tiny_run({**HELD_OUT, "adapter.dropout": 0.1})
+    kinds: dict[str, dict[str, Any]] = {"sft": {}, "loose": {"train.objective": "tests.support.leashed:Loose"}}
+    kinds |= {"lora": LEASHED, "full": {**LEASHED, **FULL}}
+    kinds |= {f"lora-{name}": {**LEASHED, "parallel.strategy": name} for name in ("ddp", "fsdp")}
+    kinds |= {"full-fsdp": {**LEASHED, **FULL, "parallel.strategy": "fsdp"}}
+    made = {
+        name: changed(plain, changes, {"prepare.dir": str(folder / f"data-{name}")}) for name, changes in kinds.items()
+    }
+    for name in ("sft", "loose", "lora", "full"):
+        runs.run_alone(made[name], folder / name)
+    run_all([(made[name], folder / name) for name in kinds if "-" in name], world_size=2)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["lora-ddp", "lora-fsdp", "full-fsdp"])
+def test_two_workers_make_the_column_and_the_curve_of_one(done: Path, name: str) -> None:
+    one = name.split("-")[0]
+    runs.assert_same_curve(done / name, done / one)
+    drift = runs.values(done / one, "drift")
+    assert drift[0] < 1e-5 < 1e-3 < drift[-1]
+    assert runs.values(done / name, "drift")[1:] == pytest.approx(drift[1:], rel=1e-3)
+    (record,) = [record for record in runs.records(done / name, "eval") if record["step"] == 8]
+    assert record["drift"] == pytest.approx(runs.records(done / one, "eval")[-1]["drift"], rel=1e-3)
+
+
+def test_without_its_leash_it_is_sft_and_with_it_something_else(done: Path) -> None:
+    losses = {name: runs.values(done / name, "loss") for name in ("sft", "loose", "lora")}
+    assert losses["loose"] == pytest.approx(losses["sft"], rel=1e-5)
+    assert losses["lora"][0] == pytest.approx(losses["sft"][0], rel=1e-5)
+    assert losses["lora"][-1] != pytest.approx(losses["sft"][-1], rel=1e-3)
+
+
+def test_a_killed_pass_continues_and_what_is_there_is_checked_and_used_again(
+    tmp_path: Path, tiny_run: Callable[..., Plain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "ROWS", 8)
+    plain = tiny_run({**LEASHED, **HELD_OUT, "prepare.dir": str(tmp_path / "data")})
+    plans, written = _Pass._plan, list[int]()
+
+    def dying(self: _Pass, part: int) -> Any:
+        written.append(part)
+        if len(written) == 3:
+            raise OSError("killed")
+        return plans(self, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Pass, "_plan", dying)
+        with pytest.raises(OSError, match="killed"):
+            runs.assemble_alone(plain, tmp_path / "a")
+        files = {
+            file: file.stat().st_mtime_ns
+            for file in (tmp_path / "data").rglob("part-*.arrow")
+            if "columns" in str(file)
+        }
+        assert len(files) == 2
+        runs.run_alone(plain, tmp_path / "a")
+        assert written == [0, 1, 2, 2, 3]
+        # Another run from the same model computes nothing, nor does one with other rows held out.
+        runs.run_alone(changed(plain, {"data.eval_ratio": 0.3, "adapter.rank": 2}), tmp_path / "b")
+        assert written == [0, 1, 2, 2, 3]
+    assert files == {file: file.stat().st_mtime_ns for file in files}
+    # PiSSA's first values round otherwise, so its base is another.
+    runs.run_alone(changed(plain, {"adapter.method": "pissa"}), tmp_path / "c")
+    folders = {file.parent for file in (tmp_path / "data").rglob("made_by.json")}
+    assert len(folders) == 2
+    runs.flip(next(iter(files)))
+    with pytest.raises(DataError, match="was changed after it was written"):
+        runs.assemble_alone(plain, tmp_path / "d")
