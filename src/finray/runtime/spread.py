@@ -157,14 +157,21 @@ class SpreadEngine:
                     self._require_place()
                 self._greet(ray.wait(list(self._starting), num_returns=1)[0][0])
             assert self._about is not None
-            self.version, self.max_length = self._about.version, self._about.max_length
+            self.version, self.max_length, self.weights = self._about.version, self._about.max_length, 0
             self.name = f"{self._about.name}, {replicas} replicas on Ray"
             for line in self._about.notes:
                 notify(line)
             self._stack = stack.pop_all()
 
     def generate(
-        self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
+        self,
+        prompts: Ids,
+        sampling: Sampling,
+        *,
+        rows: Numbers = (),
+        adapter: bool = True,
+        on_token: OnToken = mute,
+        logprobs: bool = False,
     ) -> Iterator[Answer]:
         """Answers in the order in which they finish; tokens are reported together with their answer."""
         numbers = list(rows or range(len(prompts)))
@@ -175,7 +182,7 @@ class SpreadEngine:
 
         def begin(replica: Any, part: list[int]) -> Any:
             method = replica.generate.options(num_returns="streaming")
-            return method.remote([by_number[number] for number in part], sampling, part, adapter)
+            return method.remote([by_number[number] for number in part], sampling, part, adapter, logprobs)
 
         found: Iterator[Answer] = self._each(numbers, begin)
         for answer in found:
@@ -338,8 +345,10 @@ class _EngineReplica:
         engine = self._engine
         return _About(engine.name, engine.version, engine.max_length, tuple(self._notes), os.getpid())
 
-    def generate(self, prompts: Ids, sampling: Sampling, rows: list[int], adapter: bool) -> Iterator[Answer]:
-        yield from self._engine.generate(prompts, sampling, rows=rows, adapter=adapter)
+    def generate(
+        self, prompts: Ids, sampling: Sampling, rows: list[int], adapter: bool, logprobs: bool
+    ) -> Iterator[Answer]:
+        yield from self._engine.generate(prompts, sampling, rows=rows, adapter=adapter, logprobs=logprobs)
 
     def log_likelihood(self, request: Sequence[Continuation], rows: list[int], adapter: bool) -> Iterator[Likelihood]:
         for found in self._engine.log_likelihood(request, adapter=adapter):

@@ -101,7 +101,8 @@ class _Pass:
             plans = [self._plan(part) for part in together]
             own = plans[strategy.rank] if strategy.rank < len(plans) else []
             values: dict[int, Floats] = {}
-            for pack, dummy in zip_longest(own, max(plans, key=lambda plan: len(plan)) if strategy.lockstep else []):
+            others: list[list[int]] = max(plans, key=len) if strategy.lockstep else []
+            for pack, dummy in zip_longest(own, others):
                 numbers = dummy if pack is None else pack
                 batch = collate([self._rows.row(row) for row in numbers], numbers).to(strategy.device)
                 # The other ranks communicate in every forward pass, so this one takes part.

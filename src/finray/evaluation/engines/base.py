@@ -38,12 +38,19 @@ class Answer:
         tokens: token ids, without the end token.
         text: without special tokens, up to a stop string.
         finish: ``stop`` at an end-of-turn token or a stop string, else ``length``.
+        end: the end token, if one ended it.
+        logprobs: if asked for, natural logarithm of the probability that the model gave each token (and then the end
+            token), before temperature, penalties and cuts of the distribution.
+        weights: version of the weights that computed it; see :class:`Engine`.
     """
 
     row: int
     tokens: tuple[int, ...]
     text: str
     finish: Literal["stop", "length"]
+    end: int | None = None
+    logprobs: tuple[float, ...] = ()
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +84,24 @@ class Engine(Protocol):
         version: of the engine and of the libraries that it computes with.
         tokenizer: of the model.
         max_length: maximum tokens of a prompt and its answer; None if the model has no limit.
+        weights: version of the weights, 0 as they were loaded. Whoever changes them counts it up, between two calls.
     """
 
     name: str
     version: str
     tokenizer: Any
     max_length: int | None
+    weights: int
 
     def generate(
-        self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
+        self,
+        prompts: Ids,
+        sampling: Sampling,
+        *,
+        rows: Numbers = (),
+        adapter: bool = True,
+        on_token: OnToken = mute,
+        logprobs: bool = False,
     ) -> Iterator[Answer]:
         """Answers in the order in which they finish.
 
@@ -96,6 +112,7 @@ class Engine(Protocol):
                 whatever else is in the batch. By default they count from 0.
             adapter: whether to apply the adapter; without it the base model answers.
             on_token: called with each token as it is chosen.
+            logprobs: whether answers have the log-probability of each token.
 
         Raises:
             DataError: a prompt is empty, or leaves no room for an answer.

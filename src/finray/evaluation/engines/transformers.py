@@ -72,6 +72,8 @@ class RunningRow:
         sampling: sampling settings.
         ends: tokens that end its answer.
         output_ids: tokens of the answer so far.
+        logprobs: of these, and of the end token, if asked for.
+        weights: version of the weights.
         is_done: whether it is finished.
     """
 
@@ -81,6 +83,8 @@ class RunningRow:
     sampling: Sampling
     ends: frozenset[int]
     output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weights: int = 0
     is_done: bool = False
 
     @property
@@ -114,7 +118,9 @@ def take(row: RunningRow, token: int, tokenizer: Any, on_token: OnToken) -> Answ
         return None
     row.is_done = True
     text = str(tokenizer.decode(row.output_ids, skip_special_tokens=True))
-    return Answer(row.number, tuple(row.output_ids), sampling.cut(text), finish)
+    end = token if token in row.ends else None
+    known = tuple(row.logprobs), row.weights
+    return Answer(row.number, tuple(row.output_ids), sampling.cut(text), finish, end, *known)
 
 
 class TransformersEngine:
@@ -145,6 +151,7 @@ class TransformersEngine:
 
     def _hold(self, model: Any, tokenizer: Any, batch_size: int, notify: Callable[[str], None]) -> None:
         self.model, self.tokenizer, self._batch_size = model, tokenizer, batch_size
+        self.weights = 0
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self._inner = without_adapter(model)
         config, generation = self._inner.config.get_text_config(), self._inner.generation_config
@@ -175,7 +182,14 @@ class TransformersEngine:
         self._packed = PackedModel(model, precision=precision, attention_name=attention.NAME, device=model.device)
 
     def generate(
-        self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
+        self,
+        prompts: Ids,
+        sampling: Sampling,
+        *,
+        rows: Numbers = (),
+        adapter: bool = True,
+        on_token: OnToken = mute,
+        logprobs: bool = False,
     ) -> Iterator[Answer]:
         """Answers in the order in which they finish; long prompts come first.
 
@@ -187,12 +201,12 @@ class TransformersEngine:
         limit = sampling.max_new_tokens
         rooms = [limit if self.max_length is None else min(limit, self.max_length - len(one)) for one in prompts]
         waiting = [
-            RunningRow(number, list(prompt), room, sampling, self._ends)
+            RunningRow(number, list(prompt), room, sampling, self._ends, weights=self.weights)
             for number, prompt, room in zip(numbers, prompts, rooms, strict=True)
         ]
         waiting.sort(key=lambda row: -len(row.prompt))
         answers = self.in_batches if self._packed is None else self._in_slots
-        return answers(waiting, sampling, adapter, on_token)
+        return answers(waiting, sampling, adapter, on_token, logprobs)
 
     @property
     def has_slots(self) -> bool:
@@ -201,7 +215,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _in_slots(
-        self, rows: list[RunningRow], sampling: Sampling, adapter: bool, on_token: OnToken
+        self, rows: list[RunningRow], sampling: Sampling, adapter: bool, on_token: OnToken, logprobs: bool
     ) -> Iterator[Answer]:
         """Answers of rows that share slots; running rows are always in the first slots."""
         waiting, working, device = deque(rows), list[RunningRow](), self.model.device
@@ -218,9 +232,11 @@ class TransformersEngine:
             working += coming
             if len(rows) == 1:
                 self._kept = slots, [*rows[0].prompt, *rows[0].output_ids], adapter
+            raw_BV = logits_BV.float().log_softmax(-1) if logprobs else None
             self.penalise(logits_BV, working)
             steps = [len(row.output_ids) for row in working]
             tokens_B = sampling.choose(logits_BV, [row.number for row in working], steps)
+            _note(raw_BV, tokens_B, working)
             for row, token in zip(working, tokens_B.tolist(), strict=True):
                 if (answer := take(row, token, self.tokenizer, on_token)) is not None:
                     yield answer
@@ -297,9 +313,10 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def in_batches(
-        self, rows: list[RunningRow], sampling: Sampling, adapter: bool, on_token: OnToken
+        self, rows: list[RunningRow], sampling: Sampling, adapter: bool, on_token: OnToken, logprobs: bool = False
     ) -> Iterator[Answer]:
-        """Answers of left-padded batches, by Transformers' own ``generate``."""
+        """Answers of left-padded batches, by Transformers' own ``generate``. It penalises repetition before finray sees
+        a logit, so log-probabilities are those after it."""
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         penalty = self._penalty_of(sampling)
@@ -317,7 +334,7 @@ class TransformersEngine:
             for tokens_T, mask_T, row in zip(tokens_BT, mask_BT, batch, strict=True):
                 tokens_T[longest - len(row.prompt) :] = torch.tensor(row.prompt)
                 mask_T[longest - len(row.prompt) :] = 1
-            driver = _Driver(self, batch, sampling, on_token)
+            driver = _Driver(self, batch, sampling, on_token, logprobs=logprobs)
             with self._with(adapter):
                 self.model.generate(
                     input_ids=tokens_BT.to(self.model.device),
@@ -487,6 +504,15 @@ def close_gaps(slots: Slots, working: list[AnyRow]) -> None:
                 slots.move(len(working), place, last.length - 1)
 
 
+def _note(raw_BV: torch.Tensor | None, tokens_B: torch.Tensor, rows: Sequence[RunningRow]) -> None:
+    """Note the log-probability of the token that each row takes, if they were asked for."""
+    if raw_BV is not None:
+        chosen_B = raw_BV.gather(1, tokens_B.clamp(min=0)[:, None])[:, 0]
+        for row, logprob in zip(rows, chosen_B.tolist(), strict=True):
+            if not row.is_done:
+                row.logprobs.append(logprob)
+
+
 def _compare(logits_KV: torch.Tensor, tokens_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probability of each token, and whether it is the most likely one."""
     chosen_K = logits_KV.gather(1, tokens_K[:, None])[:, 0]
@@ -497,14 +523,22 @@ class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
     """Chooses tokens inside Transformers' ``generate``, by leaving its greedy search a single candidate."""
 
     def __init__(
-        self, engine: TransformersEngine, rows: list[RunningRow], sampling: Sampling, on_token: OnToken
+        self,
+        engine: TransformersEngine,
+        rows: list[RunningRow],
+        sampling: Sampling,
+        on_token: OnToken,
+        *,
+        logprobs: bool,
     ) -> None:
         self.answers: list[Answer] = []
+        self._logprobs = logprobs
         self._engine, self._rows, self._sampling, self._on_token = engine, rows, sampling, on_token
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         numbers, steps = [row.number for row in self._rows], [len(row.output_ids) for row in self._rows]
         chosen_B = self._sampling.choose(scores, numbers, steps)
+        _note(scores.float().log_softmax(-1) if self._logprobs else None, chosen_B, self._rows)
         for row, token in zip(self._rows, chosen_B.tolist(), strict=True):
             if not row.is_done:
                 answer = take(row, token, self._engine.tokenizer, self._on_token)

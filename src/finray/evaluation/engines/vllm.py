@@ -82,6 +82,7 @@ class VLLMEngine:
         if loading.device.type == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
         self._vllm, self.tokenizer, self._numbers, self._loras = _imported(), loading.tokenizer, 0, 0
+        self.weights = 0
         self.version = f"vllm {self._vllm.__version__}, torch {torch.__version__}"
         artifact, self._adapter = loading.artifact, None
         source = source_options(artifact.model)
@@ -173,15 +174,25 @@ class VLLMEngine:
         self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
 
     def generate(
-        self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
+        self,
+        prompts: Ids,
+        sampling: Sampling,
+        *,
+        rows: Numbers = (),
+        adapter: bool = True,
+        on_token: OnToken = mute,
+        logprobs: bool = False,
     ) -> Iterator[Answer]:
         """Answers in the order in which they finish."""
         numbers = list(rows or range(len(prompts)))
         check_prompts(prompts, numbers, self.max_length, self.vocabulary)
-        params = [self.settings(sampling, row, self._ends) for row in numbers]
+        # 0 is the chosen token alone.
+        more = {"logprobs": 0} if logprobs else {}
+        params = [{**self.settings(sampling, row, self._ends), **more} for row in numbers]
         counts: dict[int, int] = dict.fromkeys(numbers, 0)
         for place, output in self._run(prompts, params, adapter=adapter):
-            row, tokens = numbers[place], [token for token in output.outputs[0].token_ids if token not in self._ends]
+            said = output.outputs[0]
+            row, tokens = numbers[place], [token for token in said.token_ids if token not in self._ends]
             ended = output.finished
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if ended or sampling.stop else ""
             shown = sampling.cut(text)
@@ -194,7 +205,10 @@ class VLLMEngine:
             if ended:
                 short = len(shown) < len(text) or output.outputs[0].finish_reason == "stop"
                 finish: Literal["stop", "length"] = "stop" if short else "length"
-                yield Answer(row, tuple(tokens), shown, finish)
+                end = said.token_ids[-1] if len(said.token_ids) > len(tokens) else None
+                each = zip(said.token_ids, said.logprobs or (), strict=False)
+                known = tuple(one[token].logprob for token, one in each)
+                yield Answer(row, tuple(tokens), shown, finish, end, known, self.weights)
 
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
         """Likelihoods in the order in which they finish."""

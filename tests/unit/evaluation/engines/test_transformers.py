@@ -252,6 +252,32 @@ def test_an_answer_ends_before_a_stop_string_and_tokens_are_told_as_they_come() 
     assert len(cut[0].tokens) == NEW
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_answers_have_the_log_probability_of_each_token_that_was_chosen_and_the_version_of_the_weights(
+    family: str, temperature: float
+) -> None:
+    model = tiny.build_model(family).eval()
+    greedy = plain(model, PROMPTS[1])
+    # One of two answers ends here.
+    engine = TransformersEngine.of(model, Words(eos=greedy[6]), batch_size=2)
+    engine.weights = 7
+    # The penalty changes what is chosen, and what slots give is before it.
+    penalty = 1.0 if family == "bloom" else 1.3
+    sampling = Sampling(NEW, temperature=temperature, top_k=9, seed=4, repetition_penalty=penalty)
+    answers = list(engine.generate(PROMPTS[:3], sampling, logprobs=True))
+    engine.close()
+    for answer in answers:
+        chosen = [*answer.tokens, *([] if answer.end is None else [answer.end])]
+        assert (answer.finish == "stop", answer.weights) == (answer.end is not None, 7)
+        ids, first = torch.tensor([[*PROMPTS[answer.row], *chosen]]), len(PROMPTS[answer.row])
+        with torch.no_grad():
+            expected = model(ids).logits[0, first - 1 : -1].double().log_softmax(-1)
+        assert answer.logprobs == pytest.approx(expected[range(len(chosen)), chosen].tolist(), abs=1e-4)
+    without = by_row(engine.generate(PROMPTS[:3], sampling)) if family == "bloom" else {}
+    assert all(one.logprobs == () for one in without.values())
+
+
 class Bytes(Words):
     """A tokenizer whose tokens are bytes."""
 
