@@ -87,6 +87,13 @@ def test_each_part_from_outside_does_what_it_says(plain: Plain, tmp_path: Path) 
     # Control: without the task of its own the same rows have another loss.
     runs.run_alone(changed(plain, {"model.task": "causal_lm"}), tmp_path / "usual")
     assert runs.values(tmp_path / "usual", "loss")[0] != smoothed[0]
+    # An objective of its own, with a column: at the first step nothing has changed since the run began.
+    own = {"model.task": "causal_lm", "train.objective": "my_parts:Leashed"}
+    runs.run_alone(changed(plain, own), tmp_path / "leashed")
+    drift = runs.values(tmp_path / "leashed", "drift")
+    assert drift[0] < 1e-5 < 1e-3 < drift[-1]
+    first = [runs.values(tmp_path / name, "loss")[0] for name in ("leashed", "usual")]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
     assert my_parts.same_length(["a b", "c"], ["x y", "z z"]) == 0.5
 
 
