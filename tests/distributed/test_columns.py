@@ -10,7 +10,7 @@ import pytest
 
 from finray.data.dataset import columns
 from finray.errors import DataError
-from finray.training.passes import _Pass
+from finray.training import passes
 from tests.support import runs
 from tests.support.group import run_all
 from tests.support.runs import Plain, changed
@@ -29,6 +29,8 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain
     kinds |= {"lora": LEASHED, "full": {**LEASHED, **FULL}}
     kinds |= {f"lora-{name}": {**LEASHED, "parallel.strategy": name} for name in ("ddp", "fsdp")}
     kinds |= {"full-fsdp": {**LEASHED, **FULL, "parallel.strategy": "fsdp"}}
+    # The head is gathered for its logits, and again for their gradients.
+    kinds |= {"full-zero3": {**LEASHED, **FULL, "parallel": {"strategy": "deepspeed", "zero_stage": 3}}}
     made = {
         name: changed(plain, changes, {"prepare.dir": str(folder / f"data-{name}")}) for name, changes in kinds.items()
     }
@@ -38,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain
     return folder
 
 
-@pytest.mark.parametrize("name", ["lora-ddp", "lora-fsdp", "full-fsdp"])
+@pytest.mark.parametrize("name", ["lora-ddp", "lora-fsdp", "full-fsdp", "full-zero3"])
 def test_two_workers_make_the_column_and_the_curve_of_one(done: Path, name: str) -> None:
     one = name.split("-")[0]
     runs.assert_same_curve(done / name, done / one)
@@ -61,16 +63,16 @@ def test_a_killed_pass_continues_and_what_is_there_is_checked_and_used_again(
 ) -> None:
     monkeypatch.setattr(columns, "ROWS", 8)
     plain = tiny_run({**LEASHED, **HELD_OUT, "prepare.dir": str(tmp_path / "data")})
-    plans, written = _Pass._plan, list[int]()
+    compute, written = passes._compute, list[int]()
 
-    def dying(self: _Pass, part: int) -> Any:
-        written.append(part)
+    def dying(column: str, files: Any, parts: list[int], *others: Any) -> None:
+        written.extend(parts)
         if len(written) == 3:
             raise OSError("killed")
-        return plans(self, part)
+        compute(column, files, parts, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Pass, "_plan", dying)
+        patch.setattr(passes, "_compute", dying)
         with pytest.raises(OSError, match="killed"):
             runs.assemble_alone(plain, tmp_path / "a")
         files = {

@@ -12,9 +12,11 @@ import torch
 from huggingface_hub import is_offline_mode
 
 from finray.config.adapter_files import matching_none
+from finray.config.objectives import objective_spec
 from finray.config.resolved import LabelSet, Packing
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
+from finray.data.dataset.run_data import groups_apart
 from finray.errors import FinrayError, ModelError, about_model
 from finray.models.loading import check_loading, is_quantized, load_model
 from finray.models.packed import require_router_loss
@@ -130,6 +132,8 @@ def _planned(
         return None
     if not packing.safe:
         findings.warn(packing.warning, "data.packing")
+        if objective_spec(config).in_groups:
+            findings.problem(groups_apart(config))
     if config.train.router_loss:
         try:
             require_router_loss(model, config.model.name)

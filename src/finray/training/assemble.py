@@ -21,7 +21,7 @@ from finray.config.resolved import Execution, PreparedRun, Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_class
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.dataset.run_data import run_data
+from finray.data.dataset.run_data import groups_apart, run_data
 from finray.data.sampling.order import Order, derive_key
 from finray.data.sampling.packing import equal_length_batches, plan_packs
 from finray.errors import DataError, ModelError
@@ -443,11 +443,7 @@ def _data(
     data = run_data(config, dataset, decided=resolved)
     rows, plan = data.splits.train, data.plan
     if not (resolved.packs or rows.groups.is_single):
-        raise ModelError(
-            "rows of this model cannot share a forward pass, and those that belong together have to",
-            where=f"model.name={config.model.name}",
-            repair="use a model that can be packed (`finray plan` says so), or another train.objective",
-        )
+        raise groups_apart(config)
     loader = StepLoader(
         rows,
         plan,

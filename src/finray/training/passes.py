@@ -6,7 +6,7 @@ beside the prepared rows for every run and every resume that begins from the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ from finray.config.schema import Config
 from finray.data.dataset.columns import ColumnFiles, Floats
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.collate import collate
-from finray.data.sampling.packing import equal_length_batches, plan_packs
+from finray.data.sampling.packing import IntArray, PackPlan, equal_length_batches, plan_packs
 from finray.data.storage import Digests
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.weights import folder_of
@@ -53,75 +53,63 @@ def add_columns(
     if not spec.columns:
         return
     cache = None if dataset.folder.is_remote else Path(dataset.folder.root).parent / ".digests.jsonl"
-    began = strategy.rank == 0
+    first = strategy.rank == 0
     made_by = strategy.broadcast_object(
-        on_all_ranks(strategy, lambda: begins_from(config, execution, Digests(cache)) if began else {})
+        on_all_ranks(strategy, lambda: begins_from(config, execution, Digests(cache)) if first else {})
     )
     for name in sorted({split.name for split in splits}):
         rows = dataset.all_rows(name)
         assert rows is not None
-        shapes = {column: {**made_by, "column": column, "objective": spec.name} for column in spec.columns}
-        files = {column: ColumnFiles(dataset.folder, dataset.manifest, name, shape) for column, shape in shapes.items()}
-        for column, of_column in files.items():
-            missing = strategy.broadcast_object(on_all_ranks(strategy, of_column.missing if began else list))
+        for column in spec.columns:
+            made = {**made_by, "column": column, "objective": spec.name}
+            files = ColumnFiles(dataset.folder, dataset.manifest, name, made)
+            missing = strategy.broadcast_object(on_all_ranks(strategy, files.missing if first else list))
             if missing:
                 say(f"computing `{column}` of {len(rows):,} rows with the model that the run begins from, once")
-            compute = _Pass(column, of_column, task, rows, strategy, config.data.max_length, packs=execution.packs)
-            compute.run(missing)
-            read = on_all_ranks(strategy, of_column.read)
+            pack = partial(plan_packs if execution.packs else equal_length_batches, capacity=config.data.max_length)
+            for at in range(0, len(missing), strategy.world_size):
+                _compute(column, files, missing[at : at + strategy.world_size], task, rows, strategy, pack)
+            read = on_all_ranks(strategy, files.read)
             for split in splits:
                 if split.name == name:
                     split.columns[column] = read
 
 
-class _Pass:
-    """Computes parts of a column: of as many as there are ranks, each rank one."""
+@torch.no_grad()
+def _compute(
+    column: str,
+    files: ColumnFiles,
+    parts: list[int],
+    task: Task,
+    rows: PreparedSplit,
+    strategy: Strategy,
+    pack: Callable[[IntArray], PackPlan],
+) -> None:
+    """Compute and write parts of a column, each rank one; there may be fewer than ranks. A collective."""
+    plans, values = list[list[list[int]]](), dict[int, Floats]()
+    for part in parts:
+        numbers = files.rows(part)
+        plan = pack(rows.lengths[numbers.start : numbers.stop])
+        plans.append([[numbers.start + at for at in plan.pack(number)] for number in range(len(plan))])
+    own = plans[strategy.rank] if strategy.rank < len(plans) else []
+    others: list[list[int]] = max(plans, key=len) if strategy.lockstep else []
+    task.model.eval()
+    for some, dummy in zip_longest(own, others):
+        numbers_S = some or dummy
+        batch = collate([rows.row(row) for row in numbers_S], numbers_S).to(strategy.device)
+        # The other ranks communicate in every forward pass, so this one takes part.
+        outputs = task.objective.column(column, task.outputs(batch), batch)
+        if some:
+            each = np.split(outputs.float().cpu().numpy(), np.cumsum(batch.targets_per_row)[:-1])
+            values |= dict(zip(some, each, strict=True))
+    task.model.train()
 
-    def __init__(
-        self,
-        column: str,
-        files: ColumnFiles,
-        task: Task,
-        rows: PreparedSplit,
-        strategy: Strategy,
-        capacity: int,
-        *,
-        packs: bool,
-    ) -> None:
-        self._column, self._files, self._task, self._rows, self._strategy = column, files, task, rows, strategy
-        self._capacity, self._pack = capacity, plan_packs if packs else equal_length_batches
+    def write() -> None:
+        if own:
+            part = parts[strategy.rank]
+            files.write(part, [values[row] for row in files.rows(part)])
 
-    @torch.no_grad()
-    def run(self, parts: list[int]) -> None:
-        """Compute and write them. A collective."""
-        strategy, was_training = self._strategy, self._task.model.training
-        self._task.model.eval()
-        for first in range(0, len(parts), strategy.world_size):
-            together = parts[first : first + strategy.world_size]
-            plans = [self._plan(part) for part in together]
-            own = plans[strategy.rank] if strategy.rank < len(plans) else []
-            values: dict[int, Floats] = {}
-            others: list[list[int]] = max(plans, key=len) if strategy.lockstep else []
-            for pack, dummy in zip_longest(own, others):
-                numbers = dummy if pack is None else pack
-                batch = collate([self._rows.row(row) for row in numbers], numbers).to(strategy.device)
-                # The other ranks communicate in every forward pass, so this one takes part.
-                outputs = self._task.objective.column(self._column, self._task.outputs(batch), batch)
-                if pack is not None:
-                    each = np.split(outputs.float().cpu().numpy(), np.cumsum(batch.targets_per_row)[:-1])
-                    values |= dict(zip(pack, each, strict=True))
-            on_all_ranks(strategy, partial(self._write, together, values))
-        self._task.model.train(was_training)
-
-    def _write(self, together: list[int], values: Mapping[int, Floats]) -> None:
-        if values:
-            part = together[self._strategy.rank]
-            self._files.write(part, [values[row] for row in self._files.rows(part)])
-
-    def _plan(self, part: int) -> list[list[int]]:
-        rows = self._files.rows(part)
-        plan = self._pack(self._rows.lengths[rows.start : rows.stop], self._capacity)
-        return [[rows.start + at for at in plan.pack(pack)] for pack in range(len(plan))]
+    on_all_ranks(strategy, write)
 
 
 def begins_from(config: Config, execution: Execution, digests: Digests) -> dict[str, Any]:

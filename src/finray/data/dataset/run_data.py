@@ -13,7 +13,7 @@ from finray.config.schema import Config, TrainConfig
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
 from finray.data.sampling.order import total_steps
 from finray.data.sampling.packing import PackPlan, one_row_each, plan_packs
-from finray.errors import DataError
+from finray.errors import DataError, ModelError
 
 # A step as large as this, unless an epoch would then have fewer steps than that; and as many epochs, within limits, as
 # make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
@@ -72,6 +72,15 @@ def run_data(
     steps = decide_steps(config.train, packs=len(plan) if is_whole else None, pack_length=pack_length, before=decided)
     total, items = total_steps(max(1, len(plan)), steps, max_steps=config.train.max_steps)
     return RunData(splits, plan, steps, total, items, joined)
+
+
+def groups_apart(config: Config) -> ModelError:
+    """The error of a model that cannot read a group of rows in one pass."""
+    return ModelError(
+        "rows of this model cannot share a forward pass, and those that belong together have to",
+        where=f"model.name={config.model.name}",
+        repair="use a model that can be packed, or another train.objective",
+    )
 
 
 def decide_steps(
