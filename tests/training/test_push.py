@@ -682,7 +682,6 @@ def test_a_full_disk_leaves_nothing_of_a_pull_and_says_so_once(
         target.write(source.read(10))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    (tmp_path / "runs").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfileobj", full)
         with pytest.raises(HubError, match="cannot be written: no space left on device") as found:

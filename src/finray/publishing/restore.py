@@ -81,6 +81,8 @@ def pull(name: str, *, output: str | Path, login: Callable[[], Hub] = Hub.login)
         content = manifest.verify(folder)
     except CheckpointError as error:
         raise HubError(f"the checkpoint is damaged: {error.message}", where=url, repair="pull it again") from None
+    # On another machine there is no `runs` yet.
+    run.parent.mkdir(parents=True, exist_ok=True)
     require_writable(run.parent)
     step, names = content["step"], [one["path"] for one in content["files"]]
     if f"{RUN}/{CONFIG_FILE}" not in names:
