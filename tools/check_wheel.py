@@ -67,7 +67,8 @@ def install(python: Path, wheel: Path, case: Case) -> None:
     pip = ["uv", "pip", "install", "--quiet", "--python", python] if case.installer == "uv" else []
     command = pip or [python, "-m", "pip", "install", "-q"]
     if case.versions == "oldest":
-        run(*command, "--resolution", "lowest-direct", wheel)
+        # What only the wheel asks for would be indirect, and of the newest versions.
+        run(*command, "--resolution", "lowest-direct", "--requirements", ROOT / "pyproject.toml", wheel)
         return
     limits = ["--constraint", ROOT / "constraints.txt"] if case.versions == "constraints" else []
     run(*command, *limits, "torch")

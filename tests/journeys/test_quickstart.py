@@ -41,7 +41,7 @@ def test_the_table_of_the_readme_is_what_the_quickstart_gives(
         assert command.returncode == 0, out + err
         said[words[0]] = out
     run_dir = tmp_path / "runs" / "quickstart"
-    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 50
+    assert json.loads((run_dir / "summary.json").read_text())["summary"]["step"] == 50
     assert len((tmp_path / "examples/quickstart/train.jsonl").read_text().splitlines()) == 400
     assert (run_dir / "report.html").is_file()
     table = said["evaluate"]
