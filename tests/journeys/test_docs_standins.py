@@ -222,4 +222,4 @@ def test_evaluation(page: Path, hub_cache: Path) -> None:
     (command,) = written("evaluation.md", "finray evaluate my-model")
     code, out, err = forks.finray(*as_here(command), "evaluation.max_new_tokens=4", "evaluation.max_rows=4", cwd=page)
     assert code == 0, out + err
-    assert (page / "my-model" / "evaluation" / "rows" / "metrics.json").is_file()
+    assert (page / "my-model" / "evaluation" / "rows" / "metrics.json").is_file(), out

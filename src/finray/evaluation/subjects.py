@@ -18,7 +18,7 @@ from finray.config.requests import EvaluationRequest
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
-from finray.config.trust import of_stranger, require_trusted
+from finray.config.trust import is_in_run, of_stranger, require_trusted
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_you_mean_path
@@ -126,7 +126,9 @@ class Case:
         """The case for a model of one of the ``tasks``; rows are not prepared yet.
         Raises FinrayError: something is missing, does not fit the task, or cannot be written."""
         path = Path(model).expanduser().resolve()
-        folders = (path, path.parent) if path.is_dir() else ()
+        folders = [path] if path.is_dir() else []
+        # A config beside a model may be one that the user has written.
+        folders += [path.parent] if folders and is_in_run(path.parent / CONFIG_FILE) else []
         run = next((RunDir(folder) for folder in folders if (folder / CONFIG_FILE).is_file()), None)
         artifact = artifact_of(model, base=request.base)
         if run is None and request.file is None and not request.harness:

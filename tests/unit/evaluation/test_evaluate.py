@@ -152,8 +152,11 @@ def test_a_model_of_no_run_has_the_dtype_that_is_asked_for(
     monkeypatch.setattr(artifacts, "cpu_has_bf16", lambda: True)
     write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
     request = EvaluationRequest(file=tmp_path / "rows.jsonl", output=tmp_path / "out")
-    case = Case.of(tiny_model_dir, overrides, request, tasks=JUDGES, progress=lambda *_, **__: None)
-    assert case.dtype == dtype
+    # The user's own, where the model lies too.
+    (tmp_path / "config.yaml").write_text("run: {name: mine}\n")
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    case = Case.of(model, overrides, request, tasks=JUDGES, progress=lambda *_, **__: None)
+    assert (case.run, case.tuned.name, case.dtype) == (None, "model", dtype)
 
 
 @pytest.mark.parametrize(("signum", "code", "word"), [(2, 130, "interrupted"), (15, 143, "ended by SIGTERM")])
