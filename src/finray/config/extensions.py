@@ -27,6 +27,9 @@ TABLES: dict[str, dict[str, str]] = {
     "finray.objectives": {
         "sft": "finray.objectives.sft:SFT",
         "classification": "finray.objectives.classification:ClassificationObjective",
+        "dpo": "finray.objectives.preferences:DPO",
+        "orpo": "finray.objectives.preferences:ORPO",
+        "simpo": "finray.objectives.preferences:SimPO",
     },
     "finray.strategies": {
         "ddp": "finray.parallel.ddp:DDPStrategy",

@@ -32,7 +32,18 @@ class ObjectiveSpec:
 
 SFT = ObjectiveSpec("sft", reads="cross_entropy")
 CLASSIFICATION = ObjectiveSpec("classification", reads="logits")
-OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION)}
+_OF_PAIRS = ("margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
+ORPO = ObjectiveSpec(
+    "orpo",
+    reads="log_probabilities",
+    rows=frozenset({"preference"}),
+    metrics=("eval_loss", *_OF_PAIRS),
+    means=_OF_PAIRS,
+    in_groups=True,
+)
+SIMPO = replace(ORPO, name="simpo")
+DPO = replace(ORPO, name="dpo", columns=("reference",))
+OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION, DPO, ORPO, SIMPO)}
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:

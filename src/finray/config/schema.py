@@ -23,6 +23,8 @@ from finray.config.evaluation import EarlyStoppingConfig as EarlyStoppingConfig
 from finray.config.evaluation import EvaluationConfig as EvaluationConfig
 from finray.config.export import ExportConfig as ExportConfig
 from finray.config.extensions import named
+from finray.config.preference import TAKEN
+from finray.config.preference import PreferenceConfig as PreferenceConfig
 from finray.config.redact import MASK, holds_secret, is_secret_name
 from finray.config.replicas import legal_name
 from finray.config.section import NO_TEXT as NO_TEXT
@@ -464,6 +466,7 @@ class Config(Section):
     prepare: PrepareConfig = PrepareConfig()
     classification: ClassificationConfig = ClassificationConfig()
     train: TrainConfig = TrainConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -505,6 +508,11 @@ class Config(Section):
             raise ValueError(
                 f"classification: has no effect with model.task {task.name}; set model.task to sequence_classification"
             )
+        objective = self.train.objective or "sft"
+        for name, value in () if ":" in objective else self.preference:
+            if value != PreferenceConfig.model_fields[name].default and name not in TAKEN.get(objective, ()):
+                takers = " or ".join(taker for taker, names in TAKEN.items() if name in names)
+                raise ValueError(f"preference.{name}: has no effect with train.objective {objective}; {takers} has it")
         if self.cluster.is_elastic and self.parallel.shard_size is not None:
             raise ValueError(
                 "parallel.shard_size: must divide the number of workers, but cluster.num_workers lets it change; "

@@ -61,8 +61,8 @@ class TrainConfig(Section):
 
     objective: Annotated[str, AfterValidator(named("finray.objectives"))] | None = Field(
         None,
-        description="What is learned: `sft` (the tokens of the answers), `classification`, or your own as "
-        "`package.module:Name`. null is the task's: `sft` for `causal_lm`.",
+        description="What is learned: `sft` (the tokens of the answers), `classification`, from pairs of answers "
+        "`dpo`, `orpo` or `simpo`, or your own as `package.module:Name`. null is the task's: `sft` for `causal_lm`.",
     )
     epochs: float | None = Field(
         None,

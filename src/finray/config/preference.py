@@ -1,0 +1,50 @@
+"""The section ``preference``: what the objectives that learn from pairs of answers have in common."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from finray.config.section import Section
+
+# Default of ``preference.beta`` by objective.
+BETA = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+# Which of the fields an objective takes.
+TAKEN = {
+    "dpo": frozenset({"beta", "loss", "label_smoothing", "length_normalized", "chosen_weight"}),
+    "orpo": frozenset({"beta"}),
+    "simpo": frozenset({"beta", "label_smoothing", "gamma", "chosen_weight"}),
+}
+
+
+class PreferenceConfig(Section):
+    """Learning from pairs of answers, with `train.objective` `dpo`, `orpo` or `simpo`."""
+
+    beta: float | None = Field(
+        None,
+        gt=0,
+        description="`dpo`: how close the model stays to the reference; more is closer. `orpo`: weight of the odds "
+        "ratio. `simpo`: scale of the difference. null is 0.1, for `simpo` 2.",
+    )
+    loss: Literal["sigmoid", "ipo", "hinge", "robust"] = Field(
+        "sigmoid",
+        description="`dpo`: `sigmoid` is DPO itself; `ipo` stops at a margin, on log-probabilities per token; `hinge` "
+        "as in SLiC; `robust` is unbiased where a share `label_smoothing` of the pairs is swapped.",
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="`dpo` with `sigmoid` or `robust`, and `simpo`: share of the pairs that are taken to be swapped.",
+    )
+    length_normalized: bool = Field(
+        False, description="`dpo`: compare log-probabilities per token, so that longer answers gain nothing."
+    )
+    gamma: float = Field(1.0, ge=0, description="`simpo`: the margin by which the chosen answer is to be ahead.")
+    chosen_weight: float = Field(
+        0.0,
+        ge=0,
+        description="`dpo` and `simpo`: weight of the chosen answer's own loss per token, which keeps its probability "
+        "from falling. `orpo` has it with weight 1.",
+    )

@@ -1,0 +1,142 @@
+"""Losses on pairs, against their papers' formulas in float64, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finray.config.load import build_config
+from finray.config.preference import PreferenceConfig
+from finray.data.sampling.collate import Batch, collate
+from finray.data.sampling.groups import Groups
+from finray.errors import ConfigError, DataError
+from finray.objectives.preferences import DPO, ORPO, PairObjective, SimPO
+
+# Targets of rows: chosen and rejected of each of three pairs.
+TOKENS = (4, 9, 7, 2, 1, 5)
+SWAPPED = (1, 0, 3, 2, 5, 4)
+BETA, EPSILON = 0.37, 0.21
+
+
+def sigma(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+# Of (log-probability, reference's, tokens) of chosen and rejected.
+Side = tuple[float, float, int]
+
+
+def ahead(chosen: Side, rejected: Side, *, each: bool = False) -> float:
+    (c, cr, cn), (r, rr, rn) = chosen, rejected
+    return (c - cr) / (cn if each else 1) - (r - rr) / (rn if each else 1)
+
+
+def odds(side: Side) -> float:
+    p = math.exp(side[0] / side[2])
+    return p / (1 - p)
+
+
+def smoothed(z: float) -> float:
+    return -(1 - EPSILON) * math.log(sigma(z)) - EPSILON * math.log(sigma(-z))
+
+
+Formula = Callable[[Side, Side], float]
+CASES: list[tuple[type[PairObjective], dict[str, Any], Formula]] = [
+    (DPO, {}, lambda c, r: -math.log(sigma(BETA * ahead(c, r)))),
+    (DPO, {"label_smoothing": EPSILON}, lambda c, r: smoothed(BETA * ahead(c, r))),
+    (DPO, {"length_normalized": True}, lambda c, r: -math.log(sigma(BETA * ahead(c, r, each=True)))),
+    (DPO, {"chosen_weight": 0.7}, lambda c, r: -math.log(sigma(BETA * ahead(c, r))) - 0.7 * c[0] / c[2]),
+    (DPO, {"loss": "ipo"}, lambda c, r: (ahead(c, r, each=True) - 1 / (2 * BETA)) ** 2),
+    (DPO, {"loss": "hinge"}, lambda c, r: max(0.0, 1 - BETA * ahead(c, r))),
+    (
+        DPO,
+        {"loss": "robust", "label_smoothing": EPSILON},
+        lambda c, r: (
+            (-(1 - EPSILON) * math.log(sigma(BETA * ahead(c, r))) + EPSILON * math.log(sigma(-BETA * ahead(c, r))))
+            / (1 - 2 * EPSILON)
+        ),
+    ),
+    (ORPO, {}, lambda c, r: -c[0] / c[2] - BETA * math.log(sigma(math.log(odds(c) / odds(r))))),
+    (SimPO, {"gamma": 0.6}, lambda c, r: -math.log(sigma(BETA * (c[0] / c[2] - r[0] / r[2]) - 0.6))),
+    (
+        SimPO,
+        {"gamma": 0.6, "label_smoothing": EPSILON, "chosen_weight": 0.7},
+        lambda c, r: smoothed(BETA * (c[0] / c[2] - r[0] / r[2]) - 0.6) - 0.7 * c[0] / c[2],
+    ),
+]
+
+
+def row_of(targets: int) -> Any:
+    return np.arange(targets + 2, dtype=np.int32), np.array([0, 0] + [1] * targets, np.uint8)
+
+
+def pairs() -> tuple[Batch, torch.Tensor]:
+    """A batch, and log-probabilities of its targets."""
+    draw = np.random.default_rng(4)
+    reference = draw.uniform(-4, -0.1, sum(TOKENS)).astype(np.float32)
+    batch = collate([row_of(count) for count in TOKENS], range(6), {"reference": reference})
+    assert batch.targets_per_row == TOKENS
+    return batch, torch.from_numpy(draw.uniform(-4, -0.1, sum(TOKENS)).astype(np.float32))
+
+
+@pytest.mark.parametrize(("kind", "settings", "formula"), CASES)
+def test_losses_metrics_and_gradients_are_those_of_the_formulas(
+    kind: type[PairObjective], settings: dict[str, Any], formula: Formula
+) -> None:
+    batch, outputs = pairs()
+    objective = kind(PreferenceConfig(**settings), BETA)
+
+    def expected(values: torch.Tensor) -> list[tuple[float, Side, Side]]:
+        sums = [of.double().split(list(TOKENS)) for of in (values, batch.values["reference"])]
+        sides = [(float(now.sum()), float(then.sum()), count) for now, then, count in zip(*sums, TOKENS, strict=True)]
+        each = zip(sides[::2], sides[1::2], strict=True)
+        return [(formula(chosen, rejected), chosen, rejected) for chosen, rejected in each]
+
+    sums, given = torch.zeros(6, dtype=torch.float64), outputs.clone().requires_grad_()
+    loss = objective.loss_sum(given, batch, sums)
+    assert loss.item() == pytest.approx(sum(one for one, _, _ in expected(outputs)), rel=1e-6)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert given.grad is not None
+    for at in range(len(outputs)):
+        moved = [outputs.double().index_add(0, torch.tensor([at]), torch.tensor([by]).double()) for by in (1e-4, -1e-4)]
+        up, down = (sum(one for one, _, _ in expected(one)) for one in moved)
+        assert float(given.grad[at]) == pytest.approx((up - down) / 2e-4, rel=1e-4, abs=1e-7)
+    each = settings.get("length_normalized") or settings.get("loss") == "ipo" or kind is not DPO
+    rewards = [
+        [BETA * (side[0] - (side[1] if kind is DPO else 0)) / (side[2] if each else 1) for side in two]
+        for _, *two in expected(outputs)
+    ]
+    margins = [chosen - rejected for chosen, rejected in rewards]
+    found = objective.metrics([float(loss.detach()), objective.batch_weight(batch), *sums.tolist()])
+    assert found["margin"] == pytest.approx(np.mean(margins), rel=1e-6)
+    assert found["accuracy"] == pytest.approx(np.mean([one > 0 for one in margins]))
+    assert found["rejected_reward"] == pytest.approx(np.mean([rejected for _, rejected in rewards]), rel=1e-6)
+    assert found["chosen_logprob"] == pytest.approx(
+        np.mean([chosen[0] for _, chosen, _ in expected(outputs)]), rel=1e-6
+    )
+    # The control: the answers change places.
+    spans = [range(sum(TOKENS[:row]), sum(TOKENS[: row + 1])) for row in range(6)]
+    order = [at for row in SWAPPED for at in spans[row]]
+    reference = batch.values["reference"].numpy()[order]
+    swapped = collate([row_of(TOKENS[row]) for row in SWAPPED], range(6), {"reference": reference})
+    assert objective.loss_sum(outputs[order], swapped, sums).item() != pytest.approx(loss.item(), rel=1e-3)
+
+
+def test_a_pair_counts_as_one_and_what_is_none_is_named() -> None:
+    split: Any = type("Split", (), {"groups": Groups(np.array([0, 2, 4])), "where": lambda self, row: f"rows:{row}"})()
+    split.__class__.__len__ = lambda self: 4
+    assert DPO(PreferenceConfig(), 0.1).weight(split).tolist() == [1, 0, 1, 0]
+    split.groups = Groups(np.array([0, 2, 3]))
+    with pytest.raises(DataError, match="rows:2: a row with another answer or none beside it is no pair"):
+        DPO(PreferenceConfig(), 0.1).weight(split)
+
+
+def test_a_setting_of_another_objective_is_refused() -> None:
+    plain = {"model": {"name": "m"}, "data": {"source": "d"}, "train": {"objective": "orpo"}}
+    with pytest.raises(ConfigError, match=r"preference\.gamma: has no effect with train\.objective orpo; simpo has it"):
+        build_config({**plain, "preference": {"gamma": 2}}, source="test")
