@@ -65,7 +65,7 @@ CHECKED = {
     "compat.py:builds_text": "a module of Transformers, beside that of a configuration",
     "runtime/preload.py:import_all": "modules of finray and Transformers",
     "evaluation/answers.py:_scores": "here, by require_trusted",
-    "evaluation/answers.py:_own_task": "here, by require_trusted",
+    "evaluation/answers.py:_user_task": "here, by require_trusted",
     "reporting/sync.py:sync_run": "here, by require_trusted",
     "cli/doctor.py:doctor": "here, by require_trusted",
     "cli/cluster.py:down": "an address of the command line",

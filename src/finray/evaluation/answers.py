@@ -26,7 +26,7 @@ from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.tasks.causal_lm import CausalLM
 
-_ONE_NUMBER = Interval(None, None, "none: the function returns a single number")
+_SINGLE_NUMBER = Interval(None, None, "none: the function returns a single number")
 
 
 def judge(case: Case) -> Judged:
@@ -55,7 +55,7 @@ def judge(case: Case) -> Judged:
         scores, needs = {}, frozenset()
     choices = _choices(rows, scoring, case.config) if rows is not None and "choices" in needs else {}
     columns = dict(rows.columns(case.config)) if rows is not None and "columns" in needs else {}
-    loss, task = Loss(), None if rows is None else _own_task(case)
+    loss, task = Loss(), None if rows is None else _user_task(case)
     if task is not None:
         # It may be any number.
         loss.bounds = (None, None)
@@ -79,7 +79,7 @@ def judge(case: Case) -> Judged:
                 if request.harness:
                     judged.harness[subject.name] = _harness(case, subject, engine := opened())
                     engines.append({"name": engine.name, "version": engine.version})
-    made_by["engine"] = [one for place, one in enumerate(engines) if one not in engines[:place]]
+    made_by["engine"] = [name for place, name in enumerate(engines) if name not in engines[:place]]
     if rows is not None and "answers" in needs:
         judged.prediction = _shown(case, rows, answered, judged)
     return judged
@@ -113,7 +113,7 @@ def _score(case: Case, judged: Judged, model: str, scores: dict[str, Score], ans
         with blaming(name):
             if (statistics_NK := score.statistics(answers)) is None:
                 value = score.value(answers)
-                judged.values[model][name] = ScoreEstimate(value, _ONE_NUMBER, 0 <= value <= 1)
+                judged.values[model][name] = ScoreEstimate(value, _SINGLE_NUMBER, 0 <= value <= 1)
                 continue
             judged.statistics[model][name] = statistics_NK
             judged.counts.setdefault(model, {})[name] = dict(getattr(score, "counts", {}))
@@ -121,7 +121,7 @@ def _score(case: Case, judged: Judged, model: str, scores: dict[str, Score], ans
             case.notes.extend(f"{model} {shown}: {note}" for note in getattr(score, "notes", ()))
 
 
-def _own_task(case: Case) -> type[CausalLM] | None:
+def _user_task(case: Case) -> type[CausalLM] | None:
     """The user's task of a run, if it is causal language modelling with another loss; notes say whose loss it is."""
     name = case.config.model.task if case.run is not None else case.tuned.artifact.notes.get("task", CAUSAL_LM.name)
     if name in SPECS:
@@ -133,7 +133,7 @@ def _own_task(case: Case) -> type[CausalLM] | None:
             require_trusted(case.config, "model.task")
             task, usual = task_class(name), ("__init__", "collate", "outputs")
             is_alike = isinstance(task, type) and issubclass(task, CausalLM)
-            if is_alike and all(getattr(task, one) is getattr(CausalLM, one) for one in usual):
+            if is_alike and all(getattr(task, member) is getattr(CausalLM, member) for member in usual):
                 case.notes.append(f"the loss is that of the task `{name}`")
                 return cast("type[CausalLM]", task)
             why = "needs what the training knows"

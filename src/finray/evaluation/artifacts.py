@@ -128,7 +128,7 @@ def _require_listed(folder: Path, files: Collection[str]) -> None:
 
     They choose files by name: a stray `model.safetensors` takes precedence over the shards in an index.
     """
-    for path in sorted(one for pattern in _READ_BY_NAME for one in folder.glob(pattern)):
+    for path in sorted(file for pattern in _READ_BY_NAME for file in folder.glob(pattern)):
         if (name := path.relative_to(folder).as_posix()) not in files:
             raise ModelError(
                 f"{name} is not listed in the manifest",

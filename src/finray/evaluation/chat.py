@@ -93,7 +93,7 @@ class Conversation:
         while True:
             system = [] if self.system is None else [{"role": "system", "content": self.system}]
             ids = self.asking.ids(Prompt(messages=(*system, *self.messages[self.forgotten :])))
-            later = [at for at, one in enumerate(self.messages) if one["role"] == "user" and at > self.forgotten]
+            later = [at for at, turn in enumerate(self.messages) if turn["role"] == "user" and at > self.forgotten]
             # Reserve at most a quarter of the context for the answer.
             if limit is None or not later or len(ids) + min(self.sampling.max_new_tokens, limit // 4) <= limit:
                 return ids

@@ -127,15 +127,15 @@ def judge(case: Case) -> Judged:
     held = [rows.split.row(number) for number in rows.numbers]
     classified = {subject.name: _classified(case, subject, truths) for subject in case.subjects}
     labels = classified[case.tuned.name].labels
-    predictions = {name: _in_order(one, labels.names) for name, one in classified.items()}
+    predictions = {name: _in_order(rows, labels.names) for name, rows in classified.items()}
     if request.baselines is None and rows.train is not None:
         predictions = {COMMONEST: (Classification(commonest(rows.train, labels)),) * len(held), **predictions}
     sums = ScoreSums(labels.problem, labels.names)
     totals, statistics, others = _statistics(sums, truths, predictions)
     if "f1_macro" not in totals and labels.problem != "regression":
         case.notes.append(f"{len(sums.names)} classes are too many: F1, precision and recall have no intervals")
-    metrics = {name: one.scores.metrics for name, one in classified.items() if one.scores is not None}
-    contrasts = {name: _contrasts(labels, truths, one) for name, one in predictions.items()}
+    metrics = {name: model.scores.metrics for name, model in classified.items() if model.scores is not None}
+    contrasts = {name: _contrasts(labels, truths, rows) for name, rows in predictions.items()}
 
     def estimate(model: str, name: str, value: float) -> ScoreEstimate:
         if name == "spearman":
@@ -156,7 +156,9 @@ def judge(case: Case) -> Judged:
         }
         for model in predictions
     }
-    confusion = {name: one.scores.confusion for name, one in classified.items() if one.scores and one.scores.confusion}
+    confusion = {
+        name: model.scores.confusion for name, model in classified.items() if model.scores and model.scores.confusion
+    }
     totals |= {"roc_auc": Mean(is_share=False), "spearman": Pearson()}
     judged = Judged(totals, statistics, values, classes=labels.names, confusion=confusion, contrasts=contrasts)
     tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
@@ -169,14 +171,14 @@ def judge(case: Case) -> Judged:
 
     def prediction(index: int) -> Prediction:
         predicted = {name: each[index] for name, each in predictions.items()}
-        sure = {name: {"probability": max(one.probabilities)} for name, one in predicted.items() if one.probabilities}
+        sure = {name: {"probability": max(row.probabilities)} for name, row in predicted.items() if row.probabilities}
         return Prediction(
             rows.numbers[index],
             rows.split.where(rows.numbers[index]),
             # Decoded tokens may be in lower case, or have other spaces.
             texts().get(index) or tokenizer.decode(held[index][0].tolist(), skip_special_tokens=True),
             _shown(truths[index]),
-            {name: [_shown(one.label)] for name, one in predicted.items()},
+            {name: [_shown(row.label)] for name, row in predicted.items()},
             {name: {**scores, **sure.get(name, {})} for name, scores in judged.of_row(index).items()},
         )
 
@@ -187,7 +189,7 @@ def judge(case: Case) -> Judged:
 def _note_never_predicted(case: Case, truths: Sequence[Label], predicted: Sequence[Classification]) -> None:
     """Note the classes that rows have and no prediction, with their number of rows, the most common first."""
     counts = Counter(name for label in truths for name in _names(label))
-    predicted_names = {name for one in predicted for name in _names(one.label)}
+    predicted_names = {name for prediction in predicted for name in _names(prediction.label)}
     never = [f"{cut(name, 40)} ({count:,})" for name, count in counts.most_common() if name not in predicted_names]
     if never:
         more = f" and {len(never) - _NAMED:,} more" if len(never) > _NAMED else ""
@@ -232,8 +234,8 @@ def commonest(train: PreparedSplit, labels: LabelSet) -> Label:
     """The best constant prediction: the mean, the most common class, or the classes that most rows have."""
     seen = train.labels
     if labels.problem == "regression":
-        return float(np.mean([float(one) for one in seen if not isinstance(one, tuple)]))
-    counts = Counter(name for one in seen for name in (one if isinstance(one, tuple) else (str(one),)))
+        return float(np.mean([float(label) for label in seen if not isinstance(label, tuple)]))
+    counts = Counter(name for label in seen for name in (label if isinstance(label, tuple) else (str(label),)))
     if labels.problem == "multi_label":
         return tuple(name for name in labels.names if 2 * counts[name] > len(seen))
     return counts.most_common(1)[0][0]
@@ -253,7 +255,7 @@ def _statistics(
         error = Mean(is_share=False, higher_is_better=False)
         y = np.array([_number(truth) for truth in truths])
         for name, predicted in predictions.items():
-            x = np.array([_number(one.label) for one in predicted])
+            x = np.array([_number(prediction.label) for prediction in predicted])
             statistics[name]["mean_squared_error"] = np.square(x - y)[:, None]
             if (correlated := Pearson.rows(x, y)) is not None:
                 statistics[name]["pearson"] = correlated
@@ -270,7 +272,7 @@ def _statistics(
     totals["eval_loss"] = Mean(is_share=False, higher_is_better=False)
     for name, predicted in predictions.items():
         try:
-            predicted_NC = _marked([one.label for one in predicted], place)
+            predicted_NC = _marked([prediction.label for prediction in predicted], place)
         except KeyError as error:
             raise DataError(
                 f"`{name}` predicts {error.args[0]!r}, but the classes are {', '.join(sums.names)}",
@@ -280,7 +282,7 @@ def _statistics(
         statistics[name]["accuracy"] = (predicted_NC == truth_NC).all(1).astype(np.float64)[:, None]
         if predicted[0].probabilities:
             statistics[name]["eval_loss"] = _losses(
-                truth_NC, np.array([one.probabilities for one in predicted]), is_single
+                truth_NC, np.array([prediction.probabilities for prediction in predicted]), is_single
             )
         if not has_counts:
             continue
@@ -306,8 +308,8 @@ def _in_order(classified: Classified, names: Sequence[str]) -> tuple[Classificat
     if classified.labels.problem == "regression" or tuple(ids) == tuple(names):
         return classified.predictions
     return tuple(
-        replace(one, probabilities=tuple(one.probabilities[ids[name]] if name in ids else 0.0 for name in names))
-        for one in classified.predictions
+        replace(row, probabilities=tuple(row.probabilities[ids[name]] if name in ids else 0.0 for name in names))
+        for row in classified.predictions
     )
 
 
@@ -316,12 +318,12 @@ def _contrasts(labels: LabelSet, truths: Sequence[Label], predicted: Sequence[Cl
     from scipy.stats import rankdata
 
     if labels.problem == "regression":
-        x = np.array([_number(one.label) for one in predicted])
+        x = np.array([_number(prediction.label) for prediction in predicted])
         # Pearson's correlation of the ranks is Spearman's.
         y = np.array([_number(truth) for truth in truths])
         rows_NK = Pearson.rows(rankdata(x), rankdata(y))
         return {} if rows_NK is None else {"spearman": rows_NK}
-    scores_NC = np.array([one.probabilities for one in predicted])
+    scores_NC = np.array([prediction.probabilities for prediction in predicted])
     if not scores_NC.size:
         return {}
     truth_NC = _marked(truths, {name: number for number, name in enumerate(labels.names)})

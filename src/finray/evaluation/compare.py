@@ -93,7 +93,7 @@ def evaluate(
         judged.classes,
         judged.confusion,
         tuple(case.rates),
-        {name: one for name, one in directions(judged, case.tuned.name).items() if name in models[-1].scores},
+        {name: way for name, way in directions(judged, case.tuned.name).items() if name in models[-1].scores},
     )
     write(comparison)
     if request.output is None:

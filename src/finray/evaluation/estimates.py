@@ -98,7 +98,7 @@ def for_several(compared: Sequence[Compared]) -> list[Compared]:
     """The comparisons with p adjusted, score by score: several baselines are several chances to find a difference."""
     comparisons = list(compared)
     for score in {comparison.score for comparison in comparisons}:
-        places = [place for place, one in enumerate(comparisons) if one.score == score]
+        places = [place for place, comparison in enumerate(comparisons) if comparison.score == score]
         for place, p in zip(places, adjusted([comparisons[place].test.p for place in places]), strict=True):
             comparisons[place] = replace(comparisons[place], test=replace(comparisons[place].test, p=p))
     return comparisons
@@ -107,35 +107,35 @@ def for_several(compared: Sequence[Compared]) -> list[Compared]:
 def directions(judged: Judged, model: str) -> dict[str, bool | None]:
     """By score of a model, whether more of it is better; None where that is not known."""
     scores: dict[str, Score | TaskMetric] = {**judged.totals, **judged.harness.get(model, {})}
-    return {name: getattr(one, "higher_is_better", None) for name, one in scores.items()}
+    return {name: getattr(score, "higher_is_better", None) for name, score in scores.items()}
 
 
 def sentences(models: Sequence[ModelScores], compared: Sequence[Compared], judged: Judged) -> tuple[str, ...]:
     """A sentence for each baseline, about the first score that can be tested; and about the others where that one says
     nothing."""
     tuned, by_name = models[-1], {model.name: model for model in models}
-    first = next((name for name in tuned.scores if any(one.score == name for one in compared)), "")
+    first = next((name for name in tuned.scores if any(comparison.score == name for comparison in compared)), "")
     is_better = directions(judged, tuned.name)
 
-    def values(one: Compared) -> tuple[str, str]:
-        before, after = (by_name[name].scores[one.score] for name in (one.baseline, tuned.name))
+    def values(comparison: Compared) -> tuple[str, str]:
+        before, after = (by_name[name].scores[comparison.score] for name in (comparison.baseline, tuned.name))
         return before.text(with_interval=False), after.text(with_interval=False)
 
     lines = []
-    for one in (each for each in compared if each.score == first):
+    for comparison in (each for each in compared if each.score == first):
         better = is_better.get(first)
         text = sentence(
-            one.test,
+            comparison.test,
             name=tuned.name,
-            other=one.baseline,
+            other=comparison.baseline,
             score=first.replace("_", " "),
-            rows=one.rows,
+            rows=comparison.rows,
             shown=tuned.scores[first].difference,
             higher_is_better=better,
-            values=("", "") if better is not None else values(one),
+            values=("", "") if better is not None else values(comparison),
         )
-        if not are_apart(one.test):
-            others = [each for each in compared if each.baseline == one.baseline and are_apart(each.test)]
+        if not are_apart(comparison.test):
+            others = [each for each in compared if each.baseline == comparison.baseline and are_apart(each.test)]
             changes = [
                 change(each.test, each.score.replace("_", " "), values(each), is_better.get(each.score))
                 for each in others[:_CHANGES]

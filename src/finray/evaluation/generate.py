@@ -214,8 +214,8 @@ def generate_text(
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))), raw=raw)
     if asking.raw:
         prompts = [
-            replace(one, text=one.plain, messages=(), plain="") if one.plain and not one.tools else one
-            for one in prompts
+            replace(prompt, text=prompt.plain, messages=(), plain="") if prompt.plain and not prompt.tools else prompt
+            for prompt in prompts
         ]
     if asking.raw and any(prompt.messages or prompt.tools for prompt in prompts):
         raise _no_conversation(asking, is_asked_for=bool(raw))

@@ -115,8 +115,8 @@ def run(
             metric, _, chosen = key.partition(",")
             if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            samples = [one for one in report["samples"].get(task, ()) if one["filter"] == chosen]
-            rows = [sample.get(metric) for sample in sorted(samples, key=lambda one: one["doc_id"])]
+            samples = [sample for sample in report["samples"].get(task, ()) if sample["filter"] == chosen]
+            rows = [sample.get(metric) for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
             rows_N1 = None
             if rows and all(isinstance(row, int | float | np.number) for row in rows):
                 rows_N1 = np.array(rows, dtype=np.float64)[:, None]
@@ -136,10 +136,10 @@ def joined(
     """Models with the harness's scores added, and the comparison of the last with each other one."""
     mean, more = SummedScore().total, []
     with_them = []
-    for one in models:
-        scores = dict(one.scores)
-        for name, metric in metrics.get(one.name, {}).items():
-            is_share = 0 <= metric.value <= 1 and not any(one in name for one in _NO_SHARES)
+    for model in models:
+        scores = dict(model.scores)
+        for name, metric in metrics.get(model.name, {}).items():
+            is_share = 0 <= metric.value <= 1 and not any(part in name for part in _NO_SHARES)
             bounds = (0.0, 1.0) if is_share else (None, None)
             if metric.rows is not None:
                 span = interval(metric.rows, mean, seed=seed, bounds=bounds)
@@ -150,7 +150,7 @@ def joined(
             else:
                 span = Interval(None, None, "none: lm-eval returns a single number")
             scores[name] = ScoreEstimate(metric.value, span, is_share)
-        with_them.append(replace(one, scores=scores))
+        with_them.append(replace(model, scores=scores))
     for other in models[:-1]:
         for name, metric in metrics.get(models[-1].name, {}).items():
             first = metrics[other.name][name].rows
@@ -198,7 +198,7 @@ class _Results:
 def _sampling(options: Mapping[str, Any]) -> Sampling:
     """How lm-eval wants answers of one request to be generated."""
     until = options.get("until") or []
-    until = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
+    until = tuple(text for text in ([until] if isinstance(until, str) else until) if text)
     heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
     most = int(options.get("max_gen_toks", _MOST_TOKENS))
     return Sampling(most, heat, float(options.get("top_p", 1.0)), stop=until)
@@ -246,8 +246,8 @@ def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
             ]
 
             def compute(places: list[int]) -> Iterator[tuple[int, Any]]:
-                for one in engine.log_likelihood([continuations[place] for place in places], adapter=adapter):
-                    yield places[one.row], [float(sum(one.logprobs)), one.is_greedy]
+                for likelihood in engine.log_likelihood([continuations[place] for place in places], adapter=adapter):
+                    yield places[likelihood.row], [float(sum(likelihood.logprobs)), likelihood.is_greedy]
 
             asked = [[list(continuation.context), list(continuation.tokens)] for continuation in continuations]
             return [(value, is_greedy) for value, is_greedy in results.of(asked, compute)]
@@ -273,8 +273,8 @@ def _model(engine: Engine, adapter: bool, results: _Results) -> Any:
                 sampling = _sampling(requests[numbers[0]].args[1])
                 most = sampling.max_new_tokens
                 prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
-                self.too_long += [len(one) + most for one in prompts if len(one) + most > limit]
-                prompts = [one[-max(1, limit - most) :] for one in prompts]
+                self.too_long += [len(prompt) + most for prompt in prompts if len(prompt) + most > limit]
+                prompts = [prompt[-max(1, limit - most) :] for prompt in prompts]
                 compute = partial(_generated, engine, adapter, sampling, numbers, prompts)
                 answers = results.of([[prompt, asdict(sampling)] for prompt in prompts], compute)
                 for number, text in zip(numbers, answers, strict=True):

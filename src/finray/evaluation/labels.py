@@ -59,7 +59,7 @@ class TextLabels(RowsResult, Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         chosen = self.predictions[index]
-        return chosen.label if isinstance(chosen, Classification) else tuple(one.label for one in chosen)
+        return chosen.label if isinstance(chosen, Classification) else tuple(part.label for part in chosen)
 
     def __len__(self) -> int:
         return len(self.predictions)
@@ -67,11 +67,11 @@ class TextLabels(RowsResult, Sequence[Any]):
     def rows(self) -> list[dict[str, Any]]:
         """One row per text: the text, or two, its label, and the probabilities by class."""
         rows = []
-        for texts, one in zip(self.texts, self.predictions, strict=True):
+        for texts, prediction in zip(self.texts, self.predictions, strict=True):
             row: dict[str, Any] = dict(zip(("text", "text_pair"), texts, strict=False))
-            row["label"] = list(one.label) if isinstance(one.label, tuple) else one.label
-            if one.probabilities:
-                row["probabilities"] = dict(zip(self.names, one.probabilities, strict=True))
+            row["label"] = list(prediction.label) if isinstance(prediction.label, tuple) else prediction.label
+            if prediction.probabilities:
+                row["probabilities"] = dict(zip(self.names, prediction.probabilities, strict=True))
             rows.append(row)
         return rows
 
@@ -84,8 +84,8 @@ class TextLabels(RowsResult, Sequence[Any]):
         lines = []
         for row in self.rows():
             label = row["label"] if isinstance(row["label"], list) else [row["label"]]
-            text = ", ".join(f"{one:.4g}" if isinstance(one, float) else one for one in label) or "none"
-            shares = sorted(row.get("probabilities", {}).items(), key=lambda one: -one[1])[:_SHOWN]
+            text = ", ".join(f"{value:.4g}" if isinstance(value, float) else value for value in label) or "none"
+            shares = sorted(row.get("probabilities", {}).items(), key=lambda pair: -pair[1])[:_SHOWN]
             if shares:
                 text += f" ({', '.join(f'{name} {100 * share:.1f} %' for name, share in shares)})"
             texts = " | ".join(row[name] for name in ("text", "text_pair") if name in row)
@@ -120,7 +120,9 @@ class TextClassifier:
         inner = without_adapter(self._model)
         named = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
-        self.max_length: int | None = min((one for one in (max_length, named, packing.positions) if one), default=None)
+        self.max_length: int | None = min(
+            (most for most in (max_length, named, packing.positions) if most), default=None
+        )
 
     def row(self, texts: Sequence[str]) -> Row:
         """Token ids and token types of a text, or of a pair."""
@@ -146,19 +148,19 @@ def classifies(artifact: Artifact) -> bool:
     """Whether a model gives labels, not answers. Raises ModelError: its configuration is damaged."""
     task, file, named = artifact.model.task, artifact.folder / "config.json", list[str]()
     if file.is_file():
-        named = [str(one) for one in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]
-    return (task in SPECS and SPECS[task].adds_head) or any("Classif" in one for one in named)
+        named = [str(name) for name in _CONFIGS.json(file, dict[str, Any]).get("architectures") or ()]
+    return (task in SPECS and SPECS[task].adds_head) or any("Classif" in name for name in named)
 
 
 def is_classifier(model: str | Path) -> bool:
     """Whether a run or a local directory is that of a classifier, by the files beside its weights, which are not
     verified."""
     folder = Path(local_copy(named_run(model))).expanduser()
-    for one in (folder, folder / FINAL, *sorted(folder.glob("checkpoint-*"))):
+    for place in (folder, folder / FINAL, *sorted(folder.glob("checkpoint-*"))):
         with suppress(FinrayError, OSError):
-            notes = read_notes(one)
-            if (notes or (one / "config.json").is_file()) and classifies(
-                Artifact(one, ModelConfig(name="-", task=task_of(notes)) if notes else None, notes)
+            notes = read_notes(place)
+            if (notes or (place / "config.json").is_file()) and classifies(
+                Artifact(place, ModelConfig(name="-", task=task_of(notes)) if notes else None, notes)
             ):
                 return True
     return False
@@ -192,7 +194,7 @@ def read_texts(
             names = dict.fromkeys([*row.value, *({"label": "label"} | mapping).values()])
             columns = detect(names, mapping, "labelled_text")
             texts = [row.value.get(columns.columns[name]) for name in ("text", "text_pair") if name in columns.columns]
-            if not all(isinstance(one, str) for one in texts) or not any(texts):
+            if not all(isinstance(text, str) for text in texts) or not any(texts):
                 raise DataError("the row has no text")
         except DataError as error:
             repair = error.repair or 'write {"text": "..."}, with "text_pair" for a second text'
@@ -225,8 +227,8 @@ def label_texts(artifact: Artifact, prompts: Sequence[Prompt], sampling: Samplin
     if not prompts:
         raise DataError("there is no text", repair='`finray generate RUN "a text"`, or --file')
     texts = [(prompt.text, prompt.pair) if isinstance(prompt, Pair) else (prompt.text,) for prompt in prompts]
-    for number, one in enumerate(prompts, start=1):
-        if one.messages or one.tools or not one.text:
+    for number, prompt in enumerate(prompts, start=1):
+        if prompt.messages or prompt.tools or not prompt.text:
             raise DataError(
                 f"prompt {number} is a conversation, or empty; a classifier labels texts",
                 where=str(artifact.folder),

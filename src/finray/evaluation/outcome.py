@@ -44,15 +44,15 @@ class ScoreEstimate:
     def text(self, *, with_interval: bool = True) -> str:
         """Formatted for a table."""
         span = self.interval if with_interval else Interval(None, None, "")
-        ends = "" if span.low is None or span.high is None else f" [{self._one(span.low)}, {self._one(span.high)}]"
+        ends = "" if span.low is None or span.high is None else f" [{self._text(span.low)}, {self._text(span.high)}]"
         rows = f" of {self.rows:,}" if with_interval and self.rows is not None else ""
-        return f"{self._one(self.value)}{'%' if self.is_share else ''}{ends}{rows}"
+        return f"{self._text(self.value)}{'%' if self.is_share else ''}{ends}{rows}"
 
     def difference(self, value: float) -> str:
         """Format a difference of such scores."""
         return f"{100 * value:.1f} points" if self.is_share else f"{value:.4g}"
 
-    def _one(self, value: float) -> str:
+    def _text(self, value: float) -> str:
         return f"{100 * value:.1f}" if self.is_share else f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
 
 
@@ -66,7 +66,7 @@ class ModelScores:
     @property
     def metrics(self) -> dict[str, float]:
         """The values of all scores but the loss."""
-        return {name: one.value for name, one in self.scores.items() if name != "loss"}
+        return {name: score.value for name, score in self.scores.items() if name != "loss"}
 
     @property
     def loss(self) -> float:
@@ -80,7 +80,7 @@ class ModelScores:
 
     def json(self) -> dict[str, Any]:
         """As JSON types."""
-        plain: dict[str, Any] = {name: one.json() for name, one in self.scores.items()}
+        plain: dict[str, Any] = {name: score.json() for name, score in self.scores.items()}
         return {**plain, "perplexity": self.perplexity} if "loss" in plain else plain
 
 
@@ -197,11 +197,11 @@ class Comparison(Result):
             "format_version": 1,
             "rows": self.rows,
             "models": {model.name: model.json() for model in self.models},
-            "comparisons": [{"model": self.tuned.name, **one.json()} for one in self.compared],
+            "comparisons": [{"model": self.tuned.name, **comparison.json()} for comparison in self.compared],
             "says": list(self.sentences),
             "higher_is_better": self.higher_is_better,
             "in_training_data": None if self.overlap is None else self.overlap.plain(),
-            "without_training_rows": {one.name: one.json() for one in self.held_out} or None,
+            "without_training_rows": {model.name: model.json() for model in self.held_out} or None,
             **({"classes": list(self.classes), "confusion": self.confusion} if self.confusion else {}),
             "notes": list(self.notes),
             "rates": [rate.json() for rate in self.rates],
@@ -239,9 +239,9 @@ class Comparison(Result):
             )
             for row, other, share in overlap.named[:3]:
                 console.print(f"  {row} is like {other} ({share:.0%} of it)", highlight=False, soft_wrap=True)
-            for one in self.held_out:
-                scores = ", ".join(f"{name.replace('_', ' ')} {score.text()}" for name, score in one.scores.items())
-                console.print(f"  without them, {one.name}: {scores}", highlight=False, soft_wrap=True)
+            for model in self.held_out:
+                scores = ", ".join(f"{name.replace('_', ' ')} {score.text()}" for name, score in model.scores.items())
+                console.print(f"  without them, {model.name}: {scores}", highlight=False, soft_wrap=True)
         for rate in self.rates:
             console.print(f"{rate.model} {rate.part}: {rate.text()}", highlight=False, soft_wrap=True)
         for note in self.notes:
@@ -257,19 +257,19 @@ class Comparison(Result):
     def _table(self) -> Table:
         table = Table(title=f"{self.rows} rows; 95 % intervals", title_justify="left")
         table.add_column("")
-        for one in self.models:
-            table.add_column(one.name, justify="right")
+        for model in self.models:
+            table.add_column(model.name, justify="right")
         for other in self.models[:-1]:
             table.add_column("p" if len(self.models) == 2 else f"p against {other.name}", justify="right")
         p = {
-            (one.score, one.baseline): p_text(one.test.p).removeprefix("p ").removeprefix("= ") for one in self.compared
+            (row.score, row.baseline): p_text(row.test.p).removeprefix("p ").removeprefix("= ") for row in self.compared
         }
         for name in self.tuned.scores:
-            cells = [one.scores[name].text() if name in one.scores else "" for one in self.models]
+            cells = [model.scores[name].text() if name in model.scores else "" for model in self.models]
             table.add_row(
                 name.replace("_", " "),
                 *cells,
-                *(p.get((name, one.name), "") for one in self.models[:-1]),
+                *(p.get((name, model.name), "") for model in self.models[:-1]),
             )
             if name == "loss":
                 table.add_row("perplexity", *(f"{model.perplexity:.3f}" for model in self.models))

@@ -51,7 +51,7 @@ class Words:
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         # WordPiece marks continuations of a word, all others mark its start.
         marks_continued = sum(str(piece).startswith("##") for piece in pieces) > len(pieces) // 100
-        special = set(tokenizer.all_special_tokens) | {str(one) for one in tokenizer.added_tokens_decoder.values()}
+        special = set(tokenizer.all_special_tokens) | {str(token) for token in tokenizer.added_tokens_decoder.values()}
         begins, hashes, lengths = [], [], []
         for piece in map(str, pieces):
             text = " " if piece in special else re.sub("[\u0120\u2581\u010a\u0109\u010d]", " ", piece)
@@ -124,8 +124,8 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
     """
     equal_to = _equal(split, numbers, train)
     words_of = [words([split.row(number)[0]]) for number in numbers]
-    hashed = [_runs(*one, length=RUN)[0] for one in words_of]
-    short = [_runs(*one, length=_TEMPLATE_RUN)[0] for one in words_of]
+    hashed = [_runs(*words, length=RUN)[0] for words in words_of]
+    short = [_runs(*words, length=_TEMPLATE_RUN)[0] for words in words_of]
     every, times = np.unique(np.concatenate([np.empty(0, np.uint64), *map(np.unique, hashed)]), return_counts=True)
     every_short = np.unique(np.concatenate([np.empty(0, np.uint64), *short]))
     seen, seen_short = np.zeros(len(every), dtype=np.int32), np.zeros(len(every_short), dtype=np.int32)
@@ -134,10 +134,10 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
     while start < len(train) and len(every):
         stop = start + max(1, int(np.searchsorted(np.cumsum(train.lengths[start:]), _TOKENS)))
         of_train = words([train.row(row)[0] for row in range(start, min(stop, len(train)))])
-        pairs = _found(every, *_runs(*of_train, length=RUN))
+        pairs = _places_in(every, *_runs(*of_train, length=RUN))
         np.add.at(seen, pairs[0], 1)
         holder[pairs[0]] = np.where(holder[pairs[0]] < 0, pairs[1] + start, holder[pairs[0]])
-        np.add.at(seen_short, _found(every_short, *_runs(*of_train, length=_TEMPLATE_RUN))[0], 1)
+        np.add.at(seen_short, _places_in(every_short, *_runs(*of_train, length=_TEMPLATE_RUN))[0], 1)
         start = stop
     common = max(2, len(numbers) / 2)
     tells = (seen > 0) & (seen <= _COMMON) & (times < common)
@@ -175,7 +175,7 @@ def _equal(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -
     return {int(index): int(order[place[index]]) for index in alike}
 
 
-def _found(
+def _places_in(
     every: npt.NDArray[np.uint64], runs: npt.NDArray[np.uint64], rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Index in ``every`` and row of each run that is there (2, N); a run that occurs twice in a row counts once."""

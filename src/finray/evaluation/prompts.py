@@ -115,14 +115,16 @@ def given_prompts(given: Any, system: str | None) -> list[Prompt]:
     """Prompts of a program: one or several, each a text, a conversation, or a row with `prompt` or `messages`.
     Raises DataError: one of them is something else, or holds what is not a valid character."""
     several = [given] if isinstance(given, str | Mapping) else list(given)
-    if several and all(isinstance(one, Mapping) and {"role", "from"} & set(one) for one in several):
+    if several and all(isinstance(item, Mapping) and {"role", "from"} & set(item) for item in several):
         several = [several]
     prompts = list[Prompt]()
-    for number, one in enumerate(several, start=1):
-        if isinstance(one, str):
-            prompts.append(Prompt.of(one, system))
+    for number, item in enumerate(several, start=1):
+        if isinstance(item, str):
+            prompts.append(Prompt.of(item, system))
             continue
-        rows = dict(one) if isinstance(one, Mapping) else {"messages": list(one)} if isinstance(one, Iterable) else {}
+        rows = (
+            dict(item) if isinstance(item, Mapping) else {"messages": list(item)} if isinstance(item, Iterable) else {}
+        )
         prompts.append(_prompt(SourceRow("prompts", number, rows), system, Counter()))
     _require_text(prompts)
     return prompts
@@ -152,7 +154,7 @@ def _prompt(row: SourceRow, system: str | None, left_out: Counter[str], *, repai
         DataError: it has none, or another one than training would read.
     """
     # A null is what a row does not have.
-    value = {name: one for name, one in row.value.items() if one is not None}
+    value = {name: field for name, field in row.value.items() if field is not None}
     try:
         tools = tools_of(_first(value, "tools"))
         arguments = template_arguments(_first(value, "chat_template_kwargs"))
@@ -196,9 +198,9 @@ def _turns(value: Any) -> list[Any] | None:
         with suppress(ValueError, RecursionError):
             turns = json.loads(value)
             value = turns if all(isinstance(turn, Mapping) for turn in turns) else value
-    if isinstance(value, Mapping) and value and all(isinstance(one, list) for one in value.values()):
+    if isinstance(value, Mapping) and value and all(isinstance(column, list) for column in value.values()):
         # `datasets` stores a list of records as a record of lists.
-        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=False)]
+        value = [dict(zip(value, values, strict=True)) for values in zip(*value.values(), strict=False)]
     return list(value) if isinstance(value, list) else None
 
 
@@ -216,9 +218,9 @@ def _conversation(
         asked.pop()
     if turns and not asked:
         raise DataError(f"`{name}` holds answers only", repair="begin with the user's turn")
-    answers = [one for one in _ANSWERS.values() if row.value.get(one)]
+    answers = [name for name in _ANSWERS.values() if row.value.get(name)]
     left_out.update([""] if answers or len(asked) < len(turns) else [])
-    read = {one for names in OF_CHATS.values() for one in names}
+    read = {name for names in OF_CHATS.values() for name in names}
     left_out.update(set(row.value) - {name, *read, *_ANSWERS.values()})
     row_system = _first(row.value, "system")
     messages = tuple(message.whole() for message in messages_of(asked, name))

@@ -46,7 +46,7 @@ class Lazy(Sequence[T]):
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         if isinstance(index, slice):
-            return [self._make(one) for one in range(*index.indices(self._count))]
+            return [self._make(place) for place in range(*index.indices(self._count))]
         if not -self._count <= index < self._count:
             raise IndexError(index)
         return self._make(index % self._count)
@@ -173,7 +173,7 @@ def of_run(run: RunDir, config: Config, split: str | None) -> tuple[str, Prepare
     name = split or ("test" if splits.test is not None else "eval")
     rows: PreparedSplit | None = getattr(splits, name)
     if rows is None:
-        there = [one for one in ("train", "eval", "test") if getattr(splits, one) is not None]
+        there = [name for name in ("train", "eval", "test") if getattr(splits, name) is not None]
         raise DataError(
             "the run has no held-out rows to evaluate on" if split is None else f"the run has no split `{name}`",
             where="data",

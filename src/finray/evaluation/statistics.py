@@ -111,7 +111,7 @@ def _bootstrap(
     quantile = float(stats.t.ppf((1 + LEVEL) / 2, groups - 1))
     widened = math.sqrt(groups / (groups - 1)) * quantile
     left_out = np.array(
-        [total(whole - one, rows - size) for one, size in zip(statistics_GK, sizes_G.tolist(), strict=True)]
+        [total(whole - group_K, rows - size) for group_K, size in zip(statistics_GK, sizes_G.tolist(), strict=True)]
     )
     spread = left_out.mean() - left_out
     squares = float((spread**2).sum())

@@ -64,7 +64,7 @@ class Subject:
         # What is not set is left out: answers of earlier versions, which did not have it, are still known.
         if weights is not None and began_as is not None:
             given = {"revision": began_as.revision, "new_tokens": began_as.new_tokens}
-            weights |= {name: one for name, one in given.items() if one}
+            weights |= {name: value for name, value in given.items() if value}
         return {
             "weights": weights,
             "base": None if base is None else {**files_of(base.name), "revision": base.revision},
@@ -201,7 +201,7 @@ class Case:
                 return None
             trained = saved_config(run)
             stream = stream_of(name, trained.data)
-            ratios = [(one.data.eval_ratio, one.data.test_ratio, one.run.seed) for one in (config, trained)]
+            ratios = [(run.data.eval_ratio, run.data.test_ratio, run.run.seed) for run in (config, trained)]
             if ratios[0] != ratios[1]:
                 self.notes.append("rows are held out as in the training; other ratios or seeds do not change that")
         else:
@@ -267,7 +267,7 @@ class Case:
         is_shared |= self.run is not None and str(artifact.folder) == config.model.name
         if rows is None or is_shared:
             return rows
-        ours, theirs = (load_tokenizer(one.tokenizer) for one in (self.tuned.artifact, artifact))
+        ours, theirs = (load_tokenizer(pretrained.tokenizer) for pretrained in (self.tuned.artifact, artifact))
         if ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template:
             return rows
         model = ModelConfig(
@@ -285,8 +285,8 @@ class Case:
         left = list(self.subjects)
         while left:
             artifact = left[0].artifact
-            yield artifact, [one for one in left if one.artifact is artifact]
-            left = [one for one in left if one.artifact is not artifact]
+            yield artifact, [subject for subject in left if subject.artifact is artifact]
+            left = [subject for subject in left if subject.artifact is not artifact]
 
 
 def _config_of(
@@ -299,7 +299,7 @@ def _config_of(
         config = load_config({"model": {"name": str(model)}, "data": {"source": str(request.file or "none")}})
         # Rows of a file are read as in the training, whose settings an exported model has beside it.
         notes = artifact.notes
-        data = {name: one for name in ("system", "tool_format") if (one := notes.get(name)) is not None}
+        data = {name: note for name in ("system", "tool_format") if (note := notes.get(name)) is not None}
         arguments: dict[str, Any] = {"chat_template_arguments": notes.get("chat_template_arguments") or {}}
         if artifact.is_adapter and (template := load_tokenizer(artifact.tokenizer).chat_template):
             arguments["chat_template"] = template
@@ -347,7 +347,7 @@ def _config_of(
     config = with_absolute_paths(config)
     given = {name: getattr(request, name) for name in ("metrics", "max_rows", "max_new_tokens", "batch_size")}
     # A program may give what no option of a command takes.
-    return load_config(config, evaluation={name: one for name, one in given.items() if one is not None})
+    return load_config(config, evaluation={name: value for name, value in given.items() if value is not None})
 
 
 def _baselines(named: Sequence[str] | None, tuned: Subject, start: Subject | None) -> list[Subject]:
@@ -362,8 +362,8 @@ def _baselines(named: Sequence[str] | None, tuned: Subject, start: Subject | Non
         else:
             short = Path(name).name if Path(name).name not in ("", "final") else str(name)
             baselines.append(Subject(short if short != tuned.name else name, artifact_of(name)))
-    if len({one.name for one in baselines}) < len(baselines):
-        baselines = [replace(one, name=str(name)) for one, name in zip(baselines, named, strict=True)]
+    if len({subject.name for subject in baselines}) < len(baselines):
+        baselines = [replace(subject, name=str(name)) for subject, name in zip(baselines, named, strict=True)]
     # A Hub id or a directory may have just the name of the evaluated model.
     return [
         replace(baseline, name=f"{baseline.name} (baseline)") if baseline.name == tuned.name else baseline

@@ -56,7 +56,7 @@ class Work:
                     continue
                 pairs = [self._continuation(number, whole) for number in part]
                 engine = self.open()
-                likelihoods = engine.log_likelihood([one for one, _ in pairs], adapter=self.subject.adapter)
+                likelihoods = engine.log_likelihood([row for row, _ in pairs], adapter=self.subject.adapter)
                 for likelihood in likelihoods:
                     learned = np.array(pairs[likelihood.row][1])
                     nats = -np.array(likelihood.logprobs)[learned]
@@ -88,7 +88,7 @@ class Work:
         """Texts for each row."""
         rows = self.rows
         # What is not set is left out: answers of earlier versions, which did not have it, are still known.
-        sampling = {name: one for name, one in asdict(self.sampling).items() if one is not None}
+        sampling = {name: value for name, value in asdict(self.sampling).items() if value is not None}
         # Several answers are numbered by how many each row has.
         several = {"attempts": attempts} if attempts > 1 else {}
         cache = ResultCache(self.case.folder, "answers", {**self._cache_key(), "sampling": sampling, **several})
@@ -149,7 +149,7 @@ class Work:
                         sums = [float(sum(logprobs[row])) for row in sorted(logprobs)]
                         save(number, sums, tokens=sum(map(len, logprobs.values())))
         return [
-            (tuple(cache.values[number]), tuple(len(one.encode()) for one in choices[index]), right_choices[index])
+            (tuple(cache.values[number]), tuple(len(text.encode()) for text in choices[index]), right_choices[index])
             for index, number in enumerate(rows.numbers)
         ]
 

@@ -90,7 +90,7 @@ class LayerProbe:
     def __init__(self, model: Any, *, packs: bool = True, counts: dict[int, int] | None = None) -> None:
         self._model, self._counts = _skeleton(model) if counts is None else (model, counts)
         self._packs = packs
-        self._found: dict[Arithmetic, LayerMemory] = {}
+        self._memory: dict[Arithmetic, LayerMemory] = {}
         self.failure = ""
 
     def with_adapter(self, add: Callable[[Any], Any]) -> LayerProbe:
@@ -99,9 +99,9 @@ class LayerProbe:
 
     def measure(self, how: Arithmetic) -> LayerMemory:
         """Saved bytes of the model for some settings; a rough estimate if its layers cannot run on fake tensors."""
-        if how not in self._found:
+        if how not in self._memory:
             try:
-                self._found[how] = self._measured(how)
+                self._memory[how] = self._measured(how)
             except Exception as error:
                 # A model's code may fail in any way, and a plan must not end because of it.
                 self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
@@ -113,8 +113,8 @@ class LayerProbe:
                 each, layers = element * (4 * width + sides), sum(self._counts.values())
                 stream = element * width
                 per_token = each * layers, each / 2 * layers, stream * layers, 4 * width, 2 * each
-                self._found[how] = LayerMemory(stream, *(Cost(((0, value, 0.0),)) for value in per_token))
-        return self._found[how]
+                self._memory[how] = LayerMemory(stream, *(Cost(((0, value, 0.0),)) for value in per_token))
+        return self._memory[how]
 
     def _measured(self, how: Arithmetic) -> LayerMemory:
         model = copy.deepcopy(self._model)

@@ -42,9 +42,9 @@ def explorer(runs: Sequence[tuple[str, Sequence[Evaluation]]], *, budget: int = 
         dict.fromkeys(
             f"{run}: {model}" if several else model
             for run, evaluations in runs
-            for one in evaluations
-            if one.answered
-            for model in one.models
+            for evaluation in evaluations
+            if evaluation.answered
+            for model in evaluation.models
         )
     )
     names = list(
@@ -53,19 +53,19 @@ def explorer(runs: Sequence[tuple[str, Sequence[Evaluation]]], *, budget: int = 
     if not names:
         return None
     sets = [_Set(name, runs, models, several=several) for name in names]
-    total = sum(len(one.rows) for one in sets)
-    texts = {text for one in sets for row in one.rows for text in row.texts}
+    total = sum(len(answers.rows) for answers in sets)
+    texts = {text for answers in sets for row in answers.rows for text in row.texts}
     longest = max(map(len, texts))
-    limit = next((one for one in _LIMITS if _size(texts, one) <= budget), _LIMITS[-1])
+    limit = next((size for size in _LIMITS if _size(texts, size) <= budget), _LIMITS[-1])
     share = min(1.0, budget / max(1, _size(texts, limit)))
     if share < 1:
-        for one in sets:
-            kept = max(1, int(len(one.rows) * share))
-            one.rows = [one.rows[number * len(one.rows) // kept] for number in range(kept)]
+        for answers in sets:
+            kept = max(1, int(len(answers.rows) * share))
+            answers.rows = [answers.rows[number * len(answers.rows) // kept] for number in range(kept)]
     places: dict[str, int] = {}
-    plain = [one.plain(lambda text: places.setdefault(cut(text, limit), len(places))) for one in sets]
+    plain = [answers.plain(lambda text: places.setdefault(cut(text, limit), len(places))) for answers in sets]
     data = {"texts": list(places), "models": models, "sets": plain}
-    return Explorer(data, (sum(len(one.rows) for one in sets), total), limit if longest > limit else None)
+    return Explorer(data, (sum(len(answers.rows) for answers in sets), total), limit if longest > limit else None)
 
 
 class _Row:
@@ -92,11 +92,11 @@ class _Set:
         self.higher_is_better: dict[str, bool | None] = {}
         place = {model: number for number, model in enumerate(models)}
         for run, evaluations in runs:
-            for one in (evaluation for evaluation in evaluations if evaluation.name == name and evaluation.answered):
-                self.higher_is_better |= one.higher_is_better
-                places = {model: place[f"{run}: {model}" if several else model] for model in one.models}
+            for part in (evaluation for evaluation in evaluations if evaluation.name == name and evaluation.answered):
+                self.higher_is_better |= part.higher_is_better
+                places = {model: place[f"{run}: {model}" if several else model] for model in part.models}
                 used |= dict.fromkeys(places.values())
-                for answered in one.answered:
+                for answered in part.answered:
                     row = rows.setdefault(answered.key, _Row(answered))
                     row.answers |= {
                         places[model]: texts for model, texts in answered.answers.items() if model in places
@@ -118,7 +118,7 @@ class _Set:
             "models": self.models,
             "scores": self.scores,
             # Null where it is not known.
-            "less": [self._is_less(one) for one in self.scores],
+            "less": [self._is_less(score) for score in self.scores],
             "rows": [
                 [
                     place(row.first.where),

@@ -136,9 +136,7 @@ class RunsCompared(Result):
         table.add_row("state", *(run.state for run in self.runs), "")
         for name, (first, second) in self.results.items():
             apart = "" if first is None or second is None else f"{second - first:+.4g}"
-            shown = (
-                "" if one is None else f"{one:,.0f}" if abs(one) >= 1000 else f"{one:.5g}" for one in (first, second)
-            )
+            shown = ("" if x is None else f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.5g}" for x in (first, second))
             table.add_row(name, *shown, apart)
         console.print(table)
         for note in self.notes:
@@ -161,7 +159,7 @@ def list_runs(folder: str | Path, *, now: float) -> Listed:
     if is_url(str(folder)):
         objects = Objects(str(folder))
         # Behind a URL, a folder with a config is a run.
-        names = [one for one in objects.folders() if objects.read(f"{one}/{CONFIG_FILE}") is not None]
+        names = [folder for folder in objects.folders() if objects.read(f"{folder}/{CONFIG_FILE}") is not None]
         places = [objects.at(name) for name in names]
     else:
         places = runs_in(Path(folder))
@@ -192,7 +190,7 @@ def _results(run: RecordedRun) -> dict[str, float]:
         }
         if last.seconds:
             results["tokens/s"] = round(last.tokens / last.seconds, 1)
-        results["peak memory, GiB"] = max(one.peak_memory_bytes for one in run.train) / 2**30
+        results["peak memory, GiB"] = max(record.peak_memory_bytes for record in run.train) / 2**30
     if run.best is not None:
         results[f"best {run.best.metric.replace('_', ' ')}"] = run.best.value
     for evaluation in run.evaluations:
@@ -232,7 +230,7 @@ class RecordFollower:
         self._inode: int | None = None
         self._offset = 0
         self._starts = 0
-        self._told: set[int] = set()
+        self._returned: set[int] = set()
 
     def new(self) -> Iterator[Record]:
         """New starts of the workers, and new records."""
@@ -256,9 +254,9 @@ class RecordFollower:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            if (key := hash(line)) in self._told:
+            if (key := hash(line)) in self._returned:
                 continue
-            self._told.add(key)
+            self._returned.add(key)
             plain = parsed(line)
             record = None if plain is None else train_of(plain) or eval_of(plain) or note_of(plain)
             if record is not None:
@@ -321,7 +319,7 @@ def watch(
 def latest(records: list[Record], most: int = 50) -> list[Record]:
     """Drop all but the last training records and the last header, for viewers that start late; everything else is
     kept."""
-    passed = {at for at, one in enumerate(records) if isinstance(one, TrainRecord)}
+    passed = {at for at, record in enumerate(records) if isinstance(record, TrainRecord)}
     passed -= set(sorted(passed)[-most:])
-    passed |= set([at for at, one in enumerate(records) if isinstance(one, RunHeader)][:-1])
-    return [one for at, one in enumerate(records) if at not in passed]
+    passed |= set([at for at, record in enumerate(records) if isinstance(record, RunHeader)][:-1])
+    return [record for at, record in enumerate(records) if at not in passed]

@@ -131,10 +131,10 @@ class RecordedRun:
         if mode not in ("min", "max"):
             return None
         values = [(record.metrics[metric], record.step) for record in self.evals if metric in record.metrics]
-        values = [one for one in values if math.isfinite(one[0])]
+        values = [pair for pair in values if math.isfinite(pair[0])]
         if not values:
             return None
-        value, step = min(values) if mode == "min" else max(values, key=lambda one: (one[0], -one[1]))
+        value, step = min(values) if mode == "min" else max(values, key=lambda pair: (pair[0], -pair[1]))
         return Best(metric, value, step)
 
     @property
@@ -227,7 +227,7 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     read = partial(_evaluation, root=root, final=final, with_answers=with_answers)
     evaluations = [tried(partial(read, file), None) for file in files]
     folders = [run.final, *(store.path_of(step) for step in reversed(steps))]
-    folder = next((one for one in folders if (one / manifest.NAME).is_file()), None)
+    folder = next((folder for folder in folders if (folder / manifest.NAME).is_file()), None)
     return RecordedRun(
         path=path,
         place=str(place) if is_url(str(place)) else str(path),
@@ -318,7 +318,7 @@ def _evaluation(file: Path, *, root: Path, final: Path | None, with_answers: boo
     evaluation = read_evaluation(file, root, with_answers=with_answers)
     match evaluation.made_by:
         case {"model": {"weights": {"files": list(known)}}} if not evaluation.name.startswith("checkpoint-"):
-            weights = [(one.name, one.stat()) for one in ([] if final is None else final.glob("*.safetensors"))]
+            weights = [(file.name, file.stat()) for file in ([] if final is None else final.glob("*.safetensors"))]
             if any([name, stat.st_size, stat.st_mtime_ns] not in known for name, stat in weights):
                 return replace(evaluation, notes=(*evaluation.notes, EARLIER_WEIGHTS))
     return evaluation
@@ -342,7 +342,7 @@ def _counted(store: CheckpointStore, steps: Sequence[int]) -> dict[str, str]:
         path = store.path_of(step) / "training_state" / "state.json"
         if path.exists():
             state = _FILES.json(path, dict[str, Any], store.run_dir)
-            return {name: one for name, one in state.items() if isinstance(one, str)}
+            return {name: value for name, value in state.items() if isinstance(value, str)}
     return {}
 
 
@@ -366,7 +366,7 @@ def eval_of(plain: Mapping[str, Any]) -> EvalRecord | None:
     """An evaluation record; None if it is not one."""
     if plain.get("kind") != "eval":
         return None
-    numbers = {name: float(one) for name, one in plain.items() if type(one) in (int, float)}
+    numbers = {name: float(value) for name, value in plain.items() if type(value) in (int, float)}
     metrics = {name: numbers[name] for name in EvalRecord.metrics_of(plain) if name in numbers}
     targets = numbers.get("eval_targets", 0.0)
     return EvalRecord(
@@ -386,5 +386,5 @@ def system_of(plain: Mapping[str, Any]) -> SystemRecord | None:
     if plain.get("kind") != "system" or type(plain.get("time")) not in (int, float):
         return None
     others = ("kind", "step", "time")
-    numbers = {name: one for name, one in plain.items() if type(one) in (int, float) and name not in others}
+    numbers = {name: value for name, value in plain.items() if type(value) in (int, float) and name not in others}
     return SystemRecord(plain["step"], plain["time"], numbers)

@@ -156,7 +156,7 @@ def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
     """A name for each run: that of its directory, with as many parents as needed to make it unique."""
     parts, depth = [run.path.parts for run in runs], 1
-    while len({one[-depth:] for one in parts}) < len(set(parts)):
+    while len({part[-depth:] for part in parts}) < len(set(parts)):
         depth += 1
     names = ["/".join(part[-depth:]) for part in parts]
     # The same run twice.
@@ -171,10 +171,10 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     """The setup of a run, as names and values."""
     config, start = run.config, run.starts[-1].header if run.starts else None
     data, mixed = config.get("data", {}), config.get("data", {}).get("mix")
-    named = [one.get("source") for one in mixed if isinstance(one, dict)] if isinstance(mixed, list) else []
+    named = [source.get("source") for source in mixed if isinstance(source, dict)] if isinstance(mixed, list) else []
     pairs = [
         ("Model", _place(config.get("model", {}).get("name", "") or (start.model if start else ""))),
-        ("Data", ", ".join(_place(one) for one in (data.get("source"), *named) if one)),
+        ("Data", ", ".join(_place(source) for source in (data.get("source"), *named) if source)),
         ("Method", start.method if start else str(config.get("adapter", {}).get("method", ""))),
     ]
     if start is not None:
@@ -190,9 +190,9 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
 def overview(run: RecordedRun) -> dict[str, str]:
     """The key numbers of a run; empty if they are not known."""
     first, last, best, total = run.train[:1], run.train[-1:], run.best, run.total_steps
-    memory = run.summary.peak_memory_bytes if run.summary else tuple(one.peak_memory_bytes for one in last)
-    seconds = run.summary.train_seconds if run.summary else sum(one.seconds for one in last)
-    tokens = run.summary.tokens if run.summary else sum(one.tokens for one in last)
+    memory = run.summary.peak_memory_bytes if run.summary else tuple(record.peak_memory_bytes for record in last)
+    seconds = run.summary.train_seconds if run.summary else sum(record.seconds for record in last)
+    tokens = run.summary.tokens if run.summary else sum(record.tokens for record in last)
     return {
         "steps": f"{run.step:,}" + (f" of {total:,}" if total is not None and total != run.step else ""),
         "loss": f"{last[0].loss:.4f}" if last else "",
@@ -215,12 +215,12 @@ def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
     """The training curves, with a common x axis."""
     drawn = []
     for title, y_label, value in _CURVES:
-        drawn += _curve(runs, title, y_label, [[(one.step, value(one)) for one in run.train] for run in runs])
+        drawn += _curve(runs, title, y_label, [[(record.step, value(record)) for record in run.train] for run in runs])
         if title == "Loss":
-            for metric in dict.fromkeys(name for run in runs for one in run.evals for name in one.metrics):
+            for metric in dict.fromkeys(name for run in runs for record in run.evals for name in record.metrics):
                 label = metric.replace("_", " ")
                 points = [
-                    sorted((one.step, one.metrics[metric]) for one in run.evals if metric in one.metrics)
+                    sorted((record.step, record.metrics[metric]) for record in run.evals if metric in record.metrics)
                     for run in runs
                 ]
                 drawn += _curve(runs, f"{label[:1].upper()}{label[1:]}", label, points)
@@ -231,13 +231,15 @@ def machine_plots(runs: Sequence[RecordedRun]) -> list[Plot]:
     """System metrics of rank 0's machine by step; the mean of several samples."""
     drawn = []
     for title, y_label, pattern, together, unit in _MACHINE:
-        names = {name for run in runs for one in run.system for name in one.numbers if re.fullmatch(pattern, name)}
+        names = {
+            name for run in runs for record in run.system for name in record.numbers if re.fullmatch(pattern, name)
+        }
         points: list[Points] = []
         for run in runs:
             samples = dict[int, list[float]]()
-            for one in run.system:
-                if numbers := [one.numbers[name] for name in names if name in one.numbers]:
-                    samples.setdefault(one.step, []).append(together(numbers) / unit)
+            for record in run.system:
+                if numbers := [record.numbers[name] for name in names if name in record.numbers]:
+                    samples.setdefault(record.step, []).append(together(numbers) / unit)
             points.append([(step, fmean(values)) for step, values in sorted(samples.items())])
         drawn += _curve(runs, title, y_label, points)
     return drawn
@@ -305,21 +307,21 @@ class ScoreTable:
 def tables(runs: Sequence[RecordedRun]) -> list[ScoreTable]:
     """Evaluations of the same name side by side, for all runs."""
     names, score_tables = labels(runs), []
-    for title in dict.fromkeys(one.name for run in runs for one in run.evaluations):
+    for title in dict.fromkeys(evaluation.name for run in runs for evaluation in run.evaluations):
         evaluations = [
             (name, evaluation)
             for name, run in zip(names, runs, strict=True)
             for evaluation in run.evaluations
             if evaluation.name == title
         ]
-        scores = list(dict.fromkeys(score for _, one in evaluations for score in one.scores))
+        scores = list(dict.fromkeys(score for _, evaluation in evaluations for score in evaluation.scores))
         spans = {
             score: _span(
                 [
-                    one.models[model][score]
-                    for _, one in evaluations
-                    for model in one.models
-                    if score in one.models[model]
+                    evaluation.models[model][score]
+                    for _, evaluation in evaluations
+                    for model in evaluation.models
+                    if score in evaluation.models[model]
                 ]
             )
             for score in scores
@@ -328,41 +330,41 @@ def tables(runs: Sequence[RecordedRun]) -> list[ScoreTable]:
             (
                 name if len(runs) > 1 else "",
                 model,
-                model == one.tuned,
+                model == evaluation.tuned,
                 [
                     (values[score], _placed(values[score], spans[score])) if score in values else None
                     for score in scores
                 ],
             )
-            for name, one in evaluations
-            for model, values in one.models.items()
+            for name, evaluation in evaluations
+            for model, values in evaluation.models.items()
         ]
         prefix = "{}: " if len(runs) > 1 else ""
         score_tables.append(
             ScoreTable(
                 title or "Held-out rows",
-                max(one.rows for _, one in evaluations),
+                max(evaluation.rows for _, evaluation in evaluations),
                 [score.replace("_", " ") for score in scores],
                 lines,
-                [prefix.format(name) + text for name, one in evaluations for text in one.says],
+                [prefix.format(name) + text for name, evaluation in evaluations for text in evaluation.says],
                 # Most are the same for all runs.
                 list(
                     dict.fromkeys(
                         prefix.format(name) + text if text == EARLIER_WEIGHTS else text
-                        for name, one in evaluations
-                        for text in one.notes
+                        for name, evaluation in evaluations
+                        for text in evaluation.notes
                     )
                 ),
-                [line for name, one in evaluations for line in _difference_lines(name if len(runs) > 1 else "", one)],
+                [line for name, each in evaluations for line in _difference_lines(name if len(runs) > 1 else "", each)],
             )
         )
     return score_tables
 
 
-def _difference_lines(run: str, one: Evaluation) -> list[tuple[str, ...]]:
+def _difference_lines(run: str, part: Evaluation) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
-    for each in one.differences:
-        shown = one.models.get(one.tuned, {}).get(each.score, Scored(0.0))
+    for each in part.differences:
+        shown = part.models.get(part.tuned, {}).get(each.score, Scored(0.0))
 
         def text(value: float | None, shown: Scored = shown) -> str:
             if value is None:
@@ -372,13 +374,13 @@ def _difference_lines(run: str, one: Evaluation) -> list[tuple[str, ...]]:
         ends = "" if each.low is None or each.high is None else f"{text(each.low)} to {text(each.high)}"
         p = "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
         lines.append(
-            (run, each.score.replace("_", " "), f"{one.tuned} against {each.baseline}", text(each.difference), ends, p)
+            (run, each.score.replace("_", " "), f"{part.tuned} against {each.baseline}", text(each.difference), ends, p)
         )
     return lines
 
 
 def _span(scores: Sequence[Scored]) -> tuple[float, float]:
-    if all(one.is_share for one in scores):
+    if all(score.is_share for score in scores):
         return 0.0, 1.0
     ends = [value for score in scores for value in (score.value, score.low, score.high) if value is not None]
     return min(ends), max(ends)
@@ -393,13 +395,13 @@ def _placed(score: Scored, span: tuple[float, float]) -> tuple[float, float, flo
     return ends[0], ends[1], ends[2]
 
 
-def matrix_rows(one: Evaluation, model: str) -> dict[str, Any]:
+def matrix_rows(evaluation: Evaluation, model: str) -> dict[str, Any]:
     """A confusion matrix: class names, and for each class its rows by prediction with their share."""
-    matrix = one.confusion[model]
+    matrix = evaluation.confusion[model]
     order = sorted(range(len(matrix)), key=lambda at: -sum(matrix[at]))[:_CLASSES]
     order = sorted(order)
     return {
-        "classes": [cut(one.classes[at], 40) for at in order],
+        "classes": [cut(evaluation.classes[at], 40) for at in order],
         "left_out": len(matrix) - len(order),
         "lines": [[(matrix[row][at], matrix[row][at] / (sum(matrix[row]) or 1)) for at in order] for row in order],
     }
@@ -416,11 +418,11 @@ def phase_parts(phases: Mapping[str, float]) -> list[Part]:
     timed = [
         (f"{at}", label, seconds[name]) for at, (name, label) in enumerate(_PHASES, 1) if seconds.get(name, 0.0) > 0
     ]
-    rest = total - sum(one for *_, one in timed)
+    rest = total - sum(took for *_, took in timed)
     if rest > 0.005 * total:
         timed.append(("rest", "other", rest))
-    whole = sum(one for *_, one in timed) or 1.0
-    return [(key, label, duration(one) if one >= 1 else f"{one:.2f}s", one / whole) for key, label, one in timed]
+    whole = sum(took for *_, took in timed) or 1.0
+    return [(key, label, duration(took) if took >= 1 else f"{took:.2f}s", took / whole) for key, label, took in timed]
 
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[str, bool]]]]:
@@ -431,8 +433,8 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tupl
     resolved = [{f"resolved.{name}": value for name, value in run.resolved.items()} for run in runs]
     differences = []
     for source in (flat, resolved):
-        for path in dict.fromkeys(path for one in source for path in one):
-            texts = [shown(one[path]) if path in one else "–" for one in source]
+        for path in dict.fromkeys(path for fields in source for path in fields):
+            texts = [shown(fields[path]) if path in fields else "–" for fields in source]
             if len(set(texts)) > 1:
                 differences.append((path, [(cut(text), text != texts[0]) for text in texts]))
     return differences

@@ -137,13 +137,13 @@ def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Eva
 
 def _scores(plain: Mapping[str, Any]) -> dict[str, Scored]:
     scores = {}
-    for name, one in plain.items():
-        if (value := _number(one)) is not None:
+    for name, score in plain.items():
+        if (value := _number(score)) is not None:
             scores[name] = Scored(value)
-        elif isinstance(one, dict) and (value := _number(one.get("value"))) is not None:
-            ends = _number(one.get("low")), _number(one.get("high"))
-            rows = one.get("rows") if isinstance(one.get("rows"), int) else None
-            scores[name] = Scored(value, *ends, one.get("share") is True, rows)
+        elif isinstance(score, dict) and (value := _number(score.get("value"))) is not None:
+            ends = _number(score.get("low")), _number(score.get("high"))
+            rows = score.get("rows") if isinstance(score.get("rows"), int) else None
+            scores[name] = Scored(value, *ends, score.get("share") is True, rows)
     return scores
 
 
@@ -165,7 +165,7 @@ def _answered(file: Path, root: Path) -> Iterator[AnsweredRow]:
             except (ValueError, RecursionError):
                 continue
             if not isinstance(plain, dict) or not all(
-                isinstance(plain.get(one), dict) for one in ("answers", "scores")
+                isinstance(plain.get(part), dict) for part in ("answers", "scores")
             ):
                 continue
             where, reference = str(plain.get("where", "")), str(plain.get("reference", ""))
@@ -178,7 +178,7 @@ def _answered(file: Path, root: Path) -> Iterator[AnsweredRow]:
                 reference,
                 {str(name): _first(texts) for name, texts in plain["answers"].items()},
                 {
-                    str(name): {score: one for score, value in scores.items() if (one := _number(value)) is not None}
+                    str(name): {score: x for score, value in scores.items() if (x := _number(value)) is not None}
                     for name, scores in plain["scores"].items()
                     if isinstance(scores, dict)
                 },

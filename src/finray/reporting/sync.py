@@ -67,7 +67,7 @@ def sync_run(run_dir: Path, to: str | None = None) -> list[Synced]:
     require_trusted(config, "tracking" if to is None else "tracking.mlflow_uri")
     names = [to] if to is not None else config.tracking.trackers
     wanted = {name: load_named("finray.trackers", name, where="--to") for name in names}
-    services = {name: one for name, one in wanted.items() if isinstance(one, type) and issubclass(one, Service)}
+    services = {name: kind for name, kind in wanted.items() if isinstance(kind, type) and issubclass(kind, Service)}
     if to is not None and not services:
         raise ConfigError(f"unknown tracker `{to}`", where="--to", repair="use mlflow or wandb")
     if not services:
@@ -86,7 +86,7 @@ def sync_run(run_dir: Path, to: str | None = None) -> list[Synced]:
     run_id = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run.path / RUN_ID)
     followed = Followed(run_id, run.path, redact(config.plain()))
     complete = run.finished() is not None
-    return [_sync(Sending(name, one(), followed), complete) for name, one in services.items()]
+    return [_sync(Sending(name, service(), followed), complete) for name, service in services.items()]
 
 
 def _sync(sending: Sending, complete: bool) -> Synced:

@@ -108,8 +108,8 @@ class Sampling:
         # The first token at which the cumulative distribution exceeds the random number.
         below_BV = scores.double().softmax(-1).cumsum(-1)
         drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=scores.device)[:, None] * below_BV[:, -1:]
-        found_B = torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0].clamp(max=below_BV.shape[-1] - 1)
-        return torch.where(below_BV[:, -1].isfinite(), found_B, NO_TOKEN)
+        token_B = torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0].clamp(max=below_BV.shape[-1] - 1)
+        return torch.where(below_BV[:, -1].isfinite(), token_B, NO_TOKEN)
 
 
 def likeliest(logits_BV: torch.Tensor) -> torch.Tensor:

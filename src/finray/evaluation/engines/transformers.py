@@ -199,7 +199,7 @@ class TransformersEngine:
         numbers = rows or range(len(prompts))
         check_prompts(prompts, numbers, self.max_length, self.vocabulary)
         limit = sampling.max_new_tokens
-        rooms = [limit if self.max_length is None else min(limit, self.max_length - len(one)) for one in prompts]
+        rooms = [limit if self.max_length is None else min(limit, self.max_length - len(prompt)) for prompt in prompts]
         waiting = [
             RunningRow(number, list(prompt), room, sampling, self._ends, weights=self.weights)
             for number, prompt, room in zip(numbers, prompts, rooms, strict=True)
@@ -484,9 +484,9 @@ class TransformersEngine:
         return without
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], other: Sequence[int]) -> int:
     """Number of tokens that both begin with."""
-    pairs = zip(one, other, strict=False)
+    pairs = zip(first, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 

@@ -132,7 +132,7 @@ class VLLMEngine:
             rank = max(rank, read_settings(folder).r or _RANKS[0])
             self._adapter = self._request(folder)
         if rank and not self._is_merged:
-            most = next((one for one in _RANKS if one >= rank), _RANKS[-1])
+            most = next((size for size in _RANKS if size >= rank), _RANKS[-1])
             options = {"enable_lora": True, "max_lora_rank": most, "max_loras": loras}
         config = AutoConfig.from_pretrained(model, revision=revision)
         text = config.get_text_config()
@@ -221,8 +221,10 @@ class VLLMEngine:
         for place, output in self._run(prompts, params, adapter=adapter):
             if output.finished:
                 logprobs = output.prompt_logprobs[len(rows[place].context) :]
-                chosen = [one[token] for one, token in zip(logprobs, rows[place].tokens, strict=True)]
-                yield Likelihood(place, tuple(one.logprob for one in chosen), all(one.rank == 1 for one in chosen))
+                chosen = [logp[token] for logp, token in zip(logprobs, rows[place].tokens, strict=True)]
+                yield Likelihood(
+                    place, tuple(token.logprob for token in chosen), all(token.rank == 1 for token in chosen)
+                )
 
     def _token_by_token(self, rows: Sequence[Continuation], *, adapter: bool) -> Iterator[Likelihood]:
         """Likelihoods by one request per token: with adapters, vLLM 0.32 cannot return prompt log-probabilities."""
@@ -242,7 +244,7 @@ class VLLMEngine:
                 if len(partial[number]) == len(rows[number].tokens):
                     by_place = partial.pop(number)
                     ordered = [by_place[nth] for nth in range(len(by_place))]
-                    yield Likelihood(number, tuple(one for one, _ in ordered), all(greedy for _, greedy in ordered))
+                    yield Likelihood(number, tuple(logp for logp, _ in ordered), all(greedy for _, greedy in ordered))
 
     def settings(self, sampling: Sampling, row: int, ends: Iterable[int]) -> dict[str, Any]:
         """A row's sampling settings as vLLM's parameters."""

@@ -178,7 +178,7 @@ def blaming(name: str, kind: type[FinrayError] = ConfigError) -> Iterator[None]:
     except FinrayError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [(Path(one.f_code.co_filename), line) for one, line in traceback.walk_tb(error.__traceback__)]
+        frames = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
         places = [
             f" ({file.name}, line {line})" for file, line in frames if file.is_file() and _ROOT not in file.parents
         ]

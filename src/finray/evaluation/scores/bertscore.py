@@ -92,7 +92,7 @@ class BERTScore(SummedScore):
                 input_ids=tokens_BT.to(device), attention_mask=mask_BT.long().to(device), output_hidden_states=True
             ).hidden_states[layer]
             unit_BTH = torch.nn.functional.normalize(states.float(), dim=-1)
-            counts_BT = mask_BT & ~torch.isin(tokens_BT, torch.tensor([one for one in special if one is not None]))
+            counts_BT = mask_BT & ~torch.isin(tokens_BT, torch.tensor([at for at in special if at is not None]))
             answer, reference = unit_BTH[: len(batch)], unit_BTH[len(batch) :]
             both = mask_BT[: len(batch), :, None] & mask_BT[len(batch) :, None, :]
             # As in bert-score, padding has similarity 0, also if all others are negative.

@@ -81,7 +81,7 @@ def _descendants() -> list[int]:
         # A process may end meanwhile.
         with suppress(OSError):
             for task in Path(f"/proc/{left.pop()}/task").iterdir():
-                left += (children := [int(one) for one in (task / "children").read_text(encoding="ascii").split()])
+                left += (children := [int(pid) for pid in (task / "children").read_text(encoding="ascii").split()])
                 pids += children
     return pids
 
@@ -191,14 +191,14 @@ def _work(
 class _Verdicts(dict[Any, bytes]):
     """What to write for what a checker returns; NumPy's True is Python's."""
 
-    def __getitem__(self, found: Any) -> bytes:
+    def __getitem__(self, returned: Any) -> bytes:
         try:
-            told = self.get(found)
+            verdict = self.get(returned)
         except TypeError:
-            told = None
-        if told is None:
-            raise TypeError(f"the checker returned {type(found).__name__}, which is neither True nor False")
-        return told
+            verdict = None
+        if verdict is None:
+            raise TypeError(f"the checker returned {type(returned).__name__}, which is neither True nor False")
+        return verdict
 
 
 def _main() -> None:
@@ -228,7 +228,7 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))
     # Nothing but this list holds the word, and it is empty when the answer's code runs.
     hidden = [
-        _Verdicts({one: f"{word} {one}".encode() for one in (True, False)}),
+        _Verdicts({verdict: f"{word} {verdict}".encode() for verdict in (True, False)}),
         functools.partial(os.write, descriptor),
     ]
     report = functools.partial(os.write, descriptor)

@@ -81,7 +81,7 @@ def check_answer(checker: str, answer: str, row: Mapping[str, Any], *, seconds: 
         "HOME": str(folder),
         "TMPDIR": str(folder),
         "OMP_NUM_THREADS": "1",
-        "FINRAY_CHECKER_PATH": json.dumps([str(Path.cwd()), *(one for one in sys.path if one)]),
+        "FINRAY_CHECKER_PATH": json.dumps([str(Path.cwd()), *(folder for folder in sys.path if folder)]),
         _MARK: mark,
     }
     try:
@@ -143,7 +143,7 @@ def _understood(report: bytes, word: str, code: int, seconds: float) -> tuple[st
 
 def _shown(text: str) -> str:
     """A traceback without secrets and control characters."""
-    return redact_text("".join(one for one in text if one == "\n" or one.isprintable()).strip())
+    return redact_text("".join(character for character in text if character == "\n" or character.isprintable()).strip())
 
 
 def _all_ended(mark: str) -> bool:
@@ -225,20 +225,20 @@ class PassAtK(SummedScore):
         pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
         try:
             futures = [[pool.submit(check, row, answer) for answer in row.answers] for row in rows]
-            checked = [[one.result() for one in tries] for tries in futures]
+            checked = [[future.result() for future in tries] for tries in futures]
         finally:
             # After Ctrl-C, only those that have begun.
             pool.shutdown(cancel_futures=True)
-        self._account([one for tries in checked for one in tries])
-        right = [sum(one.kind == "right" for one in tries) for tries in checked]
+        self._account([check for tries in checked for check in tries])
+        right = [sum(check.kind == "right" for check in tries) for tries in checked]
         return np.array(
             [[pass_at_k(count, len(row.answers), scoring.k)] for count, row in zip(right, rows, strict=True)]
         )
 
     def _account(self, checked: Sequence[Checked]) -> None:
-        counts = Counter(one.kind for one in checked)
+        counts = Counter(check.kind for check in checked)
         self.counts = {kind: counts[kind] for kind in ("right", "wrong", *_UNDECIDED)}
-        failure = next((one.text for one in checked if one.kind == "failed"), "")
+        failure = next((check.text for check in checked if check.kind == "failed"), "")
         lines = failure.splitlines()
         if lines and counts["failed"] == len(checked):
             raise ConfigError(
@@ -253,5 +253,5 @@ class PassAtK(SummedScore):
             places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
             first = f"; the first failure: {cut(lines[-1])} ({', '.join(places[-1:])})" if lines else ""
             self.notes.append(f"of {len(checked)} checks {', '.join(undecided)}: counted as not passed{first}")
-        if left := list(dict.fromkeys(path for one in checked for path in one.left)):
+        if left := list(dict.fromkeys(path for check in checked for path in check.left)):
             self.notes.append(f"the checked code left what cannot be removed or ended: {', '.join(left[:5])}")

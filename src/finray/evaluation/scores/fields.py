@@ -26,8 +26,8 @@ def parsed(text: str) -> Any:
 def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Every field of a JSON value: its path and its content as JSON; an empty object or list is a field itself."""
     if isinstance(value, dict | list) and value:
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(one, (*path, key))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, key))
     else:
         # 1 and 1.0 are the same number in JSON; true is not 1.
         is_whole = isinstance(value, float) and value.is_integer()

@@ -70,7 +70,7 @@ class BLEU(SummedScore):
 
     def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
         """sacrebleu's score of the summed counts."""
-        return compat.sacrebleu_score(self._metric, [int(one) for one in sums_K])
+        return compat.sacrebleu_score(self._metric, [int(total) for total in sums_K])
 
 
 class ChrF(BLEU):
