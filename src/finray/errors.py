@@ -165,7 +165,7 @@ def explained(error: BaseException) -> FinrayError | None:
     if isinstance(error, FinrayError):
         return error
     # Masked before it is cut: of half a secret nobody knows the form.
-    detail = told(masked(str(error)))[:300] or type(error).__name__
+    detail = first_sentence(masked(str(error)))[:300] or type(error).__name__
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name, why = str(error.filename), (error.strerror or detail)
         repair = {
@@ -212,7 +212,7 @@ def explained(error: BaseException) -> FinrayError | None:
     return None
 
 
-def told(text: str) -> str:
+def first_sentence(text: str) -> str:
     """The first line of a library's message, with the next where it only announces that."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
@@ -230,8 +230,8 @@ def about_model(name: str) -> Iterator[None]:
 
 def of_storage(error: BaseException) -> FinrayError | None:
     """An error of a disk that is full or that refuses this user, for which a retry is useless; None for any other."""
-    is_one = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-    return explained(error) if is_one else None
+    refused = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+    return explained(error) if refused else None
 
 
 def require_package(what: str, package: str, *, extra: str, where: str | None = None) -> None:

@@ -31,7 +31,7 @@ from typing import IO, Any, BinaryIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from finray.errors import FinrayError, told
+from finray.errors import FinrayError, first_sentence
 
 T = TypeVar("T")
 SEAL = "seal"
@@ -439,4 +439,4 @@ def _described(error: Exception) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error's message says in its first line, or its type where it has none."""
-    return told(str(error)) or type(error).__name__
+    return first_sentence(str(error)) or type(error).__name__

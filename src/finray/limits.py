@@ -111,11 +111,11 @@ class within:
         memory: bytes by which the process may grow meanwhile.
     """
 
-    __slots__ = ("deadline", "error", "excess", "grown", "memory", "seconds", "thread", "told")
+    __slots__ = ("deadline", "error", "excess", "grown", "memory", "seconds", "signalled", "thread")
 
     def __init__(self, seconds: float, error: Callable[[str], FinrayError], *, memory: int = MEMORY) -> None:
         self.seconds, self.error, self.memory = seconds, error, memory
-        self.excess, self.told = "", False
+        self.excess, self.signalled = "", False
         self.grown: int | None = None
 
     def __enter__(self) -> None:
@@ -191,8 +191,8 @@ def _end(call: within, excess: str, now: float) -> None:
     again, call.excess, call.deadline = bool(call.excess), excess, now + _AGAIN_S
     if not in_main:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(call.thread), ctypes.py_object(_Overdue))
-    if (in_main or (again and not call.told)) and signal.getsignal(_SIGNAL) is _raise_stuck:
-        call.told = True
+    if (in_main or (again and not call.signalled)) and signal.getsignal(_SIGNAL) is _raise_stuck:
+        call.signalled = True
         _STUCK.append(_Overdue if in_main else call.error(excess))
         main = threading.main_thread().ident
         assert main is not None

@@ -117,7 +117,7 @@ class TrainRecord:
     def json(self) -> dict[str, Any]:
         """The record as it is written; fields that a run does not have are left out."""
         optional = ("loss_scale", "skipped", "samples")
-        kept = {name: one for name, one in asdict(self).items() if name not in optional or one is not None}
+        kept = {name: value for name, value in asdict(self).items() if name not in optional or value is not None}
         return {"kind": "train", **kept, **kept.pop("means")}
 
     def without_samples(self) -> TrainRecord:

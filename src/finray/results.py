@@ -52,7 +52,7 @@ class PlainConsole(Console):
 
 
 def _plain(text: str) -> str:
-    return _CONTROL.sub(lambda found: f"<U+{ord(found[0]):04X}>", text.replace("\r\n", "\n"))
+    return _CONTROL.sub(lambda match: f"<U+{ord(match[0]):04X}>", text.replace("\r\n", "\n"))
 
 
 class Table(rich.table.Table):

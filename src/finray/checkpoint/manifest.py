@@ -63,9 +63,9 @@ def parsed(text: bytes, where: Path | str, *, step: int | None = None) -> Conten
         )
     if step not in (None, content["step"]):
         raise CheckpointError(f"is of step {content['step']}, not {step}", where=str(where))
-    for one in content["files"]:
+    for entry in content["files"]:
         # Before anything is downloaded or written under that name.
-        _FILES.inside(Path(), one["path"], where=where)
+        _FILES.inside(Path(), entry["path"], where=where)
     return content
 
 

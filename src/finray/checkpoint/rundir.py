@@ -266,17 +266,17 @@ class RunDir:
     def forget(self, *, whole: bool = False) -> None:
         """Remove a run that has nothing but its config and logs, which stay; does nothing if it has more. ``whole``
         removes whatever a start writes before its first step, and nothing else."""
-        there = [one.name for one in self.path.iterdir()] if self.path.is_dir() else []
+        there = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
         behind = [] if self.url is None else Objects(self.url).files()
-        names = {*there, *(one.partition("/")[0] for one in behind)} - {LOGS}
+        names = {*there, *(name.partition("/")[0] for name in behind)} - {LOGS}
         doomed = {CONFIG_FILE, SIGNATURE, RAY_SNAPSHOT}
         if whole:
-            doomed = {one for one in names if one in _BEFORE_STEPS or one.startswith(("sent-", ".sent-", ".tmp-"))}
+            doomed = {name for name in names if name in _BEFORE_STEPS or name.startswith(("sent-", ".sent-", ".tmp-"))}
         if self.has_begun() or not (whole or names <= doomed):
             return
         if self.url is not None:
             # The config last: without it there is no run.
-            first = [one for one in behind if one != CONFIG_FILE and one.partition("/")[0] in doomed]
+            first = [name for name in behind if name != CONFIG_FILE and name.partition("/")[0] in doomed]
             Objects(self.url).remove(*first, CONFIG_FILE)
         for path in (self.path / name for name in there if name in doomed):
             if path.is_dir() and not path.is_symlink():
@@ -510,7 +510,7 @@ def earlier_of(config: Config) -> Earlier | None:
 
 def _lengths(before: Config | None, config: Config, chosen: Resolved | None) -> list[tuple[str, float]]:
     """Planned length of the run before and now, each as in :func:`length`."""
-    return [length(one or config, chosen) for one in (before, config)]
+    return [length(saved or config, chosen) for saved in (before, config)]
 
 
 def _require_same_run(config: Config, run: RunDir) -> Config | None:

@@ -14,7 +14,7 @@ _MESSAGES = {
     signal.SIGTERM: "ended by SIGTERM",
     signal.SIGHUP: "ended by SIGHUP, because its terminal was closed",
 }
-_EXIT_CODES = tuple(128 + one for one in _MESSAGES)
+_EXIT_CODES = tuple(128 + signum for signum in _MESSAGES)
 
 
 def main() -> None:

@@ -31,19 +31,19 @@ def unset_default(*names: str, environ: MutableMapping[str, str] = os.environ) -
 
 
 def with_defaults(
-    own: Mapping[str, str], defaults: Mapping[tuple[str, ...], str], environ: Mapping[str, str] = os.environ
+    given: Mapping[str, str], defaults: Mapping[tuple[str, ...], str], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Variables of workers: those of the config, then those of the user's environment, then the defaults.
 
     Args:
-        own: of the config.
+        given: those of the config.
         defaults: by name; names in one key mean the same, and the program that reads them prefers one of them.
         environ: of this process.
     """
-    variables = dict(own)
+    variables = dict(given)
     for names, default in defaults.items():
         users = {name: environ[name] for name in names if name in environ and _OURS.get(name) != environ[name]}
-        chosen = {name: own[name] for name in names if name in own} or users or {names[0]: default}
+        chosen = {name: given[name] for name in names if name in given} or users or {names[0]: default}
         # Workers may inherit the other name.
         (value, *_) = chosen.values()
         variables |= {name: chosen.get(name, value) for name in names if name in chosen or name in environ}

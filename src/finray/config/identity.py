@@ -102,11 +102,11 @@ def differences(old: Config, new: Config, resolved: Resolved | None = None) -> l
     """
     # The configuration on disk has its secrets masked, so both sides are compared masked.
     # One may name a chat template's file, and the other be from a job that carries the template itself.
-    before, after = (flatten(redact_saved(with_decisions(with_contents(one), resolved))) for one in (old, new))
-    found = [
+    before, after = (flatten(redact_saved(with_decisions(with_contents(side), resolved))) for side in (old, new))
+    changes = [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())
         if not _same(before.get(path), after.get(path)) and not is_free(path) and path not in (*LENGTH, *_GUARDED)
     ]
     (field, was), (now, becomes) = length(old, resolved), length(new, resolved)
-    return [*found, *([(field, was, becomes)] if field == now and becomes < was else [])]
+    return [*changes, *([(field, was, becomes)] if field == now and becomes < was else [])]

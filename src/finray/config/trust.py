@@ -47,7 +47,7 @@ _ACCEPTED: set[str] = set()
 _NO_HOME = (OSError, RuntimeError, FinrayError)
 
 
-def _own(name: str) -> Path:
+def _user_file(name: str) -> Path:
     """A file of the user's, outside of every run."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "finray" / name
 
@@ -55,7 +55,7 @@ def _own(name: str) -> Path:
 def _key(*, make: bool) -> bytes | None:
     with suppress(*_NO_HOME):
         # A copy of it on another machine makes the runs of both trusted on both.
-        file = _own("key")
+        file = _user_file("key")
         key = _KEYS.read(file).strip() if file.exists() else None
         if make and (key is None or len(key) < 32):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -97,8 +97,8 @@ def accept(file: Path) -> None:
     accept_all([digest := _digest(_FILES.read(file))])
     with suppress(*_NO_HOME):
         digests = [earlier for earlier in _remembered() if earlier != digest]
-        _own("trusted").parent.mkdir(parents=True, exist_ok=True)
-        replace_text(_own("trusted"), "\n".join([*digests, digest][-_MOST:]) + "\n")
+        _user_file("trusted").parent.mkdir(parents=True, exist_ok=True)
+        replace_text(_user_file("trusted"), "\n".join([*digests, digest][-_MOST:]) + "\n")
 
 
 def accept_all(those: Iterable[str]) -> None:
@@ -122,7 +122,7 @@ def is_accepted(file: Path) -> bool:
 
 
 def _remembered() -> list[str]:
-    file = _own("trusted")
+    file = _user_file("trusted")
     return _DIGESTS.text(file).split() if file.exists() else []
 
 

@@ -140,7 +140,9 @@ class TokenScan:
 
     def _are_space(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         candidates = [token for token in np.unique(tokens).tolist() if token not in self._tokens.special]
-        return np.isin(tokens, [one for one in candidates if self._decode([one], skip_special_tokens=False).isspace()])
+        return np.isin(
+            tokens, [token for token in candidates if self._decode([token], skip_special_tokens=False).isspace()]
+        )
 
     def checks(self, *, kind: str) -> tuple[Check, ...]:
         """The results.

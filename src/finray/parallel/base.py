@@ -322,7 +322,7 @@ def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:
         converted = error if isinstance(error, FinrayError) else of_storage(error)
         failure = {"unknown": redact_text(f"{type(error).__name__}: {first_line(error)}")}
         failure = failure if converted is None else converted.to_dict()
-    failures = [(rank, one) for rank, one in enumerate(strategy.all_gather_object(failure)) if one is not None]
+    failures = [(rank, error) for rank, error in enumerate(strategy.all_gather_object(failure)) if error is not None]
     if not failures:
         return result[0]
     rank, first = failures[0]

@@ -168,7 +168,7 @@ def draw_blueprint(
         int(count or 1) * int(width or int(config.hidden_size) // (count or 1))
         for count, width in zip(heads, widths, strict=True)
     )
-    window = max((one or 0 for one in windows), default=0) or None
+    window = max((size or 0 for size in windows), default=0) or None
     window = window if getattr(config, "use_sliding_window", True) else None
     return Blueprint(
         parameters=total,

@@ -15,7 +15,7 @@ from typing import Any
 from finray import compat
 from finray.config.paths import is_template
 from finray.config.schema import ModelConfig
-from finray.errors import DataError, FinrayError, ModelError, did_you_mean_path, told
+from finray.errors import DataError, FinrayError, ModelError, did_you_mean_path, first_sentence
 from finray.files import FileKind
 from finray.limits import cut, shown
 from finray.pretrained import hub
@@ -206,7 +206,7 @@ def _is_of_files(error: Exception) -> bool:
 
 def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     """The error of a model or tokenizer that Transformers could not load."""
-    text = told(str(error))
+    text = first_sentence(str(error))
     repair = "give a model directory, a .gguf file, or a Hub id that you have access to (HF_TOKEN for gated models)"
     is_there = Path(model.name).expanduser().exists()
     read_as = f"there is no directory {model.name} here{did_you_mean_path(model.name)}, and so it was read as a Hub id"

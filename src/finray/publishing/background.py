@@ -67,15 +67,15 @@ class CheckpointPusher:
         try:
             # Hard links to its files, because retention may delete it.
             shutil.rmtree(scratch, ignore_errors=True)
-            for one in sorted(checkpoint.rglob("*")):
-                name = one.relative_to(checkpoint)
-                if one.is_file() and name.parts[0] not in _LEFT_OUT:
+            for file in sorted(checkpoint.rglob("*")):
+                name = file.relative_to(checkpoint)
+                if file.is_file() and name.parts[0] not in _LEFT_OUT:
                     (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-                    os.link(one, scratch / name)
-            for one in (checkpoint.parent / own for own in OF_RUN):
-                if one.is_file():
+                    os.link(file, scratch / name)
+            for file in (checkpoint.parent / name for name in OF_RUN):
+                if file.is_file():
                     (scratch / RUN).mkdir(exist_ok=True)
-                    os.link(one, scratch / RUN / one.name)
+                    os.link(file, scratch / RUN / file.name)
         except OSError as error:
             self._warn(f"{checkpoint.name} is not pushed: {error.strerror or error}", _step(checkpoint))
             return
@@ -133,14 +133,14 @@ def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
     """The files to push of a checkpoint: all, with the base model's public name, those of the run, and a matching
     manifest."""
     content = manifest.read(folder)
-    listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in (*_LEFT_OUT, RUN)]
+    listed = [entry for entry in content["files"] if Path(entry["path"]).parts[0] not in (*_LEFT_OUT, RUN)]
     listed += [manifest.entry(folder, path) for path in sorted((folder / RUN).glob("*"))]
     for name, text in ({} if base is None else with_base(folder, base)).items():
         # A hard link: the checkpoint keeps the file.
         (folder / name).unlink()
         (folder / name).write_text(text, encoding="utf-8")
-        listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
+        listed = [entry if entry["path"] != name else manifest.entry(folder, folder / name) for entry in listed]
     if listed != content["files"]:
         (folder / manifest.NAME).unlink()
         manifest.write(folder, listed, step=content["step"], metrics=content["metrics"])
-    return {one: folder / one for one in (*(entry["path"] for entry in listed), manifest.NAME)}
+    return {name: folder / name for name in (*(entry["path"] for entry in listed), manifest.NAME)}

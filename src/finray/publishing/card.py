@@ -111,9 +111,9 @@ def _front(facts: ModelFacts) -> dict[str, Any]:
     if facts.scores is not None and (models := facts.scores["models"]):
         *_, scores = models.values()
         values = [
-            {"type": score, "value": round(one["value"], 6), "name": score.replace("_", " ")}
-            for score, one in scores.items()
-            if isinstance(one, Mapping)
+            {"type": score, "value": round(value["value"], 6), "name": score.replace("_", " ")}
+            for score, value in scores.items()
+            if isinstance(value, Mapping)
         ]
         made_of = (facts.scores["made_by"].get("data") or {}).get("source") or "held-out rows"
         rows = {"name": _short(str(made_of)), "type": str(made_of) if _is_hub_id(str(made_of)) else "custom"}
@@ -161,10 +161,10 @@ def _scores(facts: ModelFacts) -> str:
         f"## Evaluation\n\nOn {scores['rows']:,} rows, with 95 % intervals:\n",
         _table(["", *short.values()], rows),
     ]
-    for one in scores.get("says") or ():
+    for sentence in scores.get("says") or ():
         for name in sorted(names, key=len, reverse=True):
-            one = one.replace(name, short[name])
-        lines.append(f"\n{one}")
+            sentence = sentence.replace(name, short[name])
+        lines.append(f"\n{sentence}")
     seen = scores.get("in_training_data")
     # Its `rows` are examples.
     if seen is not None and (count := seen["equal"] + seen["shares_13_words"]):
@@ -172,11 +172,11 @@ def _scores(facts: ModelFacts) -> str:
     return "\n".join(lines)
 
 
-def _interval(one: Any) -> str:
-    if not isinstance(one, Mapping):
-        return "" if one is None else f"{one:.4g}"
-    ends = "" if one.get("low") is None else f" [{one['low']:.4g}, {one['high']:.4g}]"
-    return f"{one['value']:.4g}{ends}"
+def _interval(score: Any) -> str:
+    if not isinstance(score, Mapping):
+        return "" if score is None else f"{score:.4g}"
+    ends = "" if score.get("low") is None else f" [{score['low']:.4g}, {score['high']:.4g}]"
+    return f"{score['value']:.4g}{ends}"
 
 
 def _data(facts: ModelFacts) -> str:
@@ -282,7 +282,7 @@ def _again(facts: ModelFacts) -> str:
             plain.pop(section, None)
         elif section in plain:
             plain[section].pop(name, None)
-    kept = yaml.safe_dump({name: one for name, one in plain.items() if one}, sort_keys=False, allow_unicode=True)
+    kept = yaml.safe_dump({name: value for name, value in plain.items() if value}, sort_keys=False, allow_unicode=True)
     return (
         "## How to make it again\n\nWith this file, whose local paths are shortened to names, and `finray train "
         f"config.yaml`, with finray {facts.version}:\n\n```yaml\n{kept}```"
@@ -292,24 +292,28 @@ def _again(facts: ModelFacts) -> str:
 def _shortened(value: Any, field: str = "") -> Any:
     """A value of a config whose paths and URLs are shortened; texts that contain one or look like one are not."""
     if isinstance(value, Mapping):
-        return {key: _shortened(one, field if field in _TEXTS else key) for key, one in value.items()}
+        return {key: _shortened(item, field if field in _TEXTS else key) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shortened(one, field) for one in value]
+        return [_shortened(item, field) for item in value]
     if not isinstance(value, str) or field in _TEXTS or (field == "chat_template" and is_template(value)):
         return value
     # Only a path may hold white space.
-    may_be = field in _PATHS or not any(one.isspace() for one in value)
+    may_be = field in _PATHS or not any(character.isspace() for character in value)
     return _short(value) if may_be and (is_url(value) or value.startswith(("/", "~", "file://"))) else value
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([one.replace("|", "\\|").replace("\n", " ") for one in row] for row in rows)]
+    lines = [
+        head,
+        ["---"] * len(head),
+        *([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _sources(config: Config | None) -> list[str]:
     data = None if config is None else config.data
-    sources = [] if data is None else [data.source, *(one.source for one in data.mix)]
+    sources = [] if data is None else [data.source, *(part.source for part in data.mix)]
     return list(dict.fromkeys(source for source in sources if source))
 
 

@@ -130,10 +130,10 @@ class Hub:
         role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read":
             raise HubError("the token has read access only", where=url, repair=_TOKEN)
-        roles = {one["name"]: one.get("roleInOrg") for one in user.get("orgs") or ()}
+        roles = {org["name"]: org.get("roleInOrg") for org in user.get("orgs") or ()}
         owner = repo.partition("/")[0]
         if owner != user_name and roles.get(owner, "read") == "read":
-            accounts = ", ".join([user_name, *sorted(one for one, role in roles.items() if role != "read")])
+            accounts = ", ".join([user_name, *sorted(org for org, role in roles.items() if role != "read")])
             why = "may only read there" if owner in roles else "is not a member of it"
             raise HubError(
                 f"the name belongs to {owner}, not to {user_name}, who {why}",
@@ -144,7 +144,7 @@ class Hub:
         if info is None:
             return Target(repo, not public)
         files = tuple(sibling.rfilename for sibling in info.siblings or ())
-        is_model = any(fnmatch.fnmatchcase(name, one) for name in files for one in _HOLDS_MODEL)
+        is_model = any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in _HOLDS_MODEL)
         if MARK not in files and f"last-checkpoint/{MARK}" not in files and is_model:
             raise HubError(
                 "the name is taken by a model that was not pushed by finray",
@@ -208,15 +208,17 @@ class Hub:
             # A commit whose response was lost may exist: list the files again.
             info = self._api.model_info(target.repo, timeout=SILENCE)
             there = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename.startswith(prefix)]
-            names = [one.removeprefix(prefix) for one in there]
+            names = [file.removeprefix(prefix) for file in there]
             # A `*` stands for no `/`, as it does where they are pushed from.
-            like = {name for one in MODEL for name in fnmatch.filter(names, one) if name.count("/") == one.count("/")}
+            like = {
+                name for form in MODEL for name in fnmatch.filter(names, form) if name.count("/") == form.count("/")
+            }
             gone = names if only else sorted(like)
             made: Any = self._api.create_commit(
                 target.repo,
                 [
                     *(CommitOperationDelete(f"{prefix}{name}") for name in gone if name not in files),
-                    *(CommitOperationAdd(f"{prefix}{name}", one) for name, one in sorted(files.items())),
+                    *(CommitOperationAdd(f"{prefix}{name}", file) for name, file in sorted(files.items())),
                 ],
                 commit_message=message,
             )

@@ -117,7 +117,7 @@ def frame_of(render: Any) -> Frame | str:
         return [{"role": role, "content": marks[role]} for role in roles]
 
     try:
-        one = render(conversation("user"))
+        first = render(conversation("user"))
         with_system = render(conversation("system", "user"))
         three = render(conversation("user", "assistant", "user"))
         five = render(conversation("user", "assistant", "user", "assistant", "user"))
@@ -125,7 +125,7 @@ def frame_of(render: Any) -> Frame | str:
         return f"it does not render a system message or several turns ({type(error).__name__})"
     user, assistant, system = marks["user"], marks["assistant"], marks["system"]
     parts = three.split(user)
-    counts = (one.count(user), with_system.count(system), three.count(user), three.count(assistant), five.count(user))
+    counts = (first.count(user), with_system.count(system), three.count(user), three.count(assistant), five.count(user))
     if counts != (1, 1, 2, 1, 3):
         return "a message is not there once"
     # Between two user messages: the end of the first, the answer in its frame, the start of the second.
@@ -140,7 +140,7 @@ def frame_of(render: Any) -> Frame | str:
         return "what follows a system message differs"
     between = rest[: rest.index(user)]
     # The start of a user message is the common suffix of everything before user messages.
-    begin = _common_begin([one[::-1] for one in (head, back, between)])[::-1]
+    begin = _common_begin([text[::-1] for text in (head, back, between)])[::-1]
     after = head[: len(head) - len(begin)]
     opening = _common_begin([before, after]) if after else ""
     # The end of a user message is the common prefix before an answer.

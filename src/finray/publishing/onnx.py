@@ -158,7 +158,7 @@ def _difference(model: Any, batch: dict[str, torch.Tensor], file: Path) -> float
 
     try:
         session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-        (logits,) = session.run(["logits"], {name: one.numpy() for name, one in batch.items()})
+        (logits,) = session.run(["logits"], {name: tensor.numpy() for name, tensor in batch.items()})
     except Exception as error:  # ONNX Runtime's exceptions have no common base class.
         raise ModelError(
             f"ONNX Runtime cannot run the exported file: {first_line(error)}",

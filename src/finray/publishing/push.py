@@ -102,7 +102,7 @@ def push(
     config = saved_config(run) if is_of_a_run else None
     if config is not None:
         asked = {"export.push_to_hub": to, "export.public": public, "export.base_model": base}
-        config = of_stranger(config, config.foreign[0], said=[name for name, one in asked.items() if one is not None])
+        config = of_stranger(config, config.foreign[0], said=[name for name in asked if asked[name] is not None])
         require_trusted(config, "export")
     export = None if config is None else config.export
     merged = bool(export and export.merged) if merged is None else merged
@@ -161,7 +161,7 @@ def model_files(folder: Path) -> dict[str, Path | bytes]:
     Raises HubError: one is a link to a file elsewhere; in a directory of somebody else it may be any file of this
     machine."""
     files = {path for pattern in (*MODEL, *DOCUMENTS) for path in folder.glob(pattern) if path.is_file()}
-    if elsewhere := sorted(one for one in files if not lies_in(one, folder)):
+    if elsewhere := sorted(file for file in files if not lies_in(file, folder)):
         raise HubError(
             f"`{elsewhere[0].name}` is a link to a file outside its directory ({elsewhere[0].resolve()})",
             where=str(folder),
@@ -180,7 +180,7 @@ def _facts(
         fields = {
             "config": config,
             "resolved": {} if resolved is None else asdict(resolved),
-            "workers": next((one.header.world_size for one in reversed(read_starts(run.path))), None),
+            "workers": next((start.header.world_size for start in reversed(read_starts(run.path))), None),
             "summary": None if done is None else done.summary.json(),
             "step": content["step"],
             "metrics": content["metrics"],
@@ -204,10 +204,12 @@ def _merged(artifact: Artifact, *, dtype: str, base: str | None, notify: Notify)
     name, stale = artifact.folder.name, list[Path]()
     if artifact.base is not None:
         # Whatever goes into it: weights, settings, tokenizer and templates of the adapter, the base, and who merges.
-        digests = {name: digest_of(one) for name, one in model_files(artifact.folder).items() if isinstance(one, Path)}
+        digests = {
+            name: digest_of(file) for name, file in model_files(artifact.folder).items() if isinstance(file, Path)
+        }
         by = [version(package) for package in ("finray", "peft", "transformers", "torch")]
         onto = [artifact.base.model_dump(mode="json"), files_of(base or artifact.base.name)]
-        first, second = (hashlib.sha256(json.dumps(one).encode()).hexdigest()[:12] for one in ([digests, by], onto))
+        first, second = (hashlib.sha256(json.dumps(part).encode()).hexdigest()[:12] for part in ([digests, by], onto))
         earlier = re.compile(rf"\.push-{re.escape(name)}-(?!{first})[0-9a-f]{{12}}-[0-9a-f]{{12}}-{dtype}")
         stale = [path for path in artifact.folder.parent.iterdir() if earlier.fullmatch(path.name)]
         name = f"{name}-{first}-{second}"
@@ -216,8 +218,8 @@ def _merged(artifact: Artifact, *, dtype: str, base: str | None, notify: Notify)
         notify(f"the merged model of an earlier push is in {output}")
         return output
     # Nobody asks again for what was merged from earlier files of the adapter, or by earlier versions.
-    for one in (output, *stale):
-        shutil.rmtree(one, ignore_errors=True)
+    for folder in (output, *stale):
+        shutil.rmtree(folder, ignore_errors=True)
     require_writable(output.parent)
     notify("merging the adapter into its base" if artifact.is_adapter else f"writing the weights in {dtype}")
     export_model(artifact.folder, output, dtype=dtype, base=base)

@@ -84,7 +84,7 @@ def pull(name: str, *, output: str | Path, login: Callable[[], Hub] = Hub.login)
     # On another machine there is no `runs` yet.
     run.parent.mkdir(parents=True, exist_ok=True)
     require_writable(run.parent)
-    step, names = content["step"], [one["path"] for one in content["files"]]
+    step, names = content["step"], [entry["path"] for entry in content["files"]]
     if f"{RUN}/{CONFIG_FILE}" not in names:
         raise HubError(
             f"the checkpoint is damaged: its manifest does not list {RUN}/{CONFIG_FILE}",
@@ -99,7 +99,7 @@ def pull(name: str, *, output: str | Path, login: Callable[[], Hub] = Hub.login)
         lock = hold(scratch)
         # Of the manifest's files: nothing has vouched for others, and the cache of the Hub holds links.
         copies = [(name, scratch / directory_name(step) / name) for name in (*names, manifest.NAME)]
-        copies += [(f"{RUN}/{one}", scratch / one) for one in OF_RUN if f"{RUN}/{one}" in names]
+        copies += [(f"{RUN}/{name}", scratch / name) for name in OF_RUN if f"{RUN}/{name}" in names]
         for name, target in copies:
             target.parent.mkdir(parents=True, exist_ok=True)
             with opened(folder / name, folder) as source, target.open("xb") as stream:

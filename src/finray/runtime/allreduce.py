@@ -12,7 +12,7 @@ _BYTES = {"gloo": 2**23, "nccl": 2**27}
 _TIMES = 4
 
 
-def main(rank: int, world_size: int, host: str, port: int, backend: str, device: int, own: str) -> None:
+def main(rank: int, world_size: int, host: str, port: int, backend: str, device: int, address: str) -> None:
     """Join the other ranks, all-reduce a tensor of ones a few times, and print the result.
 
     Args:
@@ -21,11 +21,11 @@ def main(rank: int, world_size: int, host: str, port: int, backend: str, device:
         host, port: address at which rank 0 listens.
         backend: ``nccl`` or ``gloo``.
         device: of this machine, for NCCL.
-        own: address of this machine.
+        address: address of this machine.
     """
     from finray.runtime.worker import interface_of, listen, meet
 
-    if (name := interface_of(own)) is not None:
+    if (name := interface_of(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     import torch
     import torch.distributed as dist

@@ -177,8 +177,8 @@ def _may_be(address: str, connected: str) -> bool:
         hosts = {socket.gethostbyname(host), socket.gethostbyname(other)}
     except (OSError, ValueError):
         return True
-    own = {one.address for several in psutil.net_if_addrs().values() for one in several}
-    return len(hosts) == 1 or any(ipaddress.ip_address(one).is_loopback for one in hosts) or hosts <= own
+    local = {entry.address for several in psutil.net_if_addrs().values() for entry in several}
+    return len(hosts) == 1 or any(ipaddress.ip_address(host).is_loopback for host in hosts) or hosts <= local
 
 
 def _start(ray: Any, options: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ class Diagnosis(Result):
     @property
     def is_fit(self) -> bool:
         """No finding prevents a training from running."""
-        return all(one.level != "problem" for one in self.findings)
+        return all(finding.level != "problem" for finding in self.findings)
 
     def plain(self) -> dict[str, Any]:
         """All of it as JSON types."""
@@ -248,13 +248,13 @@ def cluster(storage: str, config: Any, *, notify: Callable[[str], None] = lambda
             """Call a method on nodes in parallel; returns the answers that arrive in time."""
             pending = {name: getattr(probes[name], method).remote(*given) for name, given in arguments.items()}
             ray.wait([*pending.values()], num_returns=len(pending), timeout=_ASK_S)
-            found = {}
+            results = {}
             for name, answer in pending.items():
                 try:
-                    found[name] = ray.get(answer, timeout=0.1)
+                    results[name] = ray.get(answer, timeout=0.1)
                 except Exception as error:
                     lost[name] = f"{method}: {type(error).__name__}"
-            return found
+            return results
 
         lost: dict[str, str] = {}
         try:
@@ -278,8 +278,8 @@ def _diagnose(
 
     notify(f"asking {len(ips)} nodes for their state")
     facts: dict[str, NodeFacts] = call("facts", each([] if is_url(storage) else [folder_of(storage)]))
-    findings = [one for found in facts.values() for one in judged(found)]
-    findings += judged_versions({name: found.versions for name, found in facts.items()})
+    findings = [finding for node in facts.values() for finding in judged(node)]
+    findings += judged_versions({name: node.versions for name, node in facts.items()})
     samples: dict[str, list[tuple[float, float, float]]] = {}
     for name in each():
         for _ in range(3):
@@ -293,17 +293,17 @@ def _diagnose(
     failed = call("write", {name: (storage, f"{mark}-{name}") for name in each()})
     unseen = call("read", each(storage, [f"{mark}-{name}" for name in failed]))
     call("remove", {name: (storage, f"{mark}-{name}") for name in each()})
-    seen = {name: [one.removeprefix(f"{mark}-") for one in missing] for name, missing in unseen.items()}
+    seen = {name: [file.removeprefix(f"{mark}-") for file in missing] for name, missing in unseen.items()}
     findings += judged_storage(storage, failed, seen)
     if len(each()) > 1:
         notify("measuring the network")
         ring = [*each()]
         ports = call("listen", {name: (ips[name],) for name in ring})
         links: dict[tuple[str, str], float] = {}
-        for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
-            if one not in lost and other in ports:
-                for speed in call("send", {one: (ips[other], ports[other])}).values():
-                    links[one, other] = speed
+        for sender, other in zip(ring, [*ring[1:], ring[0]], strict=True):
+            if sender not in lost and other in ports:
+                for speed in call("send", {sender: (ips[other], ports[other])}).values():
+                    links[sender, other] = speed
         findings += judged_bandwidth(links)
     notify("reducing")
     findings += _reduce([*each()], facts, ips, call)
@@ -322,7 +322,7 @@ def _reduce(
     """An all-reduce over all GPUs of all nodes, if each has one; and over CPUs, with one rank per node."""
     if not known:
         return [ClusterFinding("problem", "all-reduce", "", "no node answers")]
-    host, found = ips[known[0]], list[ClusterFinding]()
+    host, findings = ips[known[0]], list[ClusterFinding]()
     gpus = [facts[name].usable_gpus if name in facts else 0 for name in known]
     # Workers with GPUs use Gloo too, for what is in CPU memory.
     rounds = {"gloo": [1 if len(known) > 1 else 2] * len(known)}
@@ -336,10 +336,10 @@ def _reduce(
             for name, start, count in zip(known, first, counts, strict=True)
         }
         answers = call("all_reduce", arguments)
-        ranks = [one for each in answers.values() for one in each]
+        ranks = [rank for each in answers.values() for rank in each]
         ranks += [{"error": "no answer"}] * (sum(counts) - len(ranks))
-        found.append(judged_reduce(backend, ranks))
-    return found
+        findings.append(judged_reduce(backend, ranks))
+    return findings
 
 
 def _head_first(node: Mapping[str, Any]) -> tuple[bool, str, str]:
@@ -349,5 +349,5 @@ def _head_first(node: Mapping[str, Any]) -> tuple[bool, str, str]:
 
 def _twice(node: Mapping[str, Any], alive: Sequence[Mapping[str, Any]]) -> str:
     """A suffix that distinguishes a node from another one of the same name."""
-    same = [one for one in alive if one["NodeManagerHostname"] == node["NodeManagerHostname"]]
+    same = [candidate for candidate in alive if candidate["NodeManagerHostname"] == node["NodeManagerHostname"]]
     return f" ({node['NodeManagerAddress']} {node['NodeID'][:4]})" if len(same) > 1 else ""

@@ -46,7 +46,7 @@ LOST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Pending:
     step: int
     checkpoint: Path | None
     tries: int = 1
@@ -78,8 +78,8 @@ class RayEvaluator:
     ) -> None:
         self._begin, self._ended, self._fetch, self._cancel, self._notify = begin, ended, fetch, cancel, notify
         self._clock = clock
-        self._queue: deque[_Job] = deque()
-        self._running: tuple[_Job, Any] | None = None
+        self._queue: deque[_Pending] = deque()
+        self._running: tuple[_Pending, Any] | None = None
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class RayEvaluator:
 
     def submit(self, step: int, checkpoint: Path | None) -> None:
         """Queue the evaluation of a checkpoint; None means the model that training starts from."""
-        self._queue.append(_Job(step, checkpoint))
+        self._queue.append(_Pending(step, checkpoint))
         self._go_on()
 
     def results(self) -> Sequence[CheckpointScores]:
@@ -116,8 +116,8 @@ class RayEvaluator:
         self._go_on()
         while self._running is not None and self._ended(self._running[1]):
             (job, running), self._running = self._running, None
-            if (found := self._result(job, running)) is not None:
-                come.append(found)
+            if (scores := self._result(job, running)) is not None:
+                come.append(scores)
             self._go_on()
         return come
 
@@ -133,7 +133,7 @@ class RayEvaluator:
             job = self._queue.popleft()
             self._running = job, self._begin(job.step, job.checkpoint)
 
-    def _result(self, job: _Job, running: Any) -> CheckpointScores | None:
+    def _result(self, job: _Pending, running: Any) -> CheckpointScores | None:
         """The result of a task; None if it is started again."""
         from ray.exceptions import RayTaskError
 
@@ -141,8 +141,8 @@ class RayEvaluator:
 
         after = -math.inf
         try:
-            found: CheckpointScores = self._fetch(running)
-            return found
+            scores: CheckpointScores = self._fetch(running)
+            return scores
         except RayTaskError as error:
             if isinstance(error.cause, StorageError | DataUnavailable):
                 after = self._clock() + PAUSE_S
@@ -155,7 +155,7 @@ class RayEvaluator:
         if job.tries == TRIES:
             return CheckpointScores(job.step, failure=f"{why}; it was tried {TRIES} times")
         self._notify(Note(f"restarting the evaluation of step {job.step}: {why}", job.step))
-        self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1, after))
+        self._queue.appendleft(_Pending(job.step, job.checkpoint, job.tries + 1, after))
         return None
 
 

@@ -77,8 +77,8 @@ def lost_process(text: str) -> tuple[str, str] | None:
         used = "out of memory"
         if where is not None:
             used = f"node {where[1]} ran out of memory ({where[2]} of {where[3]} GB used)"
-        found = _LARGEST.findall(text)[:3]
-        largest = [f"{command[:60].strip()} (pid {pid}, {size} GB)" for pid, size, command in found]
+        matches = _LARGEST.findall(text)[:3]
+        largest = [f"{command[:60].strip()} (pid {pid}, {size} GB)" for pid, size, command in matches]
         most = f"; the largest are {', '.join(largest)}" if largest else ""
         repair = f"stop other programs that use memory there, or check with `finray plan` what the run needs; {again}"
         return f"{used}, and Ray killed processes of the run{most}", repair
@@ -192,13 +192,13 @@ def first_of(failures: list[Failure], from_step: int) -> Failure | None:
 
     Attempts that only lost a killed rank do not count, unless they end in the same way.
     """
-    here = [one for one in failures if one.from_step == from_step]
-    own = [one for one in here if not _COLLATERAL.search(one.error)]
-    if len({one.attempt for one in own}) >= TRIES:
-        return own[0]
-    for one in here:
-        if len({other.attempt for other in here if other.error == one.error}) >= TRIES:
-            return one
+    here = [failure for failure in failures if failure.from_step == from_step]
+    causes = [failure for failure in here if not _COLLATERAL.search(failure.error)]
+    if len({failure.attempt for failure in causes}) >= TRIES:
+        return causes[0]
+    for failure in here:
+        if len({other.attempt for other in here if other.error == failure.error}) >= TRIES:
+            return failure
     return None
 
 
@@ -221,7 +221,7 @@ def known(run_dir: Path, start: str) -> list[Failure]:
         # A killed worker may have left half a line.
         with contextlib.suppress(ValueError):
             failures.append(typed(loads(line), Failure))
-    return [one for one in failures if one.start == start]
+    return [failure for failure in failures if failure.start == start]
 
 
 def check(failures: Iterable[Failure], from_step: int, run_dir: Path) -> None:
@@ -235,7 +235,7 @@ def check(failures: Iterable[Failure], from_step: int, run_dir: Path) -> None:
     Raises:
         TrainingError: quotes the error of the earlier attempts.
     """
-    first = first_of(sorted(dict.fromkeys(failures), key=lambda one: one.time), from_step)
+    first = first_of(sorted(dict.fromkeys(failures), key=lambda failure: failure.time), from_step)
     if first is not None:
         since = f"from step {from_step}" if from_step != LOADING else "before the first step"
         printed = first.printed.splitlines()
@@ -259,7 +259,7 @@ def explain(error: Exception, run_dir: Path) -> FinrayError:
     """The cause of a failed run: finray's own error if there is one, else the first worker's."""
     by_rank = dict(getattr(error, "worker_failures", {})) or {0: error}
     # Those that only report that another rank has failed come last.
-    worker_failures = sorted(by_rank.values(), key=lambda one: "OtherRankFailed" in str(one))
+    worker_failures = sorted(by_rank.values(), key=lambda error: "OtherRankFailed" in str(error))
     for failure in worker_failures:
         for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
             if isinstance(cause, FinrayError):

@@ -290,14 +290,14 @@ class JobServer:
         """Training jobs as Ray knows them, newest first."""
         with self._answering():
             jobs = self._client.list_jobs()
-            found = [one for one in jobs if one.submission_id and _RUN in (one.metadata or {})]
-            return sorted(found, key=lambda one: one.start_time or 0, reverse=True)
+            infos = [job for job in jobs if job.submission_id and _RUN in (job.metadata or {})]
+            return sorted(infos, key=lambda job: job.start_time or 0, reverse=True)
 
     def list(self) -> tuple[Job, ...]:
         """Training jobs, newest first."""
         infos = self._infos()
         with self._answering():
-            return tuple(_job(one) for one in infos)
+            return tuple(_job(info) for info in infos)
 
     def logs(self, identity: str) -> str:
         """Everything that a job has printed, without secrets."""
@@ -397,15 +397,15 @@ def require_no_secret(config: Config, *, option: str = "--env", environ: Mapping
 
     def look(value: Any, path: str) -> None:
         if isinstance(value, Mapping):
-            for key, one in value.items():
-                look(one, f"{path}.{key}" if path else str(key))
+            for key, item in value.items():
+                look(item, f"{path}.{key}" if path else str(key))
         elif isinstance(value, list | tuple):
-            for number, one in enumerate(value):
-                look(one, f"{path}.{number}")
+            for number, item in enumerate(value):
+                look(item, f"{path}.{number}")
         elif isinstance(value, str) and value:
             name = path.rpartition(".")[2]
             if holds_secret(value, environ=environ) or (
-                is_secret_name(name) and not any(f".{one}." in path for one in NAMED_BY_DATA)
+                is_secret_name(name) and not any(f".{field}." in path for field in NAMED_BY_DATA)
             ):
                 problems.append(f"{redact_text(path)}: {_without(value, name, option, environ)}")
 
@@ -421,7 +421,7 @@ def _without(value: str, name: str, option: str, environ: Mapping[str, str]) -> 
     if (variable := variable_in(value, environ)) is not None:
         return f"it contains the value of {variable}: remove it, and add {option} {variable}"
     tokens = tokens_in(value)
-    usual = next((one for start, one in _USUAL.items() if any(token.startswith(start) for token in tokens)), None)
+    usual = next((usual for start, usual in _USUAL.items() if any(token.startswith(start) for token in tokens)), None)
     if usual is None and is_secret_name(name):
         usual = re.sub(r"\W", "_", name).upper()
     if usual is not None:

@@ -82,8 +82,8 @@ class LogCopy:
             with suppress(OSError):
                 if stat.S_ISREG(os.fstat(number).st_mode):
                     sources[Path(f"/proc/self/fd/{number}").readlink()] = None
-        found = [path for path in sources if path.is_file()]
-        return cls(target, found, title=f"{time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}")
+        files = [path for path in sources if path.is_file()]
+        return cls(target, files, title=f"{time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}")
 
     def last(self) -> list[str]:
         """The last lines printed so far."""

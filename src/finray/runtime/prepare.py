@@ -145,8 +145,8 @@ class Helpers:
         self._preparation = preparation
         self._handle = handle
         # A converter of the user's may want a model.
-        own = {_TOKENIZES_ONLY: "0" if preparation.config.data.converter else "1"}
-        self._options = {"num_cpus": cpus, "runtime_env": {"env_vars": {**env, **own}}}
+        threads = {_TOKENIZES_ONLY: "0" if preparation.config.data.converter else "1"}
+        self._options = {"num_cpus": cpus, "runtime_env": {"env_vars": {**env, **threads}}}
         self._tasks: dict[Any, Part] = {}
         self._write: Any = None
         self._workers = 0

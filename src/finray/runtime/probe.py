@@ -137,18 +137,18 @@ class Probe:
 
     def free_port(self, host: str) -> int:
         """A port that is free at this moment."""
-        with socket.create_server((host, 0)) as found:
-            return int(found.getsockname()[1])
+        with socket.create_server((host, 0)) as server:
+            return int(server.getsockname()[1])
 
     def all_reduce(
-        self, ranks: list[int], world_size: int, host: str, port: int, backend: str, own: str
+        self, ranks: list[int], world_size: int, host: str, port: int, backend: str, address: str
     ) -> list[dict[str, Any]]:
         """Run ranks of an all-reduce on this machine; returns the output of each, or ``error``."""
         env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         started = [
             subprocess.Popen(
                 [sys.executable, "-m", "finray.runtime.allreduce"]
-                + [str(one) for one in (rank, world_size, host, port, backend, device, own)],
+                + [str(value) for value in (rank, world_size, host, port, backend, device, address)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -156,18 +156,18 @@ class Probe:
             )
             for device, rank in enumerate(ranks)
         ]
-        found = []
+        results = []
         deadline = time.monotonic() + _LIMIT_S
         for process in started:
             try:
                 out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
                 last = (err.strip().splitlines() or ["it said nothing"])[-1]
-                found.append(json.loads(out) if process.returncode == 0 else {"error": last})
+                results.append(json.loads(out) if process.returncode == 0 else {"error": last})
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
-                found.append({"error": f"no end within {_LIMIT_S:g} s"})
-        return found
+                results.append({"error": f"no end within {_LIMIT_S:g} s"})
+        return results
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str] | None:
@@ -229,4 +229,4 @@ def _answered(address: str) -> str | None:
 def folder_of(storage: str) -> str:
     """The nearest existing parent directory, whose free space can be measured."""
     path = Path(storage).expanduser().absolute()
-    return str(next((one for one in (path, *path.parents) if one.is_dir()), path))
+    return str(next((folder for folder in (path, *path.parents) if folder.is_dir()), path))

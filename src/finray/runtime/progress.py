@@ -138,7 +138,7 @@ class Listener:
                     worker.sendall(f"{request}\n".encode())
 
     @contextmanager
-    def _told(self, worker: socket.socket) -> Iterator[None]:
+    def _listening(self, worker: socket.socket) -> Iterator[None]:
         with self._workers_change:
             self._workers.append(worker)
             if self._stopping:
@@ -151,8 +151,8 @@ class Listener:
 
     def _accept(self) -> None:
         with self._server, self._closed, selectors.DefaultSelector() as selector:
-            for one in (self._server, self._closed):
-                selector.register(one, selectors.EVENT_READ)
+            for end in (self._server, self._closed):
+                selector.register(end, selectors.EVENT_READ)
             while self._server in [key.fileobj for key, _ in selector.select()]:
                 try:
                     connection, _ = self._server.accept()
@@ -184,7 +184,7 @@ class Listener:
                 if asks:
                     connection.sendall(f"{json.dumps(asdict(self._prepared.result()))}\n".encode())
                     return
-                with self._told(connection):
+                with self._listening(connection):
                     for line in lines:
                         if line.strip() == _BYE:
                             end = "gone"

@@ -55,17 +55,17 @@ def serve(
     if settings.key_env is not None:
         api_key(settings.key_env)
     require_port(host, port)
-    found = find(settings)
+    plan = find(settings)
     if os.environ.pop("RAY_ADDRESS", None) is not None:
         notify("RAY_ADDRESS is ignored: the server starts its own Ray on this machine")
     with cluster.connected(ClusterConfig()) as ray:
-        _serve(ray, settings, found, host=host, port=port, grace=grace, notify=notify, ready=ready)
+        _serve(ray, settings, plan, host=host, port=port, grace=grace, notify=notify, ready=ready)
 
 
 def _serve(
     ray: Any,
     settings: ServeSettings,
-    found: ServePlan,
+    plan: ServePlan,
     *,
     host: str,
     port: int,
@@ -92,7 +92,7 @@ def _serve(
             max_ongoing_requests=100_000,
             graceful_shutdown_timeout_s=5,
             health_check_timeout_s=120,
-            ray_actor_options=actor_options(resources, settings.engine, found),
+            ray_actor_options=actor_options(resources, settings.engine, plan),
             logging_config=logs,
         )
         application = deployment(ray_serve.ingress()(Replica)).bind(settings)
@@ -147,7 +147,7 @@ def _has_died(ray_serve: Any) -> bool:
     """Whether processes of the model were lost while they started. Ray Serve's own error does not say so."""
     with suppress(Exception):
         deployments = ray_serve.status().applications[_APP].deployments.values()
-        return any("died" in one.message.lower() for one in deployments)
+        return any("died" in deployment.message.lower() for deployment in deployments)
     return False
 
 
@@ -167,16 +167,16 @@ def _drain(ray_serve: Any, grace: float, notify: Callable[[str], None]) -> None:
         notify("some answers did not finish in that time")
 
 
-def actor_options(resources: Mapping[str, float], engine: str, found: ServePlan) -> dict[str, int]:
+def actor_options(resources: Mapping[str, float], engine: str, plan: ServePlan) -> dict[str, int]:
     """The process of the models gets all CPUs of the machine, and one GPU; with vLLM, which joins them, all GPUs.
 
     Args:
         resources: of the machine, by Ray's names.
         engine: as in the settings.
-        found: what is served; vLLM runs no classifier.
+        plan: what is served; vLLM runs no classifier.
     """
     gpus = int(resources.get("GPU", 0))
-    joins = joins_gpus(engine) and not found.is_classifier
+    joins = joins_gpus(engine) and not plan.is_classifier
     return {"num_cpus": max(1, int(resources.get("CPU", 1))), "num_gpus": gpus if joins else min(1, gpus)}
 
 

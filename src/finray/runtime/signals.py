@@ -82,9 +82,9 @@ def owned() -> Iterator[None]:
 def take_back() -> None:
     """Restore our handlers if a library has replaced them and a block of :func:`owned` runs in this thread."""
     if _state.depth and threading.current_thread() is threading.main_thread():
-        for one in _NAMES:
-            if one != signal.SIGHUP or not _state.ignores_hangup:
-                signal.signal(one, _handle)
+        for signum in _NAMES:
+            if signum != signal.SIGHUP or not _state.ignores_hangup:
+                signal.signal(signum, _handle)
 
 
 @contextmanager

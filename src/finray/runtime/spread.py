@@ -184,8 +184,8 @@ class SpreadEngine:
             method = replica.generate.options(num_returns="streaming")
             return method.remote([by_number[number] for number in part], sampling, part, adapter, logprobs)
 
-        found: Iterator[Answer] = self._each(numbers, begin)
-        for answer in found:
+        answers: Iterator[Answer] = self._each(numbers, begin)
+        for answer in answers:
             for token in answer.tokens:
                 on_token(answer.row, token)
             yield answer
@@ -224,7 +224,7 @@ class SpreadEngine:
                 continue
             replica, left = at_work[ready]
             try:
-                found = self._ray.get(next(ready))
+                result = self._ray.get(next(ready))
             except StopIteration:
                 del at_work[ready]
                 self._free.append(replica)
@@ -236,14 +236,14 @@ class SpreadEngine:
                 waiting.extendleft(reversed(left))
                 self._replace(replica, error)
             else:
-                del left[found.row]
+                del left[result.row]
                 self._lost = 0
-                yield found
+                yield result
 
     def _require_place(self) -> None:
         """Wait until one of the starting replicas has a process: loading may take as long as it needs, but there must
         be a machine that loads."""
-        if not self._ray.wait([one for _, one in self._starting.values()], timeout=_ROOM_S)[0]:
+        if not self._ray.wait([greeting for _, greeting in self._starting.values()], timeout=_ROOM_S)[0]:
             raise ClusterError(
                 f"replicas were lost, and the cluster has had no room for another one for {_ROOM_S} s",
                 where=WHERE,
@@ -351,5 +351,5 @@ class _EngineReplica:
         yield from self._engine.generate(prompts, sampling, rows=rows, adapter=adapter, logprobs=logprobs)
 
     def log_likelihood(self, request: Sequence[Continuation], rows: list[int], adapter: bool) -> Iterator[Likelihood]:
-        for found in self._engine.log_likelihood(request, adapter=adapter):
-            yield replace(found, row=rows[found.row])
+        for likelihood in self._engine.log_likelihood(request, adapter=adapter):
+            yield replace(likelihood, row=rows[likelihood.row])

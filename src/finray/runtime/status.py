@@ -126,36 +126,36 @@ def status_of(
         free: resources by node id.
         actors: node id, and the name of the placement group or the actor.
     """
-    found, lost, complaints = [], [], []
-    for one in sorted(known, key=lambda one: ("node:__internal_head__" not in one["Resources"], one["NodeName"])):
-        labels = one.get("Labels", {})
-        if not one["Alive"]:
-            lost.append(f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})")
+    listed, lost, complaints = [], [], []
+    for row in sorted(known, key=lambda row: ("node:__internal_head__" not in row["Resources"], row["NodeName"])):
+        labels = row.get("Labels", {})
+        if not row["Alive"]:
+            lost.append(f"{row['NodeManagerHostname']} ({row['NodeManagerAddress']})")
             continue
-        there = [what for where, what in actors if where == one["NodeID"]]
+        there = [what for where, what in actors if where == row["NodeID"]]
         runs = Counter(f"run {run[1]}" if (run := _RUN.fullmatch(what)) else what for what in there)
-        found.append(
+        listed.append(
             Node(
-                name=one["NodeManagerHostname"],
-                ip=one["NodeManagerAddress"],
-                is_head="node:__internal_head__" in one["Resources"],
-                total=_amounts(one["Resources"]),
-                free=_amounts(free.get(one["NodeID"], {})),
+                name=row["NodeManagerHostname"],
+                ip=row["NodeManagerAddress"],
+                is_head="node:__internal_head__" in row["Resources"],
+                total=_amounts(row["Resources"]),
+                free=_amounts(free.get(row["NodeID"], {})),
                 versions=nodes.versions_in(labels),
                 runs=dict(runs),
             )
         )
-    head = next((node.versions for node in found if node.is_head and node.versions), {})
-    for node in found:
+    head = next((node.versions for node in listed if node.is_head and node.versions), {})
+    for node in listed:
         if not node.versions:
             complaints.append(f"{node.name} was not started by finray: its versions are not known")
         elif other := nodes.differences(node.versions, head):
             complaints.append(f"{node.name} has {', '.join(other)}")
     # To Ray, a node that came back is a new one.
-    back = {f"{node.name} ({node.ip})" for node in found}
-    lost = [one for one in dict.fromkeys(lost) if one not in back]
-    complaints += [f"{one} is lost or has left" for one in lost]
-    return ClusterStatus(address, found, lost, complaints)
+    back = {f"{node.name} ({node.ip})" for node in listed}
+    lost = [name for name in dict.fromkeys(lost) if name not in back]
+    complaints += [f"{name} is lost or has left" for name in lost]
+    return ClusterStatus(address, listed, lost, complaints)
 
 
 def _amounts(resources: Mapping[str, float]) -> dict[str, float]:

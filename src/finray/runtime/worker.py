@@ -128,7 +128,7 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
         )
 
     try:
-        before = [one for part in strategy.all_gather_object(failures.known(run_dir, spec.start)) for one in part]
+        before = [each for part in strategy.all_gather_object(failures.known(run_dir, spec.start)) for each in part]
         failures.check(before, failures.LOADING, run_dir)
         loop = _loop(spec, config, run_dir, strategy, sender, partial(_reported, reports, pusher))
         heart.pulse, step = loop.pulse, loop.state.step
@@ -288,8 +288,8 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             # An interface without an address answers with an error.
             with suppress(OSError):
-                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
+                reply = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return None
 
@@ -357,9 +357,9 @@ class Reports:
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
-        while (one := self._queue.get()) is not None:
+        while (report := self._queue.get()) is not None:
             try:
-                self._report(*one)
+                self._report(*report)
             except Exception:
                 # Ray Train is shutting down; the checkpoint is on disk.
                 return

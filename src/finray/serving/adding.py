@@ -58,7 +58,7 @@ class Loader(Generic[Result]):
 
     async def run(self, load: Callable[[Attempt], Result]) -> Result:
         """The result of a call. Raises ApiError: another one is running, it takes too long, or it has failed."""
-        self._hanging = [one for one in self._hanging if one.is_alive()]
+        self._hanging = [thread for thread in self._hanging if thread.is_alive()]
         if self._is_busy:
             raise ApiError(429, "another adapter is being added; try again", code="adapter_busy", retry_after=5)
         if len(self._hanging) >= _HANGING:
@@ -117,7 +117,7 @@ def named_place(path: str, places: Sequence[str]) -> str:
     """
     if is_url(path):
         url = path.rstrip("/")
-        inside = any(is_url(one) and url.startswith(f"{one.rstrip('/')}/") for one in places)
+        inside = any(is_url(place) and url.startswith(f"{place.rstrip('/')}/") for place in places)
         if inside and len(url) <= _LONGEST and url.isprintable() and not _NO_URL.search(url.partition("://")[2]):
             return url
         raise _elsewhere()

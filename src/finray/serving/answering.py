@@ -74,7 +74,7 @@ class Exchange:
         self._sampling = _sampling(request, limits or _COMPLETION_TOKENS, draw)
         self.jobs = [
             self._job(number, prompt)
-            for number, prompt in enumerate(one for one in self._prompts for _ in self._copies)
+            for number, prompt in enumerate(prompt for prompt in self._prompts for _ in self._copies)
         ]
 
     @property
@@ -92,17 +92,17 @@ class Exchange:
                     )
                     raise ApiError(400, message, param="messages")
                 protocol.require_text(request.messages, "messages")
-                messages = tuple(one.whole() for one in messages_of(request.messages, "messages"))
+                messages = tuple(turn.whole() for turn in messages_of(request.messages, "messages"))
                 tools = () if request.tool_choice == "none" else tools_of(request.tools)
                 variables = template_arguments(request.chat_template_kwargs)
                 prompts = [asking.ids(Prompt(messages=messages, tools=tools, arguments=variables))]
                 param = "messages"
             else:
                 param, prompts = "prompt", []
-                for one in request.prompts():
-                    protocol.require_text(one, param)
+                for prompt in request.prompts():
+                    protocol.require_text(prompt, param)
                     form = asking.form if asking.raw else None
-                    text = in_form(form, one) if form is not None and isinstance(one, str) else one
+                    text = in_form(form, prompt) if form is not None and isinstance(prompt, str) else prompt
                     prompts.append(list(asking.tokenizer(text)["input_ids"] if isinstance(text, str) else text))
         except FinrayError as error:
             raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
@@ -166,12 +166,12 @@ class Exchange:
         async for number, event in self._received():
             _take(choices[number], event)
         documents = []
-        for number, one in enumerate(choices):
-            logprobs = self._logprobs(one.logprobs) if self.jobs[number].top is not None else None
-            content: dict[str, Any] = {"text": one.text}
+        for number, choice in enumerate(choices):
+            logprobs = self._logprobs(choice.logprobs) if self.jobs[number].top is not None else None
+            content: dict[str, Any] = {"text": choice.text}
             if self._is_chat:
-                content = {"message": {"role": "assistant", "content": one.text, "refusal": None}}
-            documents.append({"index": number, "finish_reason": one.reason, "logprobs": logprobs, **content})
+                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            documents.append({"index": number, "finish_reason": choice.reason, "logprobs": logprobs, **content})
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": documents, "usage": self._usage(choices)}
 

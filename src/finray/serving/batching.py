@@ -45,7 +45,7 @@ class TokenLogprob:
 
 def logprob_of(token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprob:
     """With the lowest that JSON clients know in the place of minus infinity, as in OpenAI's API."""
-    return TokenLogprob(token, max(logprob, _LOWEST), tuple((one, max(value, _LOWEST)) for one, value in top))
+    return TokenLogprob(token, max(logprob, _LOWEST), tuple((other, max(value, _LOWEST)) for other, value in top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +372,7 @@ class Batcher(Queue):
                 kind = job.sampling.temperature, job.sampling.top_p, job.sampling.top_k
                 alike.setdefault(kind, []).append(number)
         for numbers in alike.values():
-            drawn = [jobs[one].sampling.uniform(jobs[one].number, len(jobs[one].output_ids)) for one in numbers]
+            drawn = [jobs[row].sampling.uniform(jobs[row].number, len(jobs[row].output_ids)) for row in numbers]
             sampled = jobs[numbers[0]].sampling.draw(logits_BV[numbers], drawn).tolist()
             for number, token in zip(numbers, sampled, strict=True):
                 tokens[number] = token

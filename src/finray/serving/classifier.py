@@ -71,9 +71,9 @@ class Classifier:
         except ModelError as error:
             raise ApiError(422, f"{error.message}; {error.repair}", param="input") from None
         data = []
-        for number, one in enumerate(result.predictions):
-            label = list(one.label) if isinstance(one.label, tuple) else one.label
-            shares = dict(zip(result.labels.names, one.probabilities, strict=False)) if one.probabilities else None
+        for number, row in enumerate(result.predictions):
+            label = list(row.label) if isinstance(row.label, tuple) else row.label
+            shares = dict(zip(result.labels.names, row.probabilities, strict=False)) if row.probabilities else None
             data.append({"index": number, "label": label, "probabilities": shares})
         tokens = sum(len(ids) for ids, _ in rows)
         return {"object": "list", "model": self.name, "data": data, "usage": protocol.usage(tokens, 0)}
@@ -83,8 +83,8 @@ class Classifier:
         if not 1 <= len(inputs) <= MAX_TEXTS:
             raise ApiError(400, f"input takes 1 to {MAX_TEXTS} texts, but has {len(inputs)}", param="input")
         rows = []
-        for number, one in enumerate(inputs):
-            texts = (one,) if isinstance(one, str) else tuple(one)
+        for number, text in enumerate(inputs):
+            texts = (text,) if isinstance(text, str) else tuple(text)
             if len(texts) > 2 or not any(texts):
                 raise ApiError(400, f"input[{number}] is neither a text nor a pair of texts", param="input")
             protocol.require_text(list(texts), "input")

@@ -85,7 +85,7 @@ def caused_by_request(param: str | None = None) -> Iterator[None]:
 
 def readable(text: str, width: int = 80) -> str:
     """A client's text as it stands in a message: not long, and without control characters."""
-    return cut("".join(one if one.isprintable() else "\ufffd" for one in text[: width + 1]), width)
+    return cut("".join(character if character.isprintable() else "\ufffd" for character in text[: width + 1]), width)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

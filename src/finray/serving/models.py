@@ -219,7 +219,8 @@ def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
         raise ModelError("is a full model, not an adapter", where=path, repair="start a separate server for it")
     if base is None and _place(artifact.base) != _place(of):
         trained, here = (
-            f"{one.name} (revision {one.revision})" if one.revision else one.name for one in (artifact.base, of)
+            f"{model.name} (revision {model.revision})" if model.revision else model.name
+            for model in (artifact.base, of)
         )
         raise ModelError(
             f"the adapter has a different base model: it was trained on {trained}, but {here} is served",
@@ -232,7 +233,7 @@ def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
 def _is_adapter(path: str | Path) -> bool:
     """Whether a directory is that of an adapter: its own, or a run's."""
     folder = Path(path).expanduser()
-    return any(one for place in ("", f"{FINAL}/", "checkpoint-*/") for one in folder.glob(f"{place}{SETTINGS}"))
+    return any(file for place in ("", f"{FINAL}/", "checkpoint-*/") for file in folder.glob(f"{place}{SETTINGS}"))
 
 
 def _place(model: ModelConfig) -> tuple[str, str, tuple[str, ...]]:
@@ -292,10 +293,10 @@ class Models:
         self._is_open = lora is not None or not plan.artifact.is_adapter
         others = [(artifact, read_plain_lora(artifact.folder, self._base)) for _, artifact in plan.adapters]
         tokenizer = load_tokenizer(ModelConfig(name=str(plan.artifact.folder)))
-        vllm = self._vllm(lora, [one for _, one in others], notify)
+        vllm = self._vllm(lora, [weights for _, weights in others], notify)
         if vllm is None:
             self._open(lora, tokenizer, notify)
-        limits = [one for one in (settings.max_length, self.own_length) if one is not None]
+        limits = [limit for limit in (settings.max_length, self.own_length) if limit is not None]
         self.max_length = min(limits, default=None)
         self._changes = threading.Lock()
         self._served: Mapping[str, Served] = {}
@@ -304,10 +305,12 @@ class Models:
         if lora is not None:
             base = artifact_of(self._base.name, revision=self._base.revision)
             self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
-        for (name, artifact), (_, one) in zip(plan.adapters, others, strict=True):
-            self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
+        for (name, artifact), (_, weights) in zip(plan.adapters, others, strict=True):
+            self._put(self._adapter(name, artifact, self._placed(artifact.folder, weights)))
         self._at_start = frozenset(self._served)
-        if without := [f"`{one.name}` {why}" for one in self.all() if (why := one.asking.why_no_chat) is not None]:
+        if without := [
+            f"`{model.name}` {why}" for model in self.all() if (why := model.asking.why_no_chat) is not None
+        ]:
             notify(f"conversations need a chat template, so they are refused: {', '.join(without)}")
         for served in self.all():
             if served.asking.remark is not None:
@@ -335,7 +338,7 @@ class Models:
         )
         self.vocabulary = engine.vocabulary
         self.batcher: Queue = Batcher(engine, adapters, slots=settings.slots, max_queue=settings.max_queue)
-        self._placed: Callable[[Path, PlainLora], Any] = lambda folder, one: adapters.placed(one)
+        self._placed: Callable[[Path, PlainLora], Any] = lambda folder, lora: adapters.placed(lora)
 
     def _vllm(
         self, lora: PlainLora | None, others: Sequence[PlainLora], notify: Callable[[str], None]
@@ -351,7 +354,7 @@ class Models:
         rank = max(
             [
                 _RANK if settings.adapters_from and self._is_open else 0,
-                *(part.down.shape[0] for one in (lora, *others) if one for part in one.parts.values()),
+                *(part.down.shape[0] for adapter in (lora, *others) if adapter for part in adapter.parts.values()),
             ]
         )
         try:
@@ -364,7 +367,7 @@ class Models:
         self.engine, self.has_logprobs, self.vocabulary = engine, True, engine.vocabulary
         self.own_length, self._generation = engine.max_length, engine.generation
         self.batcher = VLLMBatcher(engine, slots=settings.slots, max_queue=settings.max_queue)
-        self._placed = lambda folder, one: engine.adapter(folder)
+        self._placed = lambda folder, lora: engine.adapter(folder)
         return engine
 
     def _shared_lora(self, plan: ServePlan, notify: Callable[[str], None]) -> PlainLora | None:
@@ -387,9 +390,9 @@ class Models:
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
         return self._made(name, str(artifact.folder), artifact, tokenizer, placed)
 
-    def _put(self, one: Served) -> None:
+    def _put(self, model: Served) -> None:
         # A new mapping each time: requests read it without a lock.
-        self._served = {**self._served, one.name: one}
+        self._served = {**self._served, model.name: model}
 
     def names(self) -> list[str]:
         """Names of the served models."""
@@ -461,7 +464,7 @@ class Models:
             self._require_open()
             if not self._is_removable(self.get(name).name):
                 raise ApiError(403, f"`{name}` was loaded at start and cannot be removed", param="name")
-            self._served = {one: model for one, model in self._served.items() if one != name}
+            self._served = {served: model for served, model in self._served.items() if served != name}
 
     def _require_open(self) -> None:
         if not self._settings.adapters_from:

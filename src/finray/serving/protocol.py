@@ -123,8 +123,8 @@ class CompletionRequest(GenerateRequest):
         """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        tokens = [one for one in self.prompt if isinstance(one, int)]
-        return [tokens] if tokens else [one for one in self.prompt if not isinstance(one, int)]
+        tokens = [token for token in self.prompt if isinstance(token, int)]
+        return [tokens] if tokens else [text for text in self.prompt if not isinstance(text, int)]
 
 
 class ClassifyRequest(Request):
@@ -164,14 +164,14 @@ def parse(kind: type[Body], body: bytes) -> Body:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
             raise ApiError(400, f"the body is not valid JSON: {first['msg']}") from None
-        names = [readable(str(one)) for one in first["loc"]]
+        names = [readable(str(part)) for part in first["loc"]]
         if not names:
             raise ApiError(400, "the body must be a JSON object") from None
         if first["type"] == "extra_forbidden":
             message = f"`{'.'.join(names)}` is not supported"
             raise ApiError(400, message, param=names[0], code="unsupported") from None
         # By either of its names.
-        field, info = next((name, one) for name, one in kind.model_fields.items() if names[0] in (name, one.alias))
+        field, info = next((name, info) for name, info in kind.model_fields.items() if names[0] in (name, info.alias))
         if first["type"] == "missing" and len(names) == 1:
             raise ApiError(400, f"`{field}` is missing; it must be {info.description}", param=field) from None
         raise ApiError(400, f"`{names[0]}` must be {info.description}", param=names[0]) from None
@@ -222,27 +222,27 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Log-probabilities in the format of a chat choice."""
 
-    def one(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
         text, content = token_text(tokenizer, token)
         return {"token": text, "logprob": logprob, "bytes": list(content)}
 
     content = [
-        {**one(each.token, each.logprob), "top_logprobs": [one(*other) for other in each.top]} for each in chosen
+        {**entry(each.token, each.logprob), "top_logprobs": [entry(*other) for other in each.top]} for each in chosen
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
     """Log-probabilities in the format of a completion choice; ``at`` is the text offset of the first token."""
-    texts = [token_text(tokenizer, one.token) for one in chosen]
+    texts = [token_text(tokenizer, each.token) for each in chosen]
     lengths = [len(content.decode(errors="replace")) for _, content in texts]
     if at == 0 and chosen:
         # The text begins without the space that a decoder takes from it.
         lengths[0] = len(tokenizer.decode([chosen[0].token]))
     return {
         "tokens": [text for text, _ in texts],
-        "token_logprobs": [one.logprob for one in chosen],
-        "top_logprobs": [{token_text(tokenizer, token)[0]: logprob for token, logprob in one.top} for one in chosen],
+        "token_logprobs": [each.logprob for each in chosen],
+        "top_logprobs": [{token_text(tokenizer, token)[0]: logprob for token, logprob in each.top} for each in chosen],
         "text_offset": list(accumulate(lengths, initial=at))[:-1],
     }
 
@@ -260,9 +260,9 @@ def token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
         if (number := BYTE.fullmatch(raw)) is not None:
             content = bytes.fromhex(number[1])
         elif set(raw) <= (byte_of := _byte_of()).keys():
-            content = bytes(byte_of[one] for one in raw)
+            content = bytes(byte_of[character] for character in raw)
         if "\ufffd" in content.decode(errors="replace") and content != text.encode():
-            text = "bytes:" + "".join(f"\\x{one:02x}" for one in content)
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
     return text, content
 
 
@@ -280,8 +280,8 @@ def require_text(value: Any, param: str) -> None:
         if (odd := NO_TEXT.search(value)) is not None:
             raise ApiError(400, f"U+{ord(odd[0]):04X} is not a valid character; remove it", param=param)
     elif isinstance(value, dict):
-        for one in (*value, *value.values()):
-            require_text(one, param)
+        for item in (*value, *value.values()):
+            require_text(item, param)
     elif isinstance(value, list):
-        for one in value:
-            require_text(one, param)
+        for item in value:
+            require_text(item, param)

@@ -98,7 +98,7 @@ class ApiServer:
             Route("/health", self._health, methods=get),
             Route("/ready", self._ready, methods=get),
             Route("/v1/models", self._list, methods=get),
-            Route("/v1/models/{name:path}", self._one, methods=get),
+            Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/v1/chat/completions", self._chat, methods=post),
             Route("/v1/completions", self._complete, methods=post),
             Route("/v1/classify", self._classify, methods=post),
@@ -150,7 +150,7 @@ class ApiServer:
     async def _list(self, request: Request) -> Response:  # noqa: ARG002
         return JSONResponse({"object": "list", "data": self._documents()})
 
-    async def _one(self, request: Request) -> Response:
+    async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
         for document in self._documents():
             if document["id"] == name:
@@ -161,7 +161,7 @@ class ApiServer:
         if self._models is None:
             assert self._classifier is not None
             return [self._classifier.document()]
-        return [one.document(self._models.max_length) for one in self._models.all()]
+        return [model.document(self._models.max_length) for model in self._models.all()]
 
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, ChatRequest)
@@ -199,7 +199,7 @@ class ApiServer:
 
     async def _list_adapters(self, request: Request) -> Response:  # noqa: ARG002
         models = self._answers()
-        adapters = [one.document(models.max_length) for one in models.all() if one.adapter is not None]
+        adapters = [model.document(models.max_length) for model in models.all() if model.adapter is not None]
         return JSONResponse({"object": "list", "data": adapters})
 
     async def _add(self, request: Request) -> Response:

@@ -46,7 +46,7 @@ class VLLMBatcher(Queue):
                 except Exception as error:
                     self.fail([job], error)
             for output in self._engine.step() if self._rows else ():
-                self._told(output)
+                self._report(output)
         except Exception as error:
             self.fail(jobs, error)
             self._end(list(self._rows))
@@ -63,13 +63,13 @@ class VLLMBatcher(Queue):
         settings = self._engine.settings(replace(job.sampling, max_new_tokens=job.room), job.number, job.ends)
         return settings if job.top is None else {**settings, "logprobs": job.top}
 
-    def _told(self, output: Any) -> None:
+    def _report(self, output: Any) -> None:
         """Report a step's new tokens of a row."""
         if output.request_id not in self._rows:
             return
-        job, told = self._rows[output.request_id]
+        job, reported = self._rows[output.request_id]
         made = output.outputs[0]
-        for at in range(told, len(made.token_ids)):
+        for at in range(reported, len(made.token_ids)):
             token = int(made.token_ids[at])
             self.written += 1
             if not 0 <= token < self._engine.vocabulary:
@@ -99,6 +99,6 @@ class VLLMBatcher(Queue):
 
 def _logprob(token: int, by_token: dict[int, Any], top: int) -> TokenLogprob:
     """vLLM's log-probabilities at a position: of the chosen token, and of the most likely by rank."""
-    ranked = sorted((one.rank, other, float(one.logprob)) for other, one in by_token.items())
+    ranked = sorted((logprob.rank, other, float(logprob.logprob)) for other, logprob in by_token.items())
     likeliest = tuple((other, logprob) for rank, other, logprob in ranked if rank <= top)
     return logprob_of(token, float(by_token[token].logprob), likeliest)

@@ -36,7 +36,7 @@ def address_of(tracking: Mapping[str, Any]) -> str:
 
 def name_of(text: str) -> str:
     """A text as MLflow takes it in a name, such as the label ``C++``: other characters as their number, ``C_2b_2b``."""
-    return _REFUSED.sub(lambda found: f"_{ord(found[0]):x}", text)[:_NAME]
+    return _REFUSED.sub(lambda match: f"_{ord(match[0]):x}", text)[:_NAME]
 
 
 class MlflowService(Service):

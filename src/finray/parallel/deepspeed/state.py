@@ -128,9 +128,9 @@ class ZeroOptimizer:
         held: dict[torch.Tensor, Mapping[str, Any]] = {}
         for number, flat in enumerate(_flats(self._engine)):
             held[flat], blocks = self._state.vector_state(flat)
-            for kind, own in blocks.items():
-                whole = (dist.get_world_size() * len(own),)
-                state[self._block_key(kind, number)] = FlatShard(own, dist.get_rank() * len(own), whole)
+            for kind, share in blocks.items():
+                whole = (dist.get_world_size() * len(share),)
+                state[self._block_key(kind, number)] = FlatShard(share, dist.get_rank() * len(share), whole)
         for name, parameter in self.parameters.items():
             place = self._places[parameter]
             shape = _whole_shape(parameter)
@@ -163,8 +163,8 @@ class ZeroOptimizer:
                     if kind not in values:
                         values[kind] = torch.zeros_like(flat, dtype=torch.float32)
                     rows = partial(self._state.rows, reader, name, kind)
-                    own = read_elements(rows, shape, place.start, place.start + place.count)
-                    place.of(values[kind]).copy_(own)
+                    share = read_elements(rows, shape, place.start, place.start + place.count)
+                    place.of(values[kind]).copy_(share)
             blocks = {}
             for kind in BLOCK_KINDS:
                 key = self._block_key(kind, number)
