@@ -197,7 +197,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.cycles
 	$(BIN)/python -m tools.quarantine
-	$(BIN)/python -m pytest $(XDIST) tools/docs_checks
+	$(BIN)/python -m pytest $(XDIST) tools/docs_checks tools/checks
 	$(BIN)/finray config docs | diff - docs/reference/config.md
 	$(BIN)/mkdocs build --strict --site-dir build/site
 

@@ -1,12 +1,58 @@
-"""The rules of the quarantine, and the table of tools/under_load.py."""
+"""The ledger of groups that have passed, the rules of the quarantine, and the table of tools/under_load.py."""
 
 from __future__ import annotations
 
+import tomllib
 from datetime import date
 from pathlib import Path
 
 import pytest
-from tools import quarantine, under_load
+from tools import passed, quarantine, under_load
+
+LEDGER = """# A comment.
+
+[engines]
+files = ["a/*.py"]
+digest = "old"
+date = "2026-01-01"
+
+[slurm]
+files = ["b.py"]
+"""
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> dict[str, object]:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.py").write_text("1")
+    return {"files": ["a/*.py"], "digest": passed.digest(["a/*.py"], root=tmp_path), "date": "today", "commit": "abc"}
+
+
+def test_a_group_runs_again_where_its_files_have_changed(group: dict[str, object], tmp_path: Path) -> None:
+    assert passed.why(group, root=tmp_path) == ""
+    (tmp_path / "b.py").write_text("another group's")
+    assert passed.why(group, root=tmp_path) == ""
+    (tmp_path / "a" / "one.py").write_text("2")
+    assert "changed since it passed on today (abc)" in passed.why(group, root=tmp_path)
+    (tmp_path / "a" / "one.py").write_text("1")
+    (tmp_path / "a" / "two.py").write_text("")
+    assert passed.why(group, root=tmp_path)
+    assert passed.why({"files": ["a/*.py"]}, root=tmp_path) == "it has not passed yet"
+    with pytest.raises(SystemExit, match=r"no file matches c/\*"):
+        passed.digest(["c/*"], root=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["engines", "slurm"])
+def test_what_has_passed_is_noted_for_its_group_alone(name: str) -> None:
+    before, after = tomllib.loads(LEDGER), tomllib.loads(passed.noted(LEDGER, name, {"digest": "new", "commit": "abc"}))
+    assert after.pop(name) == {**before.pop(name), "digest": "new", "commit": "abc"}
+    assert after == before
+
+
+def test_every_group_of_the_ledger_has_files() -> None:
+    for group in tomllib.loads(passed.LEDGER.read_text()).values():
+        assert passed.digest(group["files"])
+
 
 ENTRY = """
 [[test]]
