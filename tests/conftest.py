@@ -24,11 +24,12 @@ HOME = stranger.settle(os.environ)
 from tools import quarantine  # noqa: E402
 
 from tests.support import forks, s3, tiny  # noqa: E402
+from tests.support.examples import examples  # noqa: E402
 
 # How long an example takes says more of the machine than of the code. The gate tries the same examples each time, a
 # night others.
 NIGHTLY = "FINRAY_TEST_NIGHTLY" in os.environ
-settings.register_profile("finray", deadline=None, derandomize=not NIGHTLY, database=None)
+settings.register_profile("finray", max_examples=examples(100), deadline=None, derandomize=not NIGHTLY, database=None)
 settings.load_profile("finray")
 
 ROOT = Path(__file__).parent.parent

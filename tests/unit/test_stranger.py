@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import stranger
 
 
+@pytest.mark.long
 def test_nothing_of_the_users_reaches_the_tests() -> None:
     users = {
         "RAY_ADDRESS": "10.0.0.1:6379",

@@ -122,6 +122,7 @@ def test_a_field_of_another_kind_is_one_message(section: str) -> None:
                 assert len(str(error)) < 30_000, path  # noqa: PT017
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "words", "ending", "code"),
     [

@@ -125,6 +125,7 @@ def forms() -> dict[str, Any]:
     return {one["id"]: one for one in json.loads(source.read_text())["forms"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", forms())
 @settings(max_examples=examples(5), deadline=None)
 @given(drawn=st.data())

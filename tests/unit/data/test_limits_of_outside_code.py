@@ -116,6 +116,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     return write
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("function", ["loops", "yields_for_ever", "sleeps"])
 def test_a_converter_that_never_returns_is_an_error_of_its_row(

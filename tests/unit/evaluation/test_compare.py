@@ -68,6 +68,7 @@ class Smoothed(CausalLM):
         return functional.cross_entropy(logits, batch.targets_K, reduction="sum", label_smoothing=0.2)
 
 
+@pytest.mark.long
 def test_a_task_of_ones_own_has_its_own_loss_in_evaluation_too(
     run_dir: Path, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -98,6 +99,7 @@ def by_transformers(model: Path, rows: list[list[int]], *, adapter: Path | None 
     return total / targets
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("learned", ["text", "all"])
 @pytest.mark.parametrize("method", ["lora", "none"])
 def test_rows_without_prompts_have_the_losses_of_plain_transformers(

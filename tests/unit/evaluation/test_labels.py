@@ -48,6 +48,7 @@ def check(adapter: Path, found: list[dict[str, Any]], asked: list[tuple[str, ...
     assert len({row["label"] for row in found}) > 1
 
 
+@pytest.mark.long
 def test_a_text_is_tried_with_one_command(adapter: Path, tmp_path: Path) -> None:
     code, out, err = command("generate", adapter, *TEXTS, "--json")
     assert code == 0, err

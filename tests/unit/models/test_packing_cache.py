@@ -53,6 +53,7 @@ def test_a_damaged_or_missing_cache_is_no_error(tiny_model_dir: Path, tmp_path: 
     assert cached_packing(ModelConfig(name=str(tmp_path / "nothing")), tmp_path) is None
 
 
+@pytest.mark.long
 def test_a_warm_driver_imports_neither_torch_nor_transformers(tiny_model_dir: Path, tmp_path: Path) -> None:
     store_packing(ModelConfig(name=str(tiny_model_dir)), tmp_path, SAFE)
     script = f"""

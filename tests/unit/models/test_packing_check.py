@@ -17,6 +17,7 @@ LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 
 
 
 # Their real sizes: nothing of that size may be built.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -47,6 +48,7 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
     assert found.safe, found.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [

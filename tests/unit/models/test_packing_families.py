@@ -101,6 +101,7 @@ def test_the_sliding_window_is_seen() -> None:
         assert_equal_gradients(gradients(model), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", tiny.HYBRIDS)
 def test_a_state_that_goes_on_from_row_to_row_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, and rows of one length beside others: what keeps them apart makes the gradients right."""

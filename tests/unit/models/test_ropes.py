@@ -65,6 +65,7 @@ def in_batches(case: str, batches: list[list[Any]], *, packs: bool = True) -> tu
     return losses, gradients(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_packs_and_micro_batches_are_the_rows_alone(case: str) -> None:
     # The longest first: dynamic NTK in Transformers remembers it.
@@ -82,6 +83,7 @@ def test_packs_and_micro_batches_are_the_rows_alone(case: str) -> None:
     assert_equal_gradients(grads, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_without_it_a_long_row_changes_the_others(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control, also of the check: it reaches the length at which the frequencies change."""

@@ -46,6 +46,7 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", tiny.EXPERTS)
 def test_experts_are_adapted_and_merged_as_plain_peft_and_transformers_read_them(
     family: str, tmp_path: Path, tokenizer: Any

@@ -21,6 +21,8 @@ from finray.tracking.console import RunView
 from finray.tracking.jsonl import mean_loss, metrics_table
 from tests.support.recorded import answers, machine, write_evaluation, write_run
 
+pytestmark = pytest.mark.long
+
 EVIL: dict[str, str] = {"very large": "9" * 5000, "negative": "-" + "9" * 400, "nan": "NaN", "list": '[["x"]]'}
 MARK = "@@"
 

@@ -120,6 +120,7 @@ def test_rows_of_the_base_and_of_adapters_share_steps_and_each_is_answered_as_al
     assert len({tuple(one) for one in right}) > len(right) // 2
 
 
+@pytest.mark.long
 def test_the_comparison_can_see_an_adapter_of_the_row_beside(
     models: Models, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,6 +381,7 @@ def test_a_queue_that_is_closed_leaves_nobody_waiting() -> None:
     assert caught.value.status == 503
 
 
+@pytest.mark.long
 def test_a_model_whose_rows_share_no_step_is_answered_too(tmp_path: Path, tokenizer: Any) -> None:
     tiny.save_model("bloom", tmp_path / "base", tokenizer)
     save = {"target_modules": ["query_key_value"]}

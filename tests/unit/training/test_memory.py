@@ -227,6 +227,7 @@ def test_storing_that_fails_works_and_fails_again_is_a_warning_each_time(tmp_pat
     assert [text.partition(": ")[2].partition(";")[0] for text in warned] == ["at step 1", "at step 6"]
 
 
+@pytest.mark.long
 def test_a_part_that_could_not_be_stored_takes_no_memory_afterwards(tmp_path: Path) -> None:
     """The error has its frames, and these have the files."""
 
