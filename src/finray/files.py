@@ -130,7 +130,7 @@ class FileKind:
         return self.parsed(content, shape, where)
 
     def verify(self, path: Path, *, size: int, sha256: str | None, root: Path | None = None) -> None:
-        """See that a file has the bytes that were written; without a digest, as many."""
+        """Check that a file has the bytes that were written; without a digest, as many."""
         with self.opened(path, root) as stream:
             if (actual := os.fstat(stream.fileno()).st_size) != size:
                 raise self.refused(f"has {actual} bytes instead of {size}", path)
@@ -240,7 +240,7 @@ def typed(content: Any, shape: type[T]) -> T:
 
 
 def require_writable(folder: Path) -> None:
-    """See that files can be written into a directory, before work is done whose result goes there.
+    """Check that files can be written into a directory, before work is done whose result goes there.
     Raises FinrayError: they cannot."""
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -254,7 +254,7 @@ def require_writable(folder: Path) -> None:
 
 
 def require_writable_file(path: Path) -> None:
-    """See that a file can be made, or written again if it is there, before work is done whose result goes into it.
+    """Check that a file can be made, or written again if it is there, before work is done whose result goes into it.
     Raises FinrayError: it cannot."""
     require_writable(path.absolute().parent)
     # Not a pipe, which would wait for its reader.

@@ -473,14 +473,14 @@ class Config(Section):
     tracking: TrackingConfig = TrackingConfig()
     cluster: ClusterConfig = ClusterConfig()
     export: ExportConfig = ExportConfig()
-    # What is to be said of where it came from; no part of it.
+    # Notes about where it was read from; not a part of it.
     _notes: tuple[str, ...] = PrivateAttr(())
     # Of the config of a run that somebody else has started: its file, and the fields that are the user's own word.
     _foreign: tuple[str, frozenset[str]] = PrivateAttr(("", frozenset()))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of what was read: names from the environment, and files of other systems."""
+        """Notes about what was read: names from the environment, and files of other systems."""
         return self._notes
 
     @property

@@ -201,7 +201,7 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
 
 
 def require_finite(model: Any, where: str) -> None:
-    """See that no weight of a loaded model is NaN or infinite, as after a training that has diverged.
+    """Check that no weight of a loaded model is NaN or infinite, as after a training that has diverged.
 
     Args:
         model: whose parameters are looked at; those of one byte per element are left out.

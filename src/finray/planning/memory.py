@@ -283,7 +283,7 @@ def largest_workload(
 
 # --- the smallest change with which a run fits ----------------------------------------------------------------------
 
-# What a change costs, in no unit: less is better. A smaller micro-batch changes nothing that is learned; checkpointing
+# The relative cost of a change: less is better. A smaller micro-batch changes nothing that is learned; checkpointing
 # and offloading cost time, workers money; an 8-bit optimizer and bf16 round, shorter rows lose text, and an adapter
 # trains something else.
 _COSTS = {
@@ -317,7 +317,7 @@ _BUSY = 16_384
 
 
 def relief(config: Config, execution: Execution, device: Device, *, workers: int, less: int) -> tuple[str, ...]:
-    """The smallest change with which a worker needs so many bytes less than now, as overrides; none where none does.
+    """The cheapest overrides that reduce a worker's memory by so many bytes; empty if none do.
 
     For a run that ran out of memory, regardless of the estimate.
     """
@@ -381,7 +381,7 @@ def _others(config: Config, execution: Execution, device: Device, workers: int) 
             changes["precision"] = ["bf16-true"]
     if device.kind == "cuda":
         changes["activation_offload"] = [True]
-        # Of FSDP2 it was never seen on a GPU.
+        # Not tested with FSDP2 on a GPU.
         if execution.strategy == "deepspeed" and not config.parallel.deepspeed_config:
             changes["cpu_offload"] = [True]
         if execution.strategy != "ddp" or config.parallel.strategy == "auto":

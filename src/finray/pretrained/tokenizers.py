@@ -56,7 +56,7 @@ _NONE = ("num_labels", "num_experts", "num_local_experts", "n_routed_experts", "
 
 
 def check_sizes(content: Mapping[str, Any], where: str) -> None:
-    """See that the sizes in a model's configuration are those of a model, before anything is made of them.
+    """Check that the sizes in a model's configuration are those of a model, before anything is made of them.
     Raises ModelError: one is too large, not positive, or no whole number."""
     for name, value in content.items():
         if isinstance(value, Mapping):
@@ -148,7 +148,7 @@ def check_exists(name: str) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """See that the files of a model directory that Transformers and PEFT open by their names can be read to an end.
+    """Check that the files of a model directory that Transformers and PEFT open by their names can be read to an end.
 
     Links to files elsewhere are left: people put model directories together from them. Raises ModelError: one is a fifo
     or a device, or has no size that such a file may have.

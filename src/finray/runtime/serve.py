@@ -226,7 +226,7 @@ class Replica:
 
 
 def require_packages() -> None:
-    """See that Ray Serve can be imported. Raises ConfigError: its packages are missing."""
+    """Check that Ray Serve can be imported. Raises ConfigError: its packages are missing."""
     missing = [name for name in ("starlette", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
