@@ -88,15 +88,15 @@ def test_a_connection_without_the_token_is_not_heard() -> None:
     assert heard == [Note("true")]
 
 
-def test_a_sender_goes_on_when_nobody_listens() -> None:
+def test_a_sender_goes_on_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    # If it waited for somebody, the test would not end.
+    monkeypatch.setattr("finray.runtime.progress._DELIVER_S", 10_000.0)
     with Listener("127.0.0.1", lambda record: None) as listener:
         pass
     sender = Sender(listener.address)
-    started = time.monotonic()
     for _ in range(1000):
         sender.put(Note("lost"))
     sender.close()
-    assert time.monotonic() - started < 5
 
 
 def until(what: Callable[[], object]) -> None:
