@@ -91,6 +91,8 @@ class Packing:
     positions: int | None = None
     hidden_size: int | None = None  # width of the model; None where its configuration does not say
     has_states: bool = False  # whether layers carry a state from token to token, which no cached keys and values hold
+    # Whether a row may be padded on its left, which moves positions that are counted (BART), and what some masks leave.
+    pads: bool = False
     lasting: bool = True  # False where the check failed for lack of memory or of a package, and another time may not
 
     @property

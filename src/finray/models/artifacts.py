@@ -156,7 +156,9 @@ def require_fit(artifact: Artifact) -> None:
         return
     stored = stored_weights(artifact.folder, Path(WEIGHTS).stem)
     base = load_model(artifact.model, dtype=torch.float32, on_meta=True, labels=artifact.labels)
-    shapes = {name: tuple(module.weight.shape) for name, module in base.named_modules() if hasattr(module, "weight")}
+    # Some modules have none, under this name.
+    weights = {name: getattr(module, "weight", None) for name, module in base.named_modules()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if weight is not None}
     layers = {_DIGITS.sub("#", name) for name in shapes}
     for name, tensor in {} if stored is None else stored.tensors.items():
         layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")

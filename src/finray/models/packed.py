@@ -102,6 +102,7 @@ class PackedModel:
         self._first_position = 0 if padding is None else padding + 1
         takes = inspect.signature(self._body.forward).parameters
         self._has_token_types = "token_type_ids" in takes and getattr(self.inner.config, "type_vocab_size", 0) > 1
+        self._takes_positions = "logits_to_keep" in inspect.signature(self.inner.forward).parameters
         self._device = device
         self._attention = attention_name
         self._reads_first = attention_name == attention.NAME and pooled.read_only_first(self._body)
@@ -154,7 +155,7 @@ class PackedModel:
             output.last_hidden_state = self._flat(output).index_select(0, positions_K)[None]
             logits = self._of_whole(output, batch.tokens_1T[:, : len(positions_K)])[0]
             return logits
-        if self._attention is None and len(batch.lengths) > 1:
+        if not self._takes_positions or (self._attention is None and len(batch.lengths) > 1):
             # `logits_to_keep` counts within a row.
             logits = self._call(self.inner, batch).logits
             return logits.flatten(0, 1).index_select(0, positions_K)
@@ -248,6 +249,9 @@ class PackedModel:
             except AttributeError:
                 # Its forward pass reaches into the body (OPT): what the body itself makes of the tokens must do.
                 hidden, theirs = states, self._call(self.inner, probe).logits[0].float()
+            if self.head().weight_VH.shape[1] != hidden.shape[-1]:
+                # Something in between makes it wider (RemBERT).
+                return False
             ours = self.head().logits(hidden[0])
             # Apart by rounding at most.
             if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= 2e-2 * ours.abs().max():

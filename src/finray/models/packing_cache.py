@@ -38,7 +38,7 @@ def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
         folder: where results are cached; None is ``finray/packing`` in the user's cache.
 
     Raises:
-        ModelError: the model's configuration cannot be loaded.
+        ModelError: as for :func:`finray.models.packing_check.check_packing`.
     """
     folder = folder or cache_dir("packing")
     cached = cached_packing(model, folder)

@@ -17,6 +17,7 @@ from finray import compat
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
+from finray.errors import ModelError
 from finray.files import first_line
 from finray.models import attention, states
 from finray.models.packed import PackedModel, ProbeRows
@@ -53,7 +54,9 @@ _SIZES = {
     "rotary_dim": _HEAD // 2,
     "query_pre_attn_scalar": _HEAD,
 }
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+# Where it is open, the depth is that of a stack which is run through several times.
+_STACKED = "num_layers_per_stack"
 _WINDOWS = (
     *("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size"),
     # Of ModernBERT; of Doge; the keys that sparse attention keeps; where scores begin to be scaled by position.
@@ -96,7 +99,7 @@ def check_packing(model: ModelConfig) -> Packing:
         The finding. A model that cannot be shrunk counts as not safe.
 
     Raises:
-        ModelError: the configuration cannot be loaded.
+        ModelError: the configuration cannot be loaded, or is that of an encoder and the task a causal language model's.
     """
     check_exists(model.name)
     silence_transformers()
@@ -107,27 +110,29 @@ def check_packing(model: ModelConfig) -> Packing:
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise not_loaded("model's configuration", model, error) from None
     spec = task_spec(model.task)
-    return check_packing_of(config, auto_class=spec.auto_class, trust_remote_code=model.trust_remote_code)
+    code = model.trust_remote_code
+    return check_packing_of(config, auto_class=spec.auto_class, trust_remote_code=code, name=model.name)
 
 
 @torch.no_grad()
 def check_packing_of(
-    config: Any, *, auto_class: str = CAUSAL_LM.auto_class, trust_remote_code: bool = False
+    config: Any, *, auto_class: str = CAUSAL_LM.auto_class, trust_remote_code: bool = False, name: str = ""
 ) -> Packing:
-    """As :func:`check_packing`, for a Transformers configuration; random state is not changed."""
+    """As :func:`check_packing`, for a Transformers configuration of a named model; random state is not changed.
+    Raises ModelError: an encoder is to be a causal language model."""
     family, positions, width = str(config.model_type), None, getattr(config, "hidden_size", None)
+    pads = False
 
     def unsafe(reason: str, error: Exception | None = None) -> Packing:
         # A missing package or too little memory says nothing about the model.
         fleeting = isinstance(error, ImportError | MemoryError | OSError) or "allocate" in str(error)
-        return Packing(False, family, reason, positions, width, lasting=not fleeting)
+        return Packing(False, family, reason, positions, width, pads=pads, lasting=not fleeting)
 
     # A caller may be in autocast, and its rounding would look like a leak.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         torch.manual_seed(0)
         try:
-            options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code, "attn_implementation": "eager"}
-            small = small_model(config, auto_class, **options)
+            small = small_model(config, auto_class, dtype=torch.float32, trust_remote_code=trust_remote_code)
             context, is_learned = row_limit(small)
             if is_learned and context is not None:
                 # The small model has another position table and padding index, after which positions may begin.
@@ -136,20 +141,32 @@ def check_packing_of(
             has_states = bool(states.stateful(small))
             if compat.carries_state(small) and not has_states:
                 return unsafe("it carries a state from token to token")
-            if not compat.accepts_attention(small):
-                return unsafe("its attention is its own and cannot be told where rows end")
             for parameter in small.parameters():
                 if parameter.ndim >= 2:
                     # New weights are so small that attention is nearly uniform, and a wrong position would hardly
                     # matter.
                     parameter.mul_(4.0)
             small.eval()
+            if auto_class == CAUSAL_LM.auto_class and _sees_ahead(small):
+                raise ModelError(
+                    f"a {family} of this configuration sees the tokens that it is to predict: its attention goes both "
+                    "ways",
+                    where=f"model.name={name or family}",
+                    repair="take a causal language model; if this was trained as one, config.json must say so, mostly "
+                    "by `is_decoder: true`",
+                )
+            pads = auto_class == CAUSAL_LM.auto_class and _may_pad(small)
+            if not compat.accepts_attention(small):
+                return unsafe("its attention is its own and cannot be told where rows end")
+            small.set_attn_implementation("eager")
             # A decoder's rows are pooled at the start of their padding, and there is none.
             if small.config.get_text_config().pad_token_id is None:
                 small.config.get_text_config().pad_token_id = 0
             rows = [torch.randint(3, _VOCABULARY, (1, length)) for length in _LENGTHS]
             alone = [_results(small, ProbeRows(row), None) for row in rows]
             expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
+        except ModelError:
+            raise
         except Exception as error:
             return unsafe(f"no small model of its kind can be tried out ({first_line(error)[:120]})", error)
         attention.register()
@@ -162,7 +179,7 @@ def check_packing_of(
         return unsafe("its head makes something else of joined rows")
     apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, packed, strict=True)]
     if all(difference <= _TOLERANCE for difference in apart):
-        return Packing(True, family, positions=positions, hidden_size=width, has_states=has_states)
+        return Packing(True, family, positions=positions, hidden_size=width, has_states=has_states, pads=pads)
     what = f"its logits for joined rows are not those of the rows alone (apart by {max(apart):.1%} of the largest)"
     return unsafe(what)
 
@@ -186,6 +203,32 @@ def row_limit(model: Any) -> tuple[int | None, bool]:
         padding = tables[0].padding_idx
         context -= 0 if padding is None else padding + 1
     return None if context is None else int(context), bool(tables)
+
+
+def _sees_ahead(model: Any) -> bool:
+    """Whether another last token changes what a model makes of those before it."""
+    row = torch.randint(3, _VOCABULARY - 1, (1, _LENGTHS[0]))
+    other = row.clone()
+    other[0, -1] += 1
+    before, after = (_results(model, ProbeRows(each), None)[0][:-1] for each in (row, other))
+    return float((after - before).abs().max()) > _TOLERANCE * float(before.abs().max())
+
+
+def _may_pad(model: Any) -> bool:
+    """Whether a row that is padded on its left gets the same answer of Transformers' ``generate``, with its cache."""
+    row, padding = torch.randint(3, _VOCABULARY, (1, _LENGTHS[2])), _LENGTHS[0] - _LENGTHS[2]
+    padded = torch.nn.functional.pad(row, (padding, 0))
+    mask = (torch.arange(padded.shape[1]) >= padding).long()[None]
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    try:
+        alone, other = (
+            model.generate(ids, attention_mask=seen, **options, output_logits=True, return_dict_in_generate=True).logits
+            for ids, seen in ((row, torch.ones_like(row)), (padded, mask))
+        )
+    except Exception:
+        # A model's code may fail in any way, here and where it would be used.
+        return False
+    return float((other[-1] - alone[-1]).abs().max()) <= _TOLERANCE * float(alone[-1].abs().max())
 
 
 def _results(model: Any, batch: ProbeRows, attention_name: str | None) -> list[torch.Tensor]:
@@ -255,6 +298,7 @@ def shrunk(config: Any, *, narrow: bool = True, filled: bool = False) -> Any:
     small = {name: _small(name, value, sizes, plain) for name, value in plain.items()}
     small.pop(_PER_LAYER, None)
     small |= {name: layers for name in _DEPTHS if plain.get(name) is not None}
+    small |= {name: None for name in (_STACKED,) if name in plain}
     small |= {name: small[name][:layers] for name in lists}
     if borrowing:
         small[_BORROWING] = borrowing

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -57,6 +58,20 @@ def stateful(body: Any) -> list[torch.nn.Module]:
             found.append(module)
             inside |= {id(part) for part in module.modules()}
     return found
+
+
+def read_alone(body: Any) -> set[str]:
+    """Names of layers in a model whose matrix is read by one that carries a state, or by its kernel, without calling
+    them: an adapter on them would do nothing (`dt_proj` of Mamba)."""
+    names = set[str]()
+    mixers = {id(module) for module in stateful(body)}
+    for path, module in body.named_modules():
+        if id(module) in mixers:
+            # Transformers' own code is there; what comes with a model may not be.
+            with suppress(OSError, TypeError):
+                code = inspect.getsource(type(module))
+                names |= {f"{path}.{name}" for name in re.findall(r"self\.(\w+)\.weight\b(?!\.)", code)}
+    return names
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from finray import compat
 from finray.config.schema import AdapterConfig
 from finray.models.quantized import QuantizedLinear
 from finray.models.saved_layout import NAME, without_adapter
+from finray.models.states import read_alone
 from finray.models.towers import other_parts, text_tower
 
 ALL_LINEAR = "all-linear"
@@ -82,12 +83,13 @@ def adapter_targets(model: Any, adapter: AdapterConfig) -> Targets:
     asked = adapter.target_modules
     experts, routers, others = experts_of(model), set(routers_of(model)), other_parts(model)
     refused = compat.refused_by_lora(model) if asked == ALL_LINEAR else frozenset[str]()
-    if not (experts or routers or others or refused):
+    without_call = read_alone(model) if asked == ALL_LINEAR else set[str]()
+    if not (experts or routers or others or refused or without_call):
         return Targets(asked)
     modules = dict(model.named_modules())
     head = model.get_output_embeddings()
     outside = {name for name in modules if any(f"{name}.".startswith(f"{part}.") for part in others)}
-    left_out = outside | routers
+    left_out = outside | routers | without_call
     wanted, parameters = set[str](), set[str]()
     if asked == ALL_LINEAR:
         linears = {

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from finray.errors import ModelError
 from finray.models import states
 from finray.models.packing_check import check_packing_of, row_limit
 from tests.support import tiny
@@ -84,6 +85,26 @@ def test_rows_of_a_model_with_a_state_are_packed_where_the_state_is_that_of_each
     assert not check_packing_of(AutoConfig.for_model("llama")).has_states
     monkeypatch.setattr(states, "separate", lambda _, on_cpu: None)
     assert "not those of the rows alone" in check_packing_of(config).reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("bert", {"is_decoder": True}),
+        # Attention of its own.
+        ("xlm", {"causal": True}),
+        # As PaliGemma's, which reads a prompt both ways.
+        ("gemma", {"use_bidirectional_attention": False}),
+    ],
+)
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str, fields: dict[str, bool]) -> None:
+    check_packing_of(AutoConfig.for_model(kind, **fields))
+    ahead = AutoConfig.for_model(kind, **{name: not value for name, value in fields.items()})
+    with pytest.raises(ModelError, match=rf"a {kind} .* sees the tokens that it is to predict") as caught:
+        check_packing_of(ahead)
+    assert "is_decoder" in str(caught.value.repair)
+    if kind == "bert":
+        assert check_packing_of(ahead, auto_class="AutoModelForSequenceClassification").safe
 
 
 def test_a_model_that_cannot_be_tried_out_is_not_packed() -> None:

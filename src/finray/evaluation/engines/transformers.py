@@ -161,6 +161,7 @@ class TransformersEngine:
         self._penalty = float(generation.repetition_penalty or 1.0)
         packing = packing_of_config(config)
         reason = "it carries a state from token to token" if packing.has_states else packing.reason
+        self._pads = packing.pads
         # A row's keys then belong to its own length: none can be shared with a row of another.
         self._shares = set(rope_types(config)) <= set(FIXED)
         # The last token of a row is read where the row's length counts.
@@ -320,8 +321,8 @@ class TransformersEngine:
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         penalty = self._penalty_of(sampling)
-        # Padding would change a recurrent state, count for the repetition penalty, and be a long row for the others.
-        pads = self._shares and not (compat.carries_state(self._inner) or penalty != 1.0)
+        # Padding would count for the repetition penalty, and be a long row for the others.
+        pads = self._pads and self._shares and penalty == 1.0
         while rows:
             longest = len(rows[0].prompt)
             fit = len(rows) if pads else sum(len(row.prompt) == longest for row in rows)
