@@ -123,11 +123,11 @@ class PackedModel:
     def hidden_and_routed(self, batch: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
         """The last hidden states (T, H), and the family's loss of how its routers chose experts, which has a gradient
         and no value."""
-        found = compat.router_loss(self._body)
-        assert found is not None
+        router_loss = compat.router_loss(self._body)
+        assert router_loss is not None
         output = self._call(self._body, batch, output_router_logits=True)
         each = self.inner.config.get_text_config().num_experts_per_tok
-        loss = found(output.router_logits, int(output.router_logits[0].shape[-1]), int(each))
+        loss = router_loss(output.router_logits, int(output.router_logits[0].shape[-1]), int(each))
         return self._flat(output), loss - loss.detach()
 
     def _flat(self, output: Any) -> torch.Tensor:

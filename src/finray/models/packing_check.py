@@ -40,7 +40,9 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_ex
 _SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), _WIDTH),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), _HEADS),
+    "linear_num_heads": _HEADS,
     **dict.fromkeys(("head_dim", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD),
+    "linear_head_dim": _HEAD,
     "qk_head_dim": 2 * _HEAD,
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 2 * _WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), _WIDTH),

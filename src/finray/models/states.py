@@ -51,13 +51,13 @@ def separate(body: Any, *, on_cpu: bool) -> None:
 
 def stateful(body: Any) -> list[torch.nn.Module]:
     """The outermost modules of a model that themselves carry a state from token to token."""
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in body.modules():
         if id(module) not in inside and _carries_state(module):
-            found.append(module)
+            layers.append(module)
             inside |= {id(part) for part in module.modules()}
-    return found
+    return layers
 
 
 def read_alone(body: Any) -> set[str]:
@@ -157,7 +157,7 @@ def rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
 def _split(value: Any, lengths: Sequence[int], batches: list[list[int]]) -> Sequence[Any]:
     """An argument for each batch: what has a place for each token (1, T, ...) becomes (S, L, ...)."""
     if isinstance(value, tuple):
-        return list(zip(*(_split(one, lengths, batches) for one in value), strict=True)) or [()] * len(batches)
+        return list(zip(*(_split(part, lengths, batches) for part in value), strict=True)) or [()] * len(batches)
     if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, sum(lengths)):
         return [value] * len(batches)
     rows = torch.split(value[0], list(lengths))
