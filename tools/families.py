@@ -18,6 +18,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ COMPLETE: dict[str, dict[str, Any]] = {
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0]},
     "xmod": {"default_language": "en_XX"},
     "xlm": {"causal": True},
-    "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 2}},
+    "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8}},
     "step3p7": {"text_config": {"sliding_window": 512}},
     "cohere_compass_text": {"rope_parameters": _FULL},
     "cohere_compass": {"text_config": {"rope_parameters": _FULL}},
@@ -350,6 +351,9 @@ def main() -> None:
     )
 
     silence_transformers()
+    # Once for all processes.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import_module("peft")
     torch.set_num_threads(1)
     attention.register()
     parser = argparse.ArgumentParser()

@@ -42,7 +42,7 @@ _SIZES = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), _HEADS),
     "linear_num_heads": _HEADS,
     **dict.fromkeys(("head_dim", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD),
-    "linear_head_dim": _HEAD,
+    **dict.fromkeys(("linear_head_dim", "mamba_d_state", "ssm_state_size", "state_size"), _HEAD),
     "qk_head_dim": 2 * _HEAD,
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 2 * _WIDTH),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), _WIDTH),
@@ -318,6 +318,9 @@ def shrunk(config: Any, *, narrow: bool = True, filled: bool = False) -> Any:
                 plain["hidden_size"] * plain[factor] == plain[heads] * plain[head]
             ):
                 small |= {heads: _HEADS, head: plain[factor] * _WIDTH // _HEADS, groups: min(2, plain.get(groups, 1))}
+        if plain.get("mamba_d_ssm"):
+            # Of Falcon-H1, whose state is narrower than that multiple.
+            small |= {"mamba_d_ssm": 2 * _WIDTH, "mamba_n_heads": _HEADS, "mamba_d_head": 2 * _WIDTH // _HEADS}
     if filled:
         unset = {name: size for name, size in _SIZES.items() if name in plain and plain[name] is None}
         small |= unset | {name: _HEADS for name in _SHARED if name in plain and plain[name] is None}

@@ -19,7 +19,7 @@ from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.models import packing_cache, packing_check
 from finray.models.packing_cache import cached_packing, packing_of, packing_of_config, store_packing
 
-SAFE = Packing(True, "llama")
+SAFE = Packing(True, "llama", pads=True)
 UNSAFE = Packing(False, "mamba", "it carries a state from token to token")
 
 

@@ -65,6 +65,8 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
         ("xglm", {}, "attention is its own"),
         # Its attention is chosen by name, and does not hand on what it is given.
         ("stablelm", {}, "does not pass row lengths"),
+        # Positions are places in the row, also of a padded one.
+        ("bart", {}, "not those of"),
     ],
 )
 def test_families_that_may_not(kind: str, fields: dict[str, Any], reason: str) -> None:
@@ -72,6 +74,7 @@ def test_families_that_may_not(kind: str, fields: dict[str, Any], reason: str) -
     assert not found.safe
     assert reason in found.reason
     assert kind in found.warning
+    assert found.pads or kind in ("rwkv", "bart")
 
 
 @pytest.mark.parametrize("family", ["lfm2", "nemotron_h"])

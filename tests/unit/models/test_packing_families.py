@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finray.config.schema import AdapterConfig
 from finray.models import adapters, attention, states
@@ -156,6 +157,31 @@ def test_a_head_that_is_not_understood_is_left_to_the_model() -> None:
             3 * plain(input_ids=tokens).logits[0, :-1][learned], tokens[0, 1:][learned], reduction="sum"
         )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        # Something before the projection makes hidden states wider.
+        (
+            "rembert",
+            {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "is_decoder": True}
+            | {"input_embedding_size": 32, "output_embedding_size": 96},
+        ),
+        # It makes the logits of all tokens, whichever are asked for.
+        ("prophetnet", {"num_decoder_layers": 2, "num_decoder_attention_heads": 4, "decoder_ffn_dim": 128}),
+    ],
+)
+def test_a_head_of_its_own_gives_the_loss_of_plain_transformers(kind: str, fields: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(kind, vocab_size=384, hidden_size=64, **fields)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids, mask = rows()[1]
+    task = CausalLM(model, precision="fp32", attention_name=None, device=CPU)
+    logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0, :-1]
+    learned = torch.from_numpy(mask).bool()[1:]
+    expected = F.cross_entropy(logits[learned], torch.from_numpy(ids).long()[1:][learned], reduction="sum")
+    assert task.outputs(batch_of([(ids, mask)])).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("capped_at", [40.0, 1e9])

@@ -119,6 +119,8 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
         ("llama4", r".*\.(q_proj|experts\.down_proj)", {"q_proj", "experts"}),
         # What there is to say of experts, PEFT says for plain LoRA without dropout only.
         ("qwen3_moe", "all-linear", ATTENTION | {"experts"}),
+        # Mamba multiplies by the matrices of two layers without calling them, and its kernel by that of a third.
+        ("mamba", "all-linear", {"in_proj"}),
         ("mistral3", ["q_proj"], {"q_proj"}),
         ("mistral3", r".*_proj", ATTENTION | {"gate_proj", "up_proj", "down_proj"}),
         ("mistral3", ["multi_modal_projector.linear_1"], {"linear_1"}),
