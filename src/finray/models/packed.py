@@ -20,8 +20,9 @@ from finray.errors import ModelError
 from finray.models import attention, pooled, states
 from finray.models.head import Head, log_probabilities, plain_head
 from finray.models.loading import DTYPES
-from finray.models.ropes import RowRopes
+from finray.models.ropes import FIXED, RowRopes, rope_types
 from finray.models.saved_layout import without_adapter
+from finray.models.slots import Branches
 from finray.models.towers import text_tower, text_writer
 
 # oneDNN compiles the bf16 products of each number of tokens, and keeps them between tensors in the heap. Those of a
@@ -83,6 +84,7 @@ class PackedModel:
         model: the PEFT model, or the Transformers model itself.
         inner: the Transformers model.
         precision: ``fp32``, ``bf16`` or ``fp16``.
+        shares_prompts: whether rows may branch from a common prompt.
 
     Args:
         attention_name: Transformers' name of the attention over packed rows; None for a model that cannot be packed and
@@ -107,6 +109,14 @@ class PackedModel:
         self._attention = attention_name
         self._reads_first = attention_name == attention.NAME and pooled.read_only_first(self._body)
         self._ropes = RowRopes(self._body)
+        text = self.inner.config.get_text_config()
+        # As in scoring: a token then depends on the tokens before it alone. The kernel of a GPU takes rows.
+        self.shares_prompts = (
+            (attention_name, device.type) == (attention.NAME, "cpu")
+            and not any(getattr(text, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
+            and set(rope_types(text)) <= set(FIXED)
+            and not states.stateful(self._body)
+        )
         states.separate(self._body, on_cpu=device.type == "cpu")
         self._has_plain_head: bool | None = None
 
@@ -286,7 +296,9 @@ class PackedModel:
                 options["token_type_ids"] = types.view(-1, length)
             return module(input_ids=batch.tokens_1T.view(-1, length), use_cache=False, **options)
         longest, first = max(batch.lengths), self._first_position
-        rows = getattr(batch, "layout", None) or attention.RowLengths(batch.lengths)
+        branches = getattr(batch, "branches", ())
+        rows = getattr(batch, "layout", None) or (Branches(branches) if branches else None)
+        rows = rows or attention.RowLengths(batch.lengths)
         if self._attention == attention.NAME:
             options["segment_lengths"] = rows
         with self._ropes.of(batch.lengths, getattr(batch, "ends", batch.lengths)), states.of_rows(rows):

@@ -12,7 +12,7 @@ from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM
 from finray.data.dataset.prepared import PreparedSplit
-from finray.data.sampling.collate import Batch, collate
+from finray.data.sampling.collate import Batch, collate, collate_branches
 from finray.models.head import loss_sum
 from finray.models.packed import PackedModel, require_router_loss
 from finray.objectives.base import Objective
@@ -50,14 +50,18 @@ class CausalLM(PackedTask):
             device=device,
             objective=objective,
         )
+        made.packed.shares_prompts &= not config.train.compile
         if config.train.router_loss:
             require_router_loss(model, config.model.name)
             made.router_loss = config.train.router_loss
         return made
 
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
-        """Packed rows, without padding."""
-        return collate([split.row(row) for row in rows], rows, self.objective.values(split, rows))
+        """Packed rows, without padding; rows of a group with their common prompt once, if the model can."""
+        tokens, values = [split.row(row) for row in rows], self.objective.values(split, rows)
+        if self.objective.spec.in_groups and self.packed.shares_prompts:
+            return collate_branches(tokens, rows, values, split.group_sizes(rows))
+        return collate(tokens, rows, values)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """What the objective reads, inside what a strategy wraps: the cross-entropy summed over the batch's K targets

@@ -145,6 +145,12 @@ class PreparedSplit:
         some.groups = some._grouped()
         return some
 
+    def group_sizes(self, rows: Sequence[int]) -> list[int]:
+        """Rows of each group, of whole groups one after the other."""
+        follows = [0] * len(rows) if self._follows is None else [int(self._follows[row]) for row in rows]
+        sizes: list[int] = np.diff(Groups.of(np.array(follows)).starts).tolist()
+        return sizes
+
     def sample(self, most: int | None, *, seed: int) -> PreparedSplit:
         """The rows to evaluate, at most ``most`` (or as many groups), in order; see :func:`splits.sample`."""
         return self.take(self.groups.rows(sample(len(self.groups), most, seed=seed)))

@@ -62,6 +62,9 @@ class Batch(JoinedRows):
     target_positions_K: torch.Tensor  # int64 positions in the sequence whose next token is a target
     targets_K: torch.Tensor  # int64 target tokens
     targets_per_row: tuple[int, ...]  # S entries
+    # Where rows of a group branch from a common prompt: its tokens, and those of each row after it, for each group.
+    # ``lengths`` are then of these pieces.
+    branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def row_sums(self, values_K: torch.Tensor) -> torch.Tensor:
         """Sums over the targets of each row (S), which its neighbours do not change."""
@@ -107,6 +110,41 @@ def collate(rows: Sequence[Row], numbers: Sequence[int], values: Values = Mappin
     learned, counts = np.flatnonzero(mask), tuple(np.add.reduceat(mask, starts, dtype=np.int64).tolist())
     at, targets = torch.from_numpy(learned - 1), torch.from_numpy(tokens[learned].astype(np.int64))
     return Batch(**_joined(rows, numbers, values), target_positions_K=at, targets_K=targets, targets_per_row=counts)
+
+
+def collate_branches(rows: Sequence[Row], numbers: Sequence[int], values: Values, sizes: Sequence[int]) -> Batch:
+    """As :func:`collate`, but what rows of a group (of ``sizes``) have in common at their beginning is there once."""
+    pieces: list[tuple[npt.NDArray[np.int32], int]] = []
+    branches, places, targets = list[tuple[int, tuple[int, ...]]](), list[Any](), list[Any]()
+    first = at = 0
+    for size in sizes:
+        group = rows[first : first + size]
+        first += size
+        shortest = min(len(ids) for ids, _ in group) - 1
+        same = np.all([ids[:shortest] == group[0][0][:shortest] for ids, _ in group], axis=0)
+        stem = 0 if size == 1 else shortest if same.all() else int(same.argmin())
+        stem_at, at = at, at + stem
+        if stem:
+            pieces.append((group[0][0][:stem], 0))
+            branches.append((stem, tuple(len(ids) - stem for ids, _ in group)))
+        else:
+            branches += [(len(ids), ()) for ids, _ in group]
+        for ids, mask in group:
+            learned = np.flatnonzero(mask[1:])
+            # Where each token is to which the next one is a target.
+            places.append(np.where(learned < stem, stem_at + learned, at + learned - stem))
+            targets.append(ids[1:][learned])
+            pieces.append((ids[stem:], stem))
+            at += len(ids) - stem
+    joined = _joined([(ids, ids) for ids, _ in pieces], numbers, values)  # type: ignore[misc]
+    joined["positions_1T"] += torch.from_numpy(np.repeat([begin for _, begin in pieces], joined["lengths"]))
+    return Batch(
+        **joined,
+        target_positions_K=torch.from_numpy(np.concatenate(places)),
+        targets_K=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        targets_per_row=tuple(map(len, targets)),
+        branches=tuple(branches),
+    )
 
 
 def collate_labelled(rows: Sequence[Row], numbers: Sequence[int], values: Values) -> LabelledBatch:
