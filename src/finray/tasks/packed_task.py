@@ -71,6 +71,11 @@ class PackedTask:
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
         self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 
+    def __init_subclass__(cls) -> None:
+        # Such a task was written before there were objectives, and would be trained for something else.
+        if moved := sorted({"loss_sum", "weight", "score", "metric_count", "metrics"} & cls.__dict__.keys()):
+            raise TypeError(f"`{moved[0]}` of {cls.__name__} belongs to an objective (train.objective)")
+
     @property
     def is_on_meta(self) -> bool:
         """Whether parameters have no values yet."""

@@ -96,6 +96,11 @@ def test_rows_that_branch_from_a_prompt_have_the_log_probabilities_and_gradients
     assert float((other.detach() - alone).abs().max()) > 1e-2
 
 
+def test_a_task_from_before_there_were_objectives_is_refused() -> None:
+    with pytest.raises(TypeError, match="`loss_sum` of Older belongs to an objective"):
+        type("Older", (CausalLM,), {"loss_sum": lambda self, batch: 0.0})
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_model_without_such_a_loss_is_refused(family: str) -> None:
     with pytest.raises(ModelError, match="no loss of a router"):
