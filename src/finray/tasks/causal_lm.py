@@ -13,9 +13,9 @@ from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.collate import Batch, collate, collate_branches
+from finray.errors import ConfigError
 from finray.models.head import loss_sum
 from finray.models.packed import PackedModel, require_router_loss
-from finray.objectives.base import Objective
 from finray.objectives.sft import SFT
 from finray.tasks.packed_task import PackedTask, built, objective_of
 
@@ -25,31 +25,25 @@ class CausalLM(PackedTask):
 
     spec = CAUSAL_LM
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        precision: str,
-        attention_name: str | None,
-        device: torch.device,
-        objective: Objective | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, precision: str, attention_name: str | None, device: torch.device) -> None:
         packed = PackedModel(model, precision=precision, attention_name=attention_name, device=device)
-        super().__init__(packed, objective or SFT(), self.forward)
+        super().__init__(packed, SFT(), self.forward)
         self.router_loss = 0.0
 
     @classmethod
     def build(cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool) -> CausalLM:
-        """Load the model with its adapter, or build it on the meta device. Raises ModelError: it cannot be loaded."""
+        """Load the model with its adapter, or build it on the meta device. Raises ModelError: it cannot be loaded;
+        ConfigError: its objective does not go with it."""
         objective = objective_of(config, execution, device=device)
+        if config.train.router_loss and objective.spec.reads != "cross_entropy":
+            raise ConfigError(
+                f"the loss of a router is not added to that of `{objective.spec.name}`",
+                where="train.router_loss",
+                repair="set it to 0",
+            )
         model = built(config, execution, device=device, seed=seed, on_meta=on_meta)
-        made = cls(
-            model,
-            precision=execution.precision,
-            attention_name=execution.attention,
-            device=device,
-            objective=objective,
-        )
+        made = cls(model, precision=execution.precision, attention_name=execution.attention, device=device)
+        made.objective = objective
         made.packed.shares_prompts &= not config.train.compile
         if config.train.router_loss:
             require_router_loss(model, config.model.name)
