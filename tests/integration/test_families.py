@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tools.families import STEPS, examine
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.models import attention
 from tests.support import runs, tiny
 from tests.support.group import run_all
 
@@ -20,6 +22,11 @@ GATE = ["gemma3", "gpt2"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma3", "phi3", "gpt2", "bloom", "opt"]
 # Of these the text part is trained.
 READERS = ["qwen2_vl", "glm4v_moe"]
+# What people use most. Llama 4 is trained by rows of one length: its chunks count from the start of a pass.
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "ministral3", "phi3", "gemma3_text", "gemma4_text", "olmo3", "smollm3")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h", "lfm2")
+OF_IMAGES = ("mistral3", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "smolvlm", "llama4")
 STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3, "keep_deepspeed_shards": False}}
 # A module with parameters that these have, another family has too: DeepSpeed, which takes longest, gathers those.
 LIKE_OTHERS = ("qwen2", "qwen3", "mistral")
@@ -42,7 +49,8 @@ def plain_of(family: str, strategy: str, folder: Path) -> runs.Plain:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """The runs of all families that are asked for, under all strategies, by two processes."""
     own = (item for item in request.session.items if item.path == request.path)
-    families = sorted({item.callspec.params["family"] for item in own if isinstance(item, pytest.Function)})
+    params = (item.callspec.params for item in own if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
+    families = sorted({each["family"] for each in params if "family" in each})
     folder = tmp_path_factory.mktemp("families")
     # Few enough that they come again: then the loss falls.
     tiny.write_chat_rows(folder, 14)
@@ -58,6 +66,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         world_size=2,
     )
     return folder
+
+
+@pytest.mark.parametrize("kind", [*DENSE, *EXPERTS, *HYBRIDS, *OF_IMAGES])
+def test_what_people_use_most_works_from_plan_to_export(kind: str, tmp_path: Path) -> None:
+    """As `make families` writes it for every type: loss, gradients, answers and the export are plain Transformers'."""
+    attention.register()
+    results = examine(kind, tmp_path)
+    assert results.keys() == set(STEPS)
+    assert not [result for result in results.values() if result.startswith("no:")], results
+    assert (results["rows"] == "packed") == (kind != "llama4"), results["rows"]
+    has_experts = kind in (*EXPERTS, "qwen3_next", "nemotron_h", "granitemoehybrid", "llama4")
+    assert ("experts" in results["LoRA on"]) == has_experts
+
+
+def test_a_type_that_computes_something_else_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention.register()
+    monkeypatch.setattr("tools.families._plain_loss", lambda model, items: next(model.parameters()).sum())
+    assert examine("llama", tmp_path)["trains"].startswith("no:")
 
 
 @pytest.mark.nightly
