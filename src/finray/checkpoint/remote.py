@@ -143,9 +143,9 @@ class RemoteStore(CheckpointStore):
     def commit(self, scratch: Path, step: int, entries: list[FileEntry], *, metrics: dict[str, float]) -> Path:
         """Commit what all ranks have uploaded as a checkpoint: the manifest last, then its name in the index.
         Raises CheckpointError: another attempt has taken the run over, or storage failed."""
-        target = super().commit(scratch, step, entries, metrics=metrics)
         folder = self._folder(step)
         with _uploading(step, self._objects.url):
+            target = super().commit(scratch, step, entries, metrics=metrics)
             self._objects.upload(target / manifest.NAME, f"{folder}/{manifest.NAME}")
             self._contents[folder] = manifest.read(target)
             # The upload may have taken minutes, and another attempt may have started.

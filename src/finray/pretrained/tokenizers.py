@@ -206,7 +206,8 @@ def _is_of_files(error: Exception) -> bool:
 
 def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     """The error of a model or tokenizer that Transformers could not load."""
-    text = first_sentence(str(error))
+    # The text of a KeyError is the key alone.
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else first_sentence(str(error))
     repair = "give a model directory, a .gguf file, or a Hub id that you have access to (HF_TOKEN for gated models)"
     is_there = Path(model.name).expanduser().exists()
     read_as = f"there is no directory {model.name} here{did_you_mean_path(model.name)}, and so it was read as a Hub id"
@@ -223,6 +224,8 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
         repair = f"look at what its `config.json` says of this; transformers {version('transformers')} may not know it"
     elif Path(model.name).expanduser().is_dir():
         repair = "download the model again, with all of its files: weights as `.safetensors`, settings, tokenizer"
+    if text.startswith("Unrecognized configuration class") and "config" in what:
+        repair = "take a model of another type, or set model.task to what it is for"
     if text.startswith("Weights only load failed"):
         # Torch continues with how to load it nevertheless.
         text = "its pickled weights contain more than tensors"

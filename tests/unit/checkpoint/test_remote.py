@@ -266,12 +266,12 @@ def test_storage_that_fails_while_a_checkpoint_is_written_is_an_error_of_the_che
     objects = store._objects
     ways = {
         **{"upload": lambda: save(store, 8), "write": lambda: store.delete([4, 6])},
-        **{"remove": lambda: store.delete([2, 4, 6])},
+        **{"remove": lambda: store.delete([2, 4, 6]), "read": lambda: save(store, 8)},
     }
     for name, action in ways.items():
         with monkeypatch.context() as patch:
             patch.setattr(objects, name, away)
-            step = 8 if name == "upload" else 6
+            step = 8 if name in ("upload", "read") else 6
             with pytest.raises(CheckpointError, match=f"step {step} could not be uploaded: the storage") as caught:
                 action()
         assert (caught.value.where, caught.value.repair) == (where or url, "wait")

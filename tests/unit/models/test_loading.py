@@ -334,6 +334,25 @@ def test_a_config_json_that_is_none_is_one_message(folder: Path, content: bytes,
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "cause", "repair"),
+    [
+        ({"hidden_act": "nope"}, "KeyError: 'nope'", "look at what its `config.json` says"),
+        ({"model_type": "t5"}, "T5Config", "a model of another type"),
+        ({"num_attention_heads": 5}, "not a multiple of the number of attention heads", "look at what"),
+    ],
+)
+def test_what_transformers_says_of_a_config_is_named_and_no_file_is_called_damaged(
+    folder: Path, changes: dict[str, Any], cause: str, repair: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_model(configure(folder, **changes), dtype=torch.float32, on_meta=True)
+    assert caught.value.where == f"model.name={folder}"
+    assert cause in caught.value.message
+    assert repair in str(caught.value.repair)
+    assert "damaged" not in str(caught.value)
+
+
 def test_a_pickle_is_refused_in_one_message(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     # A pickle that would print.

@@ -139,9 +139,6 @@ class Loading:
         merge: merge an adapter into the weights: faster, but not the arithmetic of training, and the base model cannot
             answer.
         notify: called with messages for the user, one line each.
-
-    Raises:
-        ConfigError: ``batch_size`` is less than 1.
     """
 
     artifact: Artifact
@@ -151,12 +148,6 @@ class Loading:
     batch_size: int = 32
     merge: bool = False
     notify: Callable[[str], None] = lambda line: None
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigError(
-                f"a batch cannot have {self.batch_size} rows", where="--batch-size", repair="use 1 or more"
-            )
 
     @classmethod
     def of(
@@ -168,7 +159,10 @@ class Loading:
         dtype: torch.dtype | None = None,
         notify: Callable[[str], None] = lambda line: None,
     ) -> Loading:
-        """With the tokenizer next to the weights, on the GPU if there is one; dtype as for inference."""
+        """With the tokenizer next to the weights, on the GPU if there is one; dtype as for inference.
+        Raises ConfigError: ``batch_size`` is less than 1."""
+        if batch_size < 1:
+            raise ConfigError(f"a batch cannot have {batch_size} rows", where="--batch-size", repair="use 1 or more")
         device = inference_device()
         tokenizer = load_tokenizer(artifact.tokenizer)
         dtype = inference_dtype(None, device) if dtype is None else dtype

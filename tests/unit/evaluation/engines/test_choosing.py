@@ -17,9 +17,10 @@ from finray.models.artifacts import Artifact
 
 
 @pytest.mark.parametrize("size", [0, -5])
-def test_an_engine_that_answers_no_rows_at_a_time_is_refused(tiny_model_dir: Path, size: int) -> None:
+def test_an_engine_that_answers_no_rows_at_a_time_is_refused(tmp_path: Path, size: int) -> None:
+    (tmp_path / "tokenizer.json").write_text("is not looked at")
     with pytest.raises(ConfigError, match=f"a batch cannot have {size} rows") as caught:
-        make_engine("transformers", Artifact(tiny_model_dir, None, {}), batch_size=size)
+        make_engine("transformers", Artifact(tmp_path, None, {}), batch_size=size)
     assert caught.value.where == "--batch-size"
 
 
