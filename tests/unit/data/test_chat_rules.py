@@ -156,6 +156,49 @@ def test_a_closing_tag_where_nothing_is_open() -> None:
     assert not encode("smollm3", user("what"), assistant("<think>it barks</think>a dog")).notes
 
 
+# Reasoning between other marks, found by where a field of a message is written: gpt-oss's channels; Gemma 4's, which
+# stand beside calls only, and are taken out of a content; and brackets, where data has the tags that most models have.
+_ASKED = "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+_PROMPT = "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+_FINAL = "<|channel|>final<|message|>{{ m.content }}"
+_CHANNELS = (
+    f"{_ASKED}{{% else %}}<|im_start|>assistant{{% if loop.last and m.thinking %}}<|channel|>analysis<|message|>"
+    f"{{{{ m.thinking }}}}<|im_end|><|im_start|>assistant{{% endif %}}{_FINAL}{_PROMPT}"
+)
+_BESIDE_CALLS = (
+    f"{_ASKED}{{% else %}}<|im_start|>assistant{{% if m.tool_calls and m.reasoning %}}<|channel>thought\n"
+    "{{ m.reasoning }}\n<channel|>{% endif %}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+    f"{{{{ call.function.arguments | tojson }}}}{{% endfor %}}{{{{ m.content.split('<channel|>')[-1] }}}}{_PROMPT}"
+)
+MARKS = {
+    "channels": (
+        _CHANNELS,
+        "<|channel|>analysis<|message|>it barks<|im_end|><|im_start|>assistant<|channel|>final<|message|>a dog",
+    ),
+    "beside calls": (_BESIDE_CALLS, "<|channel>thought\nit barks\n<channel|>a dog"),
+    "brackets": (f"{_VERBATIM}{{% endif %}}{{# [THINK] [/THINK] #}}", "[THINK]\nit barks\n[/THINK]\n\na dog"),
+}
+
+
+@pytest.mark.parametrize("form", MARKS)
+def test_reasoning_stands_between_the_marks_of_its_template(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    template, written = MARKS[form]
+    with_template(monkeypatch, "chatml", template)
+    for answer in (
+        assistant("a dog", reasoning_content="it barks"),
+        assistant("a dog", reasoning="it barks"),
+        assistant("<think>it barks</think>a dog"),
+    ):
+        encoded = encode("chatml", user("what"), answer)
+        assert (learned_texts("chatml", encoded), encoded.notes) == ([f"{written}<|im_end|>"], set())
+    plain = encode("chatml", user("what"), assistant("a dog"))
+    assert learned_texts("chatml", plain)[0] == f"{'<|channel|>final<|message|>' * (form == 'channels')}a dog<|im_end|>"
+    # The control: without such a search, it is not learned, or with tags that the model does not have.
+    monkeypatch.setattr(ChatRenderer, "_tags", None)
+    for answer in (assistant("a dog", reasoning_content="it barks"), assistant("<think>it barks</think>a dog")):
+        assert learned_texts("chatml", encode("chatml", user("what"), answer)) != [f"{written}<|im_end|>"]
+
+
 # Templates in which the token that begins the next turn ends an answer
 
 GLM_STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")

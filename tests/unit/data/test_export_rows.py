@@ -68,8 +68,7 @@ USER_A = "<|im_start|>user\na<|im_end|>\n"
     [
         ([user("a")], {"input": USER_A, "output": ""}),
         ([user("a"), assistant("b"), user("c")], {"input": f"{USER_A}<|im_start|>assistant\n", "output": "b"}),
-        # What the template makes of an answer without words, such as a call.
-        ([user("a"), assistant("")], {"input": f"{USER_A}<|im_start|>assistant\n", "output": "<|im_end|>\n"}),
+        ([user("a"), assistant("")], {"input": f"{USER_A}<|im_start|>assistant\n", "output": ""}),
         ([assistant("b")], {"input": "<|im_start|>assistant\nb<|im_end|>\n", "output": ""}),
     ],
 )
@@ -78,6 +77,28 @@ def test_the_last_answer_of_a_conversation_is_its_output(
 ) -> None:
     source = put("rows.jsonl", lines([{"messages": messages}]))
     assert exported(preparing, tmp_path / "out", source, train_on="all") == {"training.jsonl": [expected]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        assistant("so</think>d"),
+        assistant("<think>\nso\n</think>\n\nd"),
+        {**assistant("d"), "reasoning_content": "so"},
+    ],
+)
+def test_reasoning_is_in_the_output_once(
+    preparing: Preparing, put: Write, tmp_path: Path, answer: dict[str, str]
+) -> None:
+    """After a prompt that opens it, with one closing tag, as it is learned."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    model = {"chat_template": str(put("template.jinja", template))}
+    source = put("rows.jsonl", lines([{"messages": [user("a"), answer]}]))
+    expected = {"input": f"{USER_A}<|im_start|>assistant\n<think>\n", "output": "so\n</think>\n\nd"}
+    assert exported(preparing, tmp_path / "out", source, model=model) == {"training.jsonl": [expected]}
 
 
 def test_every_row_is_in_the_file_of_its_split_and_bad_ones_in_none(

@@ -96,11 +96,9 @@ def _input_output(example: Example, encoder: Tokenizer) -> dict[str, Any]:
     if not isinstance(example, Chat):
         return {"input": "", "output": example.text}
     last = max((index for index, message in enumerate(example.messages) if message.role == "assistant"), default=None)
-    render, variables = encoder.renderer.render, example.arguments
     if not last:
-        return {"input": render(example.messages, example.tools, arguments=variables), "output": ""}
-    prompt = render(example.messages[:last], example.tools, arguments=variables, add_generation_prompt=True)
-    whole = render(example.messages[: last + 1], example.tools, arguments=variables)
-    answer = example.messages[last].content or whole.removeprefix(prompt)
+        text = encoder.renderer.render(example.messages, example.tools, arguments=example.arguments)
+        return {"input": text, "output": ""}
+    prompt, answer = encoder.renderer.answer(example, last)
     # Training on these rows adds the beginning-of-sequence token again.
     return {"input": prompt.removeprefix(encoder.bos_text), "output": answer}

@@ -19,6 +19,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from finray import compat
@@ -102,7 +103,29 @@ class ChatRenderer:
         self._any_special = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
         self._stop = re.compile(rf"\s*(?:{'|'.join(map(re.escape, sorted(stops, key=len, reverse=True))) or '(?!)'})")
         self._openers: dict[bool, str] = {}
-        self._tags = Tags.of(source)
+        self._tags_in_source = Tags.of(source)
+
+    @cached_property
+    def _tags(self) -> Tags | None:
+        """The tags of reasoning: those in the template's source, or what it writes around reasoning in a field, beside
+        an answer or a call."""
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+        asked, marker = Message("user", "a"), _MARKER.format(0)
+        for key in (name for name in REASONING if self._tags_in_source is None and name in self._words):
+            for bare in (Message("assistant", "b"), Message("assistant", "", extra={"tool_calls": [call]})):
+                try:
+                    plain, thinking = (
+                        self._apply(self._with_calls(Chat((asked, replace(bare, extra={**bare.extra, **more}))))[0])
+                        for more in ({}, {key: marker})
+                    )
+                    prompt = self._apply(Chat((asked,)), add_generation_prompt=True)
+                except DataError as error:
+                    if error.overdue:
+                        raise
+                    continue
+                if (tags := Tags.between(prompt, plain, thinking, marker)) is not None:
+                    return tags
+        return self._tags_in_source
 
     def render(
         self,
@@ -117,6 +140,17 @@ class ChatRenderer:
         chat, _, _ = self._within_the_template(Chat(messages, tools, arguments=arguments or {}))
         chat, _ = self._with_calls(chat)
         return self._apply(chat, add_generation_prompt=add_generation_prompt)
+
+    def answer(self, chat: Chat, index: int) -> tuple[str, str]:
+        """The prompt that a server renders before an answer, and the answer up to its end-of-turn token, as they are
+        learned. Raises DataError: the template refuses the conversation."""
+        chat, _, places = self._within_the_template(chat)
+        chat, index = self._with_calls(chat)[0], places[index]
+        prompt = self._prompt(chat, index)
+        text = self._upto(chat, index, prompt, self._apply(chat))
+        if not text.startswith(prompt):
+            return prompt, chat.messages[index].content
+        return prompt, text[len(prompt) : self._closing(text, len(prompt))]
 
     def ends_turn(self, text: str) -> bool:
         """Whether a rendered conversation ends with an end-of-turn token, ignoring white space."""
@@ -321,12 +355,12 @@ class ChatRenderer:
         for form in tags.forms(message, said, self._words):
             if tags.hold(said, prompt, shown := rendered(form)):
                 return shown
-        if tags.are_open(prompt):
-            bare = replace(without_reasoning(message), content=_MARKER.format(0), is_null=False)
-            before, _, after = rendered(bare).partition(_MARKER.format(0))
-            if (continued := tags.continued(said, prompt, before)) is not None:
-                return continued + after
-        return given
+        if not tags.are_open(prompt) and tags.opening in given[len(prompt) :]:
+            return given
+        bare = replace(without_reasoning(message), content=_MARKER.format(0), is_null=False)
+        before, _, after = rendered(bare).partition(_MARKER.format(0))
+        continued = tags.continued(said, prompt, before)
+        return given if continued is None else continued + after
 
     def _closed(self, chat: Chat, index: int, text: str, answer: tuple[Span, bool]) -> tuple[str, tuple[Span, bool]]:
         """The row of an answer that is its last, and the answer's span, both with the token that begins the next turn:
@@ -574,6 +608,8 @@ class ChatRenderer:
             notes.add("system_ignored")
 
     def _check_answer(self, message: Message, prompt: str, learned: str, notes: set[str]) -> None:
+        said = None if self._tags is None else self._tags.said(message, prompt)
+        parts = (message.content, reasoning_of(message)) if said is None else (said.rest, said.reasoning)
         if self._tags is not None:
             learned = self._tags.whole(prompt, learned)
             if not self._tags.are_paired(learned):
@@ -582,7 +618,7 @@ class ChatRenderer:
         if not message.content.strip() and "tool_calls" not in message.extra:
             notes.add("empty_answers")
         squeezed = ""
-        for part in (message.content, reasoning_of(message)):
+        for part in parts:
             if not _is_rendered(part, learned):
                 squeezed = squeezed or "".join(learned.split())
                 if "".join(part.split()) not in squeezed:

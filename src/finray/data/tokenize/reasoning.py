@@ -6,11 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from finray.data.formats.examples import Message
 
 # Fields of a message that hold its reasoning.
 KEYS = ("reasoning_content", "thinking", "reasoning")
+# How most data writes reasoning in a content, whatever the model's own tags are.
+_USUAL = ("<think>", "</think>")
 # As in `<think>`, `</seed:think>`, `<reasoning>` and `[/THINK]`.
 _TAG = re.compile(r"(<|\[)/?([\w:]*(?:think|thought|reason)[\w:]*)(>|\])", re.IGNORECASE)
 
@@ -29,6 +32,9 @@ class Tags:
 
     opening: str
     closing: str
+    # White space around the reasoning, and after the closing tag.
+    inside: str = "\n"
+    after: str = "\n\n"
 
     @classmethod
     def of(cls, source: str) -> Tags | None:
@@ -38,9 +44,30 @@ class Tags:
         # In brackets alone stands also an index, as in `message[reasoning]`.
         return next(iter([*pairs, *(tags for tags in every if tags.opening.startswith("<"))]), None)
 
+    @classmethod
+    def between(cls, prompt: str, bare: str, whole: str, reasoning: str) -> Tags | None:
+        """The pair that a template writes around reasoning in a field, such as gpt-oss's channels.
+
+        Args:
+            prompt: what is served.
+            bare: the prompt with an answer without reasoning.
+            whole: the same with reasoning.
+            reasoning: a marker in its place.
+        """
+        before, marker, rest = whole.partition(reasoning)
+        if not (marker and whole.startswith(prompt) and bare.startswith(prompt)):
+            return None
+        ends = zip(reversed(bare[len(prompt) :]), reversed(rest), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+        opening, closing = before[len(prompt) :], rest[: len(rest) - same]
+        inside = closing[: len(closing) - len(closing.lstrip())]
+        after = closing[len(closing.rstrip()) :]
+        return cls(opening.strip(), closing.strip(), inside, after) if opening.strip() and closing.strip() else None
+
     def are_in(self, message: Message) -> bool:
         """Whether an answer has one of the tags, or reasoning in a field."""
-        return self.opening in message.content or self.closing in message.content or bool(reasoning_of(message))
+        tags = (self.opening, self.closing, *_USUAL)
+        return any(tag in message.content for tag in tags) or bool(reasoning_of(message))
 
     def are_open(self, prompt: str) -> bool:
         """Whether a prompt ends inside the tags, so that an answer begins there."""
@@ -61,7 +88,13 @@ class Tags:
         if closes == 1 and (starts or (not opens and self.are_open(prompt))):
             reasoning, _, rest = content.partition(self.closing)
             return Said(reasoning.replace(self.opening, ""), rest)
+        if not (opens or closes) and (self.opening, self.closing) != _USUAL:
+            return Tags(*_USUAL).said(message, self._usual(prompt))
         return None
+
+    def _usual(self, prompt: str) -> str:
+        """A prompt in which most data's tag is open if this pair's is."""
+        return _USUAL[0] if self.are_open(prompt) else ""
 
     def hold(self, said: Said, prompt: str, text: str) -> bool:
         """Whether a text continues the prompt with an answer and its reasoning, between one pair of tags."""
@@ -86,26 +119,28 @@ class Tags:
         for name in KEYS:
             if name in names:
                 yield replace(bare, content=said.rest.lstrip("\n"), extra={**bare.extra, name: said.reasoning})
-        written = self._written(said, "\n")
-        yield replace(bare, content=f"{self.opening}\n{written}", is_null=False)
+        yield replace(bare, content=f"{self.opening}{self.inside}{self._written(said, self.inside)}", is_null=False)
 
     def continued(self, said: Said, prompt: str, before: str) -> str | None:
-        """A prompt that has opened the tags, with the answer.
+        """A prompt with the answer, where the template leaves reasoning out.
 
         Args:
             said: the answer.
             prompt: what is served.
-            before: what the template writes before an answer without reasoning. If that is no beginning of the prompt,
-                tags aside, there is no saying how the answer continues: None.
+            before: what the template writes before an answer without reasoning. If the prompt, tags aside, does not
+                begin with that, or has closed the tags, there is no saying how the answer continues: None.
         """
         start = prompt.rstrip().removesuffix(self.opening)
         between = before[len(start) :].replace(self.opening, "").replace(self.closing, "")
-        if not before.startswith(start) or between.strip():
+        if not before.startswith(start) or between.strip() or prompt.rstrip().endswith(self.closing):
             return None
-        return prompt + self._written(said, "\n" if prompt.endswith("\n") else "")
+        if self.are_open(prompt):
+            return prompt + self._written(said, self.inside if prompt.endswith("\n") else "")
+        return f"{prompt}{self.opening}{self.inside}{self._written(said, self.inside)}"
 
-    def _written(self, said: Said, line: str) -> str:
-        return f"{said.reasoning.strip()}{line}{self.closing}{line * 2}{said.rest.lstrip()}"
+    def _written(self, said: Said, inside: str) -> str:
+        after = self.after if inside else ""
+        return f"{said.reasoning.strip()}{inside}{self.closing}{after}{said.rest.lstrip()}"
 
 
 def reasoning_of(message: Message) -> str:
