@@ -385,17 +385,22 @@ MUTATIONS: dict[str, tuple[Any, str, Any, dict[str, Any]]] = {
     "the first answer is the last": (
         Tokenizer,
         "_learned",
-        lambda self, chat: answers_of(chat)[:1],
+        lambda self, chat, train_on: answers_of(chat)[:1],
         {"train_on": "last_assistant"},
     ),
     "answers in the prompt are learned": (
         Tokenizer,
         "_learned",
-        lambda self, chat: answers_of(chat),
+        lambda self, chat, train_on: answers_of(chat),
         {"train_on": "completion", "prompt_messages": 2},
     ),
-    "train: false is not heeded": (Tokenizer, "_learned", lambda self, chat: answers_of(chat), {"messages": FORBIDDEN}),
-    "one answer is forgotten": (Tokenizer, "_learned", lambda self, chat: answers_of(chat)[1:], {}),
+    "train: false is not heeded": (
+        Tokenizer,
+        "_learned",
+        lambda self, chat, train_on: answers_of(chat),
+        {"messages": FORBIDDEN},
+    ),
+    "one answer is forgotten": (Tokenizer, "_learned", lambda self, chat, train_on: answers_of(chat)[1:], {}),
 }
 # These have no generation prompt, so an answer has no header.
 HARMLESS = {"the header of an answer is learned": {"mistral-v0.3", "mistral-small"}}

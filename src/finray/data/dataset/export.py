@@ -15,7 +15,7 @@ from finray.data.dataset.manifest import PartEntry
 from finray.data.dataset.plan import PrepareSettings
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.source_rows import SourceRows
-from finray.data.formats.examples import Chat, Completion, Example, Labelled
+from finray.data.formats.examples import Chat, Completion, Example, Labelled, Preference, Unpaired
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from finray.pretrained.tokenizers import load_tokenizer
@@ -93,6 +93,11 @@ def _input_output(example: Example, encoder: Tokenizer) -> dict[str, Any]:
     if isinstance(example, Labelled):
         text = example.text if example.text_pair is None else [example.text, example.text_pair]
         return {"input": text, "output": example.label}
+    if isinstance(example, Preference):
+        chosen, rejected = (_input_output(answer, encoder) for answer in (example.chosen, example.rejected))
+        return {"input": chosen["input"], "chosen": chosen["output"], "rejected": rejected["output"]}
+    if isinstance(example, Unpaired):
+        return {**_input_output(example.answer, encoder), "label": example.is_wanted}
     if not isinstance(example, Chat):
         return {"input": "", "output": example.text}
     last = max((index for index, message in enumerate(example.messages) if message.role == "assistant"), default=None)

@@ -24,12 +24,23 @@ from finray.data.formats.examples import (
     Example,
     Labelled,
     Message,
+    Preference,
+    PreferenceKind,
     RowFormat,
     Text,
+    Unpaired,
     detect,
 )
 from finray.data.formats.labels import LabelRules, label_of
 from finray.data.formats.messages import MEDIA, as_text, is_empty, messages_of, no_text, template_arguments, tools_of
+from finray.data.formats.preferences import (
+    answer_rows,
+    detect_preferences,
+    is_wanted,
+    margin_of,
+    pair_of,
+    unpaired_of,
+)
 from finray.data.sources.readers import without_nulls
 from finray.errors import ConfigError, DataError
 from finray.limits import CONVERTER_S, cut, within
@@ -58,13 +69,20 @@ class FormatChoice:
     converter: str | None = None
     system: str | None = None
     labels: LabelRules | None = None
+    preferences: PreferenceKind | None = None
 
     @classmethod
     def of(
-        cls, data: DataConfig, source: SourceConfig | None = None, *, labels: LabelRules | None = None
+        cls,
+        data: DataConfig,
+        source: SourceConfig | None = None,
+        *,
+        labels: LabelRules | None = None,
+        preferences: PreferenceKind | None = None,
     ) -> FormatChoice:
         """From the data section, or from one of several sources with the section as default. ``labels`` is None for a
-        task without labels, for which `auto` does not look for any."""
+        task without labels, for which `auto` does not look for any; so is ``preferences`` for an objective that learns
+        from single answers."""
         section = source or SourceConfig(source="")
         return cls(
             section.format or data.format,
@@ -74,6 +92,7 @@ class FormatChoice:
             data.converter,
             data.system if section.system is None else section.system,
             labels,
+            preferences,
         )
 
     def shaped_by(self) -> dict[str, Any]:
@@ -85,6 +104,8 @@ class FormatChoice:
         pairs: dict[str, Any] = {} if converter or self.input_template or self.format != "auto" else {"pairs": "chat"}
         if self.labels is not None or self.format == "labelled_text":
             pairs = {"labels": asdict(self.labels or LabelRules())}
+        if self.preferences is not None:
+            pairs["preferences"] = self.preferences
         return {
             **pairs,
             **({"system": self.system} if self.system else {}),
@@ -99,7 +120,22 @@ class FormatChoice:
         """The format of rows with these columns.
         Raises DataError: no format fits; ConfigError: the templates use no column, or not those of the mapping."""
         if self.converter is not None:
-            return RowFormat("converter", converter=self.converter, system=self.system, labels=self.labels)
+            return RowFormat(
+                "converter",
+                converter=self.converter,
+                system=self.system,
+                labels=self.labels,
+                preferences=self.preferences,
+            )
+        if self.preferences is not None:
+            if self.input_template is not None:
+                raise ConfigError(
+                    "templates make a prompt and one answer, and this objective learns from preferences",
+                    where="data.input_template",
+                    repair="leave it out, or build rows of preferences with data.converter",
+                )
+            row_format = detect_preferences(columns, self.field_mapping, self.preferences, self.format)
+            return replace(row_format, as_chat=self.format == "auto", system=self.system)
         if self.input_template is None or self.format not in ("auto", "template"):
             wanted = "labelled_text" if self.labels is not None and self.format == "auto" else self.format
             row_format = detect(columns, self.field_mapping, wanted)
@@ -154,6 +190,8 @@ def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[
         assert row_format.converter is not None
         function = load_function(row_format.converter)
         return lambda row: _converted(function, row, row_format, has_chat_template=has_chat_template)
+    if row_format.kind in ("preference", "unpaired"):
+        return lambda row: _preferences(row, row_format, has_chat_template=has_chat_template)
     # The optional fields that rows with these columns have; most rows of a source have the same columns.
     fields_of: dict[tuple[str, ...], tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {}
     optional, taken = row_format.optional, set(row_format.columns.values())
@@ -173,6 +211,30 @@ def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[
         return [_example(row, row_format, there, notes, has_chat_template=has_chat_template)]
 
     return convert
+
+
+def _preferences(row: Columns, row_format: RowFormat, *, has_chat_template: bool) -> list[Example]:
+    if row_format.of_table:
+        row = {name: without_nulls(value) for name, value in row.items()}
+    if row_format.kind == "preference":
+        is_chat = row_format.as_chat and has_chat_template
+        answers = [
+            example
+            for given, form in answer_rows(row, row_format, is_chat=is_chat)
+            for example in converter_of(form, has_chat_template=has_chat_template)(given)
+        ]
+        return [pair_of(answers[0], answers[1], margin_of(row, row_format.columns))] if answers else []
+    assert row_format.base is not None
+    base = replace(row_format.base, as_chat=row_format.as_chat, system=row_format.system, of_table=row_format.of_table)
+    label = row_format.columns.get("label")
+    others = {name: value for name, value in row.items() if name != label}
+    examples = converter_of(base, has_chat_template=has_chat_template)(others)
+    if label is not None:
+        return [unpaired_of(example, is_wanted(row, label)) for example in examples]
+    # Each pair is an answer that is wanted, and one that is not.
+    pairs = [example for example in examples if isinstance(example, Preference)]
+    sides = ((side, side is pair.chosen) for pair in pairs for side in (pair.chosen, pair.rejected))
+    return [Unpaired(side, wanted) for side, wanted in sides]
 
 
 # --- columns --------------------------------------------------------------------------------------------------------
@@ -488,7 +550,11 @@ def _converted(
         )
     examples: list[Example] = []
     for item in rows:
-        detected = detect(item, {}, "labelled_text" if chosen.labels is not None else "auto")
+        detected = (
+            detect(item, {}, "labelled_text" if chosen.labels is not None else "auto")
+            if chosen.preferences is None
+            else replace(detect_preferences(item, {}, chosen.preferences), as_chat=True)
+        )
         row_format = replace(detected, system=chosen.system, labels=chosen.labels, of_table=chosen.of_table)
         examples += converter_of(row_format, has_chat_template=has_chat_template)(item)
     return examples

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -17,7 +17,12 @@ from finray.data.formats.labels import LabelRules
 from finray.errors import DataError, did_you_mean
 from finray.limits import cut
 
-Kind = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template", "converter"]
+# What preferences are made of: pairs of answers, or answers that are wanted or not.
+PreferenceKind = Literal["preference", "unpaired"]
+Kind = (
+    Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template", "converter"]
+    | PreferenceKind
+)
 
 
 # One for all: an own object for each message costs as much as reading it.
@@ -107,7 +112,39 @@ class Labelled:
     notes: frozenset[str] = frozenset()
 
 
-Example = Chat | Completion | Text | Labelled
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """A better and a worse answer to one prompt."""
+
+    # Both with the same prompt: as many leading messages, or the same text.
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+    margin: float | None = None  # by how much it is better; None if the source does not say
+
+    @property
+    def notes(self) -> frozenset[str]:
+        """See :func:`finray.data.formats.convert.converter_of`."""
+        is_inverted = self.margin is not None and self.margin < 0
+        notes = {"inverted_margins"} if is_inverted else set[str]()
+        if replace(self.chosen, notes=frozenset()) == replace(self.rejected, notes=frozenset()):
+            notes.add("equal_answers")
+        return self.chosen.notes | self.rejected.notes | notes
+
+
+@dataclass(frozen=True, slots=True)
+class Unpaired:
+    """An answer to a prompt, and whether it is wanted."""
+
+    answer: Chat | Completion
+    is_wanted: bool
+
+    @property
+    def notes(self) -> frozenset[str]:
+        """Those of the answer."""
+        return self.answer.notes
+
+
+Example = Chat | Completion | Text | Labelled | Preference | Unpaired
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +162,9 @@ class RowFormat:
     as_chat: bool = False  # whether a prompt and its completion become chat turns if the model has a chat template
     system: str | None = None  # default system message of conversations
     labels: LabelRules | None = None  # how labels are read; None for a task without labels
+    base: RowFormat | None = None  # of rows whose answer is wanted or not: how they are read beside that
+    # What the objective learns from, if that are preferences: pairs, or answers that are wanted or not.
+    preferences: PreferenceKind | None = None
     # Whether rows come from a table, in which a null field may be one that a record does not have.
     of_table: bool = False
 
@@ -139,13 +179,13 @@ class RowFormat:
         """Of a row's columns: the fields that are read, and from where; and the columns that are not read."""
         if self.kind == "converter":
             return [], []
-        chosen = {name: column for name, column in self.columns.items() if _root(column, columns) is not None}
+        chosen = {name: column for name, column in self.columns.items() if root_of(column, columns) is not None}
         for name, candidates in self.optional.items():
             if (
-                there := next((column for column in candidates if _root(column, columns) is not None), None)
+                there := next((column for column in candidates if root_of(column, columns) is not None), None)
             ) is not None:
                 chosen[name] = there
-        roots = {_root(column, columns) for column in chosen.values()}
+        roots = {root_of(column, columns) for column in chosen.values()}
         read = [name if name == column else f"{name} from {column}" for name, column in chosen.items()]
         return read, [column for column in columns if column not in roots]
 
@@ -220,18 +260,18 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
         chosen = {}
         for name, names in required.items():
             for candidate in (mapping[name],) if name in mapping else names:
-                if name not in chosen and _root(candidate, present) is not None:
+                if name not in chosen and root_of(candidate, present) is not None:
                     chosen[name] = candidate
         if len(chosen) < len(required):
             continue
-        taken = {_root(column, present) for column in (*chosen.values(), *mapping.values())}
+        taken = {root_of(column, present) for column in (*chosen.values(), *mapping.values())}
         others = {
             name: (mapping[name],) if name in mapping else tuple(column for column in names if column not in taken)
             for name, names in optional.items()
         }
         for name in mapping.keys() & optional.keys():
             close = difflib.get_close_matches(mapping[name], present, n=1, cutoff=0.75)
-            if close and _root(mapping[name], present) is None:
+            if close and root_of(mapping[name], present) is None:
                 raise DataError(
                     f"`{name}` is mapped to `{mapping[name]}`, which the first rows do not have (did you mean "
                     f"`{close[0]}`?)",
@@ -259,7 +299,7 @@ def _labelled(present: tuple[str, ...], given: Mapping[str, str]) -> RowFormat:
         )
     chosen = {_LABELLED[name]: column for name, column in given.items()}
     for name, column in given.items():
-        if _root(column, present) is None:
+        if root_of(column, present) is None:
             raise _no_format(present, {name: column}, "labelled_text")
     if "text" not in chosen:
         pairs = () if "text_pair" in chosen else _PAIRS
@@ -287,7 +327,7 @@ def _labelled(present: tuple[str, ...], given: Mapping[str, str]) -> RowFormat:
 
 def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str) -> DataError:
     for name, column in mapping.items():
-        if _root(column, present) is None:
+        if root_of(column, present) is None:
             return DataError(
                 f"`{name}` is mapped to `{column}`, which is not a column ({cut(', '.join(present), 500)})",
                 where="data.field_mapping",
@@ -309,6 +349,6 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
     )
 
 
-def _root(column: str, present: Collection[str]) -> str | None:
+def root_of(column: str, present: Collection[str]) -> str | None:
     """The top-level column that contains a column or nested field."""
     return next((name for name in (column, column.split(".")[0]) if name in present), None)

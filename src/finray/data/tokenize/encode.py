@@ -11,12 +11,21 @@ import threading
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any, Literal
 
-from finray.data.formats.examples import Chat, Completion, Example, Label, Labelled, Text
+from finray.data.formats.examples import (
+    Chat,
+    Completion,
+    Example,
+    Label,
+    Labelled,
+    Preference,
+    Text,
+    Unpaired,
+)
 from finray.data.tokenize.chat import ChatRenderer, Span
 from finray.data.tokenize.widths import Places, Widths
 from finray.errors import DataError
@@ -248,12 +257,20 @@ class Tokenizer:
         unknown = [None] * len(ids)
         spans = self._spans_by_width(texts.jobs, ids) if texts.without_offsets else unknown
         tokens = map(self._tokens, texts.jobs, ids, spans, unknown if texts.without_offsets else encoded)
-        return [
-            self._labelled(example, next(uncut), notes)
-            if isinstance(example, Labelled)
-            else self._encoded(list(islice(tokens, len(jobs))), notes, isinstance(example, Text))
-            for example, (jobs, notes) in zip(texts.examples, texts.planned, strict=True)
-        ]
+        results = []
+        for example, (jobs, notes) in zip(texts.examples, texts.planned, strict=True):
+            rows = list(islice(tokens, len(jobs)))
+            match example:
+                case Labelled():
+                    results.append(self._labelled(example, next(uncut), notes))
+                case Preference():
+                    results.append(self._pair(example, jobs, rows, notes))
+                case Unpaired():
+                    rows = [replace(row, values={"label": float(example.is_wanted)}) for row in rows]
+                    results.append(self._encoded(rows, notes, chunked=False))
+                case _:
+                    results.append(self._encoded(rows, notes, isinstance(example, Text)))
+        return results
 
     # --- what to tokenize -------------------------------------------------------------------------------------------
 
@@ -265,6 +282,8 @@ class Tokenizer:
 
     def _has_special(self, example: Example) -> bool:
         """Whether text that is not learned would be read as special tokens."""
+        if isinstance(example, Preference | Unpaired):
+            example = example.chosen if isinstance(example, Preference) else example.answer
         if isinstance(example, Chat):
             texts = [
                 message.content for message in example.messages if message.role != "assistant" or not message.train
@@ -279,22 +298,37 @@ class Tokenizer:
                     return True
         return False
 
-    def _jobs_of(self, example: Example) -> tuple[list[_Job], frozenset[str]]:
+    def _jobs_of(self, example: Example, train_on: TrainOn | None = None) -> tuple[list[_Job], frozenset[str]]:
+        train_on = train_on or self._train_on
+        if isinstance(example, Preference | Unpaired):
+            answers = (example.chosen, example.rejected) if isinstance(example, Preference) else (example.answer,)
+            # Whatever `data.train_on` says: the prompt is no answer.
+            each = [self._jobs_of(answer, "completion") for answer in answers]
+            if any(len(jobs) != 1 for jobs, _ in each):
+                raise DataError(
+                    "the chat template renders earlier turns of this answer differently when a later one follows, so "
+                    "that it is no single row",
+                    where="model.chat_template",
+                    repair="end the answer after its first turn, or set data.on_bad_row to drop",
+                )
+            # A row ends with its answer: some heads read the last token.
+            ended = [replace(job, text=job.text[: job.spans[-1][1]]) if job.spans else job for (job,), _ in each]
+            return ended, frozenset[str]().union(*(notes for _, notes in each))
         if isinstance(example, Text):
             return [_Job(example.text, ((0, len(example.text)),), self._bos, self._eos())], frozenset()
         if isinstance(example, Labelled):
             return [], frozenset()
         if isinstance(example, Completion):
             text = example.prompt + example.completion
-            start = 0 if self._train_on == "all" else len(example.prompt)
+            start = 0 if train_on == "all" else len(example.prompt)
             notes = frozenset() if example.completion.strip() else frozenset({"empty_answers"})
             notes |= {"joined_words"} if _joins_words(example.prompt, example.completion) else set()
             return [_Job(text, ((start, len(text)),), self._bos, self._eos())], notes
-        if self._train_on == "all":
+        if train_on == "all":
             (row,), notes = self.renderer.whole(example)
             suffix = () if self.renderer.ends_turn(row.text) or not example.messages[-1].train else self._eos()
             return [_Job(row.text, row.spans, suffix=suffix)], notes
-        rows, notes = self.renderer.rows(example, self._learned(example))
+        rows, notes = self.renderer.rows(example, self._learned(example, train_on))
         jobs = []
         for row in rows:
             # A final answer that no end-of-turn token closes.
@@ -303,12 +337,12 @@ class Tokenizer:
             jobs.append(_Job(text, row.spans, suffix=self._eos() if needs_end else ()))
         return jobs, notes
 
-    def _learned(self, chat: Chat) -> list[int]:
+    def _learned(self, chat: Chat, train_on: TrainOn) -> list[int]:
         """Indices of the messages to learn."""
         assistants = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
-        if self._train_on == "last_assistant":
+        if train_on == "last_assistant":
             assistants = assistants[-1:]
-        elif self._train_on == "completion":
+        elif train_on == "completion":
             assistants = [index for index in assistants if index >= chat.prompt_messages]
         return [index for index in assistants if chat.messages[index].train]
 
@@ -337,6 +371,23 @@ class Tokenizer:
                 lost += bool(whole.supervised) and not any(piece.supervised for piece in pieces)
             rows += pieces
         return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
+
+    def _pair(self, example: Preference, jobs: list[_Job], rows: list[Tokens], notes: frozenset[str]) -> Encoded:
+        """The rows of the better and of the worse answer, which begin with the same tokens up to the answers."""
+        if _prompt_of(rows[0]) != _prompt_of(rows[1]):
+            # A token of one of them reaches over the end of the prompt: a server tokenizes that alone.
+            rows = [self._tokens(job, *self._apart(job), None) for job in jobs]
+            if _prompt_of(rows[0]) != _prompt_of(rows[1]):
+                raise DataError(
+                    "the prompt of the two answers has different tokens",
+                    repair="end the prompt with a newline, or set data.on_bad_row to drop",
+                )
+        values = {} if example.margin is None else {"margin": example.margin}
+        encoded = self._encoded([replace(row, values=values) for row in rows], notes, chunked=False)
+        if len(encoded.rows) < len(rows):
+            # One of them is too long: the other alone is no pair.
+            return Encoded([], notes, dropped=len(rows), dropped_tokens=sum(len(row.ids) for row in rows))
+        return replace(encoded, together=True)
 
     def _labelled(self, example: Labelled, encoding: Any, notes: frozenset[str]) -> Encoded:
         ids, types = encoding.ids, encoding.type_ids
@@ -487,6 +538,11 @@ class Tokenizer:
             )
         kept = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
         return [Tokens(row.ids[:limit], kept, truncated=True)]
+
+
+def _prompt_of(row: Tokens) -> list[int]:
+    """The tokens before the first that is learned."""
+    return row.ids[: row.spans[0][0]] if row.spans else row.ids
 
 
 def _run_before(text: str, start: int) -> int:
