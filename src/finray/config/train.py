@@ -74,7 +74,8 @@ class TrainConfig(Section):
     )
     global_batch_size: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="Packs (without packing: rows) per optimizer step, over all workers and accumulation steps. "
+        description="Packs (without packing: rows; of pairs always pairs) per optimizer step, over all workers and "
+        "accumulation steps. "
         "`auto` is 8, or less if an epoch would have fewer than 32 steps.",
     )
     micro_batch_size: PositiveInt = Field(
