@@ -44,8 +44,9 @@ class Objective(Protocol):
 
     def values(self, split: PreparedSplit, rows: Sequence[int]) -> Values:
         """Numbers of rows, by name, which the batch carries to :meth:`loss_sum`: an array per row or per target. By
-        default the columns of :attr:`ObjectiveSpec.columns`."""
-        return {name: np.concatenate([split.column(name, row) for row in rows]) for name in self.spec.columns}
+        default the columns of :attr:`ObjectiveSpec.columns`, once they have been computed."""
+        names = [name for name in self.spec.columns if name in split.columns]
+        return {name: np.concatenate([split.column(name, row) for row in rows]) for name in names}
 
     def column(self, name: str, outputs: torch.Tensor, batch: Any) -> torch.Tensor:  # noqa: ARG002
         """A column's numbers for the K targets of a batch, from what the model gives that a run begins from. By default

@@ -7,7 +7,6 @@ beside the prepared rows for every run and every resume that begins from the sam
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.data.dataset.columns import ColumnFiles, Floats
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.sampling.collate import collate
+from finray.data.sampling.groups import Groups
 from finray.data.sampling.packing import IntArray, PackPlan, equal_length_batches, plan_packs
 from finray.data.storage import Digests
 from finray.parallel.base import Strategy, on_all_ranks
@@ -66,9 +65,10 @@ def add_columns(
             missing = strategy.broadcast_object(on_all_ranks(strategy, files.missing if first else list))
             if missing:
                 say(f"computing `{column}` of {len(rows):,} rows with the model that the run begins from, once")
-            pack = partial(plan_packs if execution.packs else equal_length_batches, capacity=config.data.max_length)
+            pack = plan_packs if execution.packs else equal_length_batches
             for at in range(0, len(missing), strategy.world_size):
-                _compute(column, files, missing[at : at + strategy.world_size], task, rows, strategy, pack)
+                parts = missing[at : at + strategy.world_size]
+                _compute(column, files, parts, task, rows, strategy, pack, config.data.max_length)
             read = on_all_ranks(strategy, files.read)
             for split in splits:
                 if split.name == name:
@@ -83,20 +83,23 @@ def _compute(
     task: Task,
     rows: PreparedSplit,
     strategy: Strategy,
-    pack: Callable[[IntArray], PackPlan],
+    pack: Callable[[IntArray, int], PackPlan],
+    capacity: int,
 ) -> None:
     """Compute and write parts of a column, each rank one; there may be fewer than ranks. A collective."""
     plans, values = list[list[list[int]]](), dict[int, Floats]()
     for part in parts:
         numbers = files.rows(part)
-        plan = pack(rows.lengths[numbers.start : numbers.stop])
+        groups = Groups(np.cumsum([0, *rows.group_sizes(numbers)]))
+        lengths = groups.sums(rows.lengths[numbers.start : numbers.stop])
+        plan = pack(lengths, max(capacity, int(lengths.max()))).in_rows(groups)
         plans.append([[numbers.start + at for at in plan.pack(number)] for number in range(len(plan))])
     own = plans[strategy.rank] if strategy.rank < len(plans) else []
     others: list[list[int]] = max(plans, key=len) if strategy.lockstep else []
     task.model.eval()
     for some, dummy in zip_longest(own, others):
         numbers_S = some or dummy
-        batch = collate([rows.row(row) for row in numbers_S], numbers_S).to(strategy.device)
+        batch: Any = task.collate(rows, numbers_S).to(strategy.device)
         # The other ranks communicate in every forward pass, so this one takes part.
         outputs = task.objective.column(column, task.outputs(batch), batch)
         if some:

@@ -146,8 +146,8 @@ class PreparedSplit:
         return some
 
     def group_sizes(self, rows: Sequence[int]) -> list[int]:
-        """Rows of each group, of whole groups one after the other."""
-        follows = [0] * len(rows) if self._follows is None else [int(self._follows[row]) for row in rows]
+        """Rows of each group, of groups one after the other; a rest of one at the beginning counts as one."""
+        follows = [0] * len(rows) if self._follows is None else [0, *(int(self._follows[row]) for row in rows[1:])]
         sizes: list[int] = np.diff(Groups.of(np.array(follows)).starts).tolist()
         return sizes
 
