@@ -7,6 +7,7 @@ freed, at no extra floating-point work (the softmax gradient is ``p - onehot``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,23 +106,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         # Under `no_grad`, `needs_input_grad` is still true of a weight that is trained.
         needs = [trains and needed for needed in ctx.needs_input_grad]
-        weight = weight_VH.to(hidden_KH.dtype)
-        head = replace(head, weight_VH=weight)  # else each chunk has a copy of its own
-        total = torch.zeros((), dtype=torch.float32, device=hidden_KH.device)
-        grad_hidden = torch.empty_like(hidden_KH) if needs[0] else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None
-        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
-        for start in range(0, len(targets_K), chunk):
-            span = slice(start, start + chunk)
-            hidden, targets = hidden_KH[span], targets_K[span, None]
-            losses, grad = _losses_and_grad(head, hidden, targets, trains=any(needs[:3]))
-            total += losses.sum()
-            if grad is not None:
-                of_hidden = None if grad_hidden is None else grad_hidden[span]
-                _accumulate(grad, hidden, weight, of_hidden, grad_weight, grad_bias)
-            # Before the next chunk's logits are made.
-            del grad
-        ctx.gradients = [grad_hidden, grad_weight, grad_bias]
+        total, ctx.gradients = _in_chunks(head, hidden_KH, weight_VH, bias_V, targets_K, chunk, needs)
         ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         return total
 
@@ -144,25 +129,46 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _accumulate(
-    grad_KV: torch.Tensor,
+def _in_chunks(
+    head: Head,
     hidden_KH: torch.Tensor,
     weight_VH: torch.Tensor,
-    grad_hidden_KH: torch.Tensor | None,
-    grad_weight_VH: torch.Tensor | None,
-    grad_bias_V: torch.Tensor | None,
-) -> None:
-    """Write the gradient of a chunk's hidden states, and add that of weights and bias, where they are wanted."""
-    if grad_bias_V is not None:
-        grad_bias_V += grad_KV.sum(0)
-    low = _lowered(grad_KV, hidden_KH.dtype)
-    if grad_hidden_KH is not None:
-        torch.mm(low, weight_VH, out=grad_hidden_KH)
-    if grad_weight_VH is not None and low.dtype == grad_weight_VH.dtype:
-        # Without a temporary for the product.
-        grad_weight_VH.addmm_(low.T, hidden_KH)
-    elif grad_weight_VH is not None:
-        _add(grad_weight_VH, low.T @ hidden_KH)
+    bias_V: torch.Tensor | None,
+    targets_K: torch.Tensor,
+    chunk: int,
+    needs: Sequence[bool],
+    scale_K1: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The summed loss, and its gradients with respect to hidden states, weights and bias, of those that ``needs``
+    names; with ``scale_K1`` those of losses that are scaled by it."""
+    weight = weight_VH.to(hidden_KH.dtype)
+    head = replace(head, weight_VH=weight, bias_V=bias_V)  # else each chunk has a copy of its own
+    total = torch.zeros((), dtype=torch.float32, device=hidden_KH.device)
+    grad_hidden = torch.empty_like(hidden_KH) if needs[0] else None
+    grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None
+    grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
+    for start in range(0, len(targets_K), chunk):
+        span = slice(start, start + chunk)
+        hidden, targets = hidden_KH[span], targets_K[span, None]
+        losses, grad = _losses_and_grad(head, hidden, targets, trains=any(needs[:3]))
+        total += losses.sum()
+        if grad is None:
+            continue
+        if scale_K1 is not None:
+            grad *= scale_K1[span]
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+        low = _lowered(grad, hidden.dtype)
+        if grad_hidden is not None:
+            torch.mm(low, weight, out=grad_hidden[span])
+        if grad_weight is not None and low.dtype == grad_weight.dtype:
+            # Without a temporary for the product.
+            grad_weight.addmm_(low.T, hidden)
+        elif grad_weight is not None:
+            _add(grad_weight, low.T @ hidden)
+        # Before the next chunk's logits are made.
+        del grad, low
+    return total, [grad_hidden, grad_weight, grad_bias]
 
 
 def log_probabilities(
@@ -206,7 +212,7 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             losses, grad = _losses_and_grad(head, hidden_KH[span], targets_K[span, None], trains=kept is not None)
             losses_K1[span] = losses
             if grad is not None and kept is not None:
-                _accumulate(grad, hidden_KH[span], weight, kept[span], None, None)
+                torch.mm(_lowered(grad, kept.dtype), weight, out=kept[span])
             del grad
         ctx.settings = replace(head, weight_VH=weight[:0], bias_V=None), chunk
         ctx.save_for_backward(*((hidden_KH, weight_VH, bias_V, targets_K) if ctx.again else (kept,)))
@@ -220,24 +226,13 @@ class _ChunkedLogProbabilities(torch.autograd.Function):
             hidden = None if kept is None else (kept * -grad_output[:, None]).to(kept.dtype)
             return hidden, None, None, None, None, None, None
         hidden_KH, weight_VH, bias_V, targets_K = ctx.saved_tensors
-        (head, chunk), needs = ctx.settings, ctx.needs_input_grad
-        weight = weight_VH.to(hidden_KH.dtype)
-        head = replace(head, weight_VH=weight, bias_V=bias_V)
-        grad_hidden = torch.empty_like(hidden_KH) if needs[0] else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None
-        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
-        for start in range(0, len(targets_K), chunk):
-            span = slice(start, start + chunk)
-            _, grad = _losses_and_grad(head, hidden_KH[span], targets_K[span, None], trains=True)
-            assert grad is not None
-            grad *= -grad_output[span, None]
-            of_hidden = None if grad_hidden is None else grad_hidden[span]
-            _accumulate(grad, hidden_KH[span], weight, of_hidden, grad_weight, grad_bias)
-            del grad
+        head, chunk = ctx.settings
+        saved, needs = (hidden_KH, weight_VH, bias_V, targets_K), ctx.needs_input_grad
+        _, (hidden, weight, bias) = _in_chunks(head, *saved, chunk, needs, -grad_output[:, None])
         return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight_VH.dtype),
-            None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype),
+            hidden,
+            None if weight is None else weight.to(weight_VH.dtype),
+            None if bias is None or bias_V is None else bias.to(bias_V.dtype),
             *(None, None, None, None),
         )
 
