@@ -27,6 +27,7 @@ import torch
 from tests.support import packing, tiny
 from torch.nn import functional as F
 
+from finray.config.resolved import BY_ROW
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.files import first_line
 from finray.models import adapters, attention, towers
@@ -106,7 +107,7 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     section = ModelConfig(name=str(folder / "base"))
-    batches = [packing.rows(), [packing.rows()[1]]]
+    batches, own_attention = [packing.rows(), [packing.rows()[1]]], [False]
 
     def plans() -> str:
         draw_blueprint(load_model(section, dtype=torch.float32, on_meta=True), AdapterConfig(method="none"))
@@ -115,11 +116,12 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
     def rows() -> str:
         # As the engine below asks for it, which then finds it in the cache.
         packed = packing_of_config(AutoConfig.from_pretrained(folder / "base").get_text_config())
+        own_attention[0] = packed.by_row
         return "packed" if packed.safe else f"of one length: {packed.reason}"
 
     def trains() -> str:
         is_packed = found["rows"] == "packed"
-        name = attention.NAME if is_packed else None
+        name = (BY_ROW if own_attention[0] else attention.NAME) if is_packed else None
         ours = load_model(section, dtype=torch.float32, attention_name=name)
         theirs = auto_class.from_pretrained(folder / "base", dtype=torch.float32).eval()
         items = batches[0 if is_packed else 1]

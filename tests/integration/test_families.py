@@ -22,7 +22,7 @@ GATE = ["gemma3", "gpt2"]
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma3", "phi3", "gpt2", "bloom", "opt"]
 # Of these the text part is trained.
 READERS = ["qwen2_vl", "glm4v_moe"]
-# What people use most. Llama 4 is trained by rows of one length: its chunks count from the start of a pass.
+# What people use most.
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "ministral3", "phi3", "gemma3_text", "gemma4_text", "olmo3", "smollm3")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "nemotron_h", "lfm2")
@@ -75,7 +75,7 @@ def test_what_people_use_most_works_from_plan_to_export(kind: str, tmp_path: Pat
     results = examine(kind, tmp_path)
     assert results.keys() == set(STEPS)
     assert not [result for result in results.values() if result.startswith("no:")], results
-    assert (results["rows"] == "packed") == (kind != "llama4"), results["rows"]
+    assert results["rows"] == "packed"
     has_experts = kind in (*EXPERTS, "qwen3_next", "nemotron_h", "granitemoehybrid", "llama4")
     assert ("experts" in results["LoRA on"]) == has_experts
 

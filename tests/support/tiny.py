@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", _SHARED | _EXPERTS | {"num_local_experts": 4}),
     "qwen3_moe": ("qwen3_moe", _SHARED | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 64}),
     "phi3": ("phi3", _SHARED),
-    # Scores are biased by distance instead of positions, in an attention of its own: it cannot be packed.
+    # Scores are biased by distance instead of positions, in an attention of its own.
     "bloom": ("bloom", _IDS | {"hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": 0}),
     "opt": ("opt", _IDS | _SIZES | {"word_embed_proj_dim": 64, "ffn_dim": 128, "dropout": 0.0, "pad_token_id": 1}),
     "gpt_neox": ("gpt_neox", _IDS | _SIZES | {"intermediate_size": 128}),
@@ -112,6 +112,17 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", _SHARED | _FEW | _LATENT),
     "llama4": ("llama4_text", _SHARED | _LLAMA4),
     "gemma4": ("gemma4_text", _SHARED | _BESIDE | {"per_layer_config": {1: {"head_dim": 32}}, **_KINDS}),
+}
+
+# Attention that cannot be told where rows end: biases by distance, chunks, positions that are counted, and keys that a
+# layer chooses for those after it.
+_BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128, "dropout": 0.0}
+_INDEX = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 32, "indexer_types": ["full", "shared"]}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": FAMILIES["bloom"],
+    "llama4": EXPERTS["llama4"],
+    "bart": ("bart", _IDS | _BART | {"pad_token_id": 1, "max_position_embeddings": 64}),
+    "glm_moe_dsa": ("glm_moe_dsa", _SHARED | _FEW | _LATENT | _INDEX),
 }
 
 # Models that read images too. Their tensors have other names in files than in memory (Mistral 3, LLaVA); positions have
@@ -191,7 +202,7 @@ def train_tokenizer() -> Any:
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A randomly initialized tiny model of a family, in fp32."""
-    kind, settings = (FAMILIES | HYBRIDS | EXPERTS)[family]
+    kind, settings = (FAMILIES | HYBRIDS | EXPERTS | OWN)[family]
     config = AutoConfig.for_model(kind, **settings | overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

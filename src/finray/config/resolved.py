@@ -9,6 +9,10 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Problem = Literal["single_label", "multi_label", "regression"]
 
 
+# In the place of a name of Transformers: the model's own attention, which gets each packed row alone.
+BY_ROW = "by row"
+
+
 @dataclass(frozen=True, slots=True)
 class LabelSet:
     """What a classifier predicts: the kind of problem, and the names of the classes by id (none in a regression)."""
@@ -28,7 +32,8 @@ class Execution:
     precision: Precision  # dtype of the forward and backward pass
     # Bits of the stored weights of frozen linear layers; None for the dtype of ``precision``.
     bits: Literal[4, 8] | None
-    attention: str | None  # Transformers' name of the attention over packed rows; None for the model's own
+    # Transformers' name of the attention over packed rows, or `BY_ROW`; None for the model's own, without packing.
+    attention: str | None
     packs: bool  # whether rows may share a forward pass
     strategy: str  # as ``parallel.strategy``, never ``auto``
     use_gpu: bool  # whether each worker has a GPU
@@ -90,10 +95,16 @@ class Packing:
     # Most tokens of a row, where the model learned a vector for each position; None for no such limit.
     positions: int | None = None
     hidden_size: int | None = None  # width of the model; None where its configuration does not say
+    by_row: bool = False  # whether the model's own attention computes each row alone, and all else packed rows
     has_states: bool = False  # whether layers carry a state from token to token, which no cached keys and values hold
     # Whether a row may be padded on its left, which moves positions that are counted (BART), and what some masks leave.
     pads: bool = False
     lasting: bool = True  # False where the check failed for lack of memory or of a package, and another time may not
+
+    @property
+    def is_told(self) -> bool:
+        """Whether finray's attention serves, which is told where rows end."""
+        return self.safe and not self.by_row
 
     @property
     def warning(self) -> str:

@@ -207,7 +207,7 @@ def _classified(case: Case, subject: Subject, truths: Sequence[Label]) -> Classi
     assert rows is not None
     # The tokenizer of another model reads the same rows otherwise.
     read = [rows.split.row(number) for number in rows.numbers]
-    packs = packing_of(subject.artifact.model).safe
+    packs = packing_of(subject.artifact.model).is_told
     key = {"model": subject.identity, "rows": rows.fingerprint, "dtype": str(case.dtype), "packs": packs}
     cache = ResultCache(case.folder, "labels", key)
     logits = {row: cache.values[number] for row, number in enumerate(rows.numbers) if number in cache.values}

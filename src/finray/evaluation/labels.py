@@ -113,7 +113,7 @@ class TextClassifier:
     def __init__(self, artifact: Artifact, *, dtype: torch.dtype | None = None, max_length: int | None = None) -> None:
         device = inference_device()
         packing = packing_of(artifact.model)
-        self._packs, self._labels = packing.safe, artifact.labels
+        self._packs, self._labels = packing.is_told, artifact.labels
         self._model = load_artifact(artifact, dtype=dtype or inference_dtype(None, device)).to(device)
         require_finite(self._model, str(artifact.folder))
         self._tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finray import compat
-from finray.config.resolved import LabelSet
+from finray.config.resolved import BY_ROW, LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
@@ -44,7 +44,7 @@ def load_model(
     Args:
         model: the model section; its task names Transformers' class.
         dtype: storage dtype of the weights.
-        attention_name: Transformers' name of the attention; None means its own choice.
+        attention_name: Transformers' name of the attention; None and ``BY_ROW`` mean its own choice.
         on_meta: build the model on the meta device; no weights are read or initialized.
         seed: for weights that the files lack (a head that the task adds), so that they are the same on every rank.
         labels: label set of the head; None keeps that of the configuration.
@@ -59,7 +59,7 @@ def load_model(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     attention.register()
     options: dict[str, Any] = {"dtype": dtype}
-    if attention_name is not None:
+    if attention_name not in (None, BY_ROW):
         options["attn_implementation"] = _attention_of(auto_class, model, attention_name)
     has_head = task_spec(model.task).adds_head
     try:

@@ -16,8 +16,9 @@ import torch
 from torch.nn import functional as F
 
 from finray import compat
+from finray.config.resolved import BY_ROW
 from finray.errors import ModelError
-from finray.models import attention, pooled, states
+from finray.models import attention, by_row, pooled, states
 from finray.models.head import Head, log_probabilities, plain_head
 from finray.models.loading import DTYPES
 from finray.models.ropes import FIXED, RowRopes, rope_types
@@ -87,8 +88,8 @@ class PackedModel:
         shares_prompts: whether rows may branch from a common prompt.
 
     Args:
-        attention_name: Transformers' name of the attention over packed rows; None for a model that cannot be packed and
-            keeps its own. Then all rows of a batch must have the same length.
+        attention_name: Transformers' name of the attention over packed rows; ``BY_ROW`` for the model's own, which gets
+            each row alone; None for a model that cannot be packed. Then all rows of a batch must have the same length.
         device: of this rank.
     """
 
@@ -117,7 +118,10 @@ class PackedModel:
             and set(rope_types(text)) <= set(FIXED)
             and not states.stateful(self._body)
         )
-        states.separate(self._body, on_cpu=device.type == "cpu")
+        if attention_name == BY_ROW:
+            by_row.RowWise(self._body)
+        else:
+            states.separate(self._body, on_cpu=device.type == "cpu")
         self._has_plain_head: bool | None = None
 
     def autocast(self) -> torch.autocast:
@@ -165,7 +169,11 @@ class PackedModel:
             output.last_hidden_state = self._flat(output).index_select(0, positions_K)[None]
             logits = self._of_whole(output, batch.tokens_1T[:, : len(positions_K)])[0]
             return logits
-        if not self._takes_positions or (self._attention is None and len(batch.lengths) > 1):
+        if (
+            not self._takes_positions
+            or self._attention == BY_ROW
+            or (self._attention is None and len(batch.lengths) > 1)
+        ):
             # `logits_to_keep` counts within a row.
             logits = self._call(self.inner, batch).logits
             return logits.flatten(0, 1).index_select(0, positions_K)
@@ -295,6 +303,10 @@ class PackedModel:
             if (types := options.pop("token_type_ids", None)) is not None:
                 options["token_type_ids"] = types.view(-1, length)
             return module(input_ids=batch.tokens_1T.view(-1, length), use_cache=False, **options)
+        if self._attention == BY_ROW:
+            # As a caller of rows alone would: their positions and masks are the model's own.
+            with states.of_rows(attention.RowLengths(batch.lengths)):
+                return module(input_ids=batch.tokens_1T, use_cache=False, **options)
         longest, first = max(batch.lengths), self._first_position
         branches = getattr(batch, "branches", ())
         rows = getattr(batch, "layout", None) or (Branches(branches) if branches else None)

@@ -26,7 +26,7 @@ _MODELS = FileKind(ModelError, links=True)
 # The code that the result depends on.
 _CODE = (
     *("models/packing_check.py", "models/packed.py", "models/pooled.py", "models/attention.py", "models/ropes.py"),
-    *("models/states.py", "compat.py"),
+    *("models/states.py", "models/by_row.py", "compat.py"),
 )
 
 

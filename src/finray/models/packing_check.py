@@ -4,17 +4,20 @@ Packing needs a model that passes the row lengths on to its attention, uses the 
 affect another in any other way. A list of model names cannot guarantee that, and the real weights are not needed. So
 the model's own configuration is shrunk, a random model is created from it on the CPU in fp32, and its logits for packed
 rows are compared with those of each row alone with Transformers' own attention. That takes less than a second, gives
-the same answer in a plan and on every worker, and also detects attention that finray's cannot express.
+the same answer in a plan and on every worker, and also detects attention that finray's cannot express: of such a model
+the attention gets each row alone (:mod:`finray.models.by_row`), if that passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from finray import compat
-from finray.config.resolved import Packing
+from finray.config.resolved import BY_ROW, Packing
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.errors import ModelError
@@ -141,8 +144,6 @@ def check_packing_of(
                 begins = 0 if context == small.config.max_position_embeddings else config.pad_token_id + 1
                 positions = int(config.max_position_embeddings) - begins
             has_states = bool(states.stateful(small))
-            if compat.carries_state(small) and not has_states:
-                return unsafe("it carries a state from token to token")
             for parameter in small.parameters():
                 if parameter.ndim >= 2:
                     # New weights are so small that attention is nearly uniform, and a wrong position would hardly
@@ -158,11 +159,10 @@ def check_packing_of(
                     "by `is_decoder: true`",
                 )
             pads = auto_class == CAUSAL_LM.auto_class and _may_pad(small)
-            if not compat.accepts_attention(small):
-                return unsafe("its attention is its own and cannot be told where rows end")
-            small.set_attn_implementation("eager")
+            if compat.accepts_attention(small):
+                small.set_attn_implementation("eager")
             # A decoder's rows are pooled at the start of their padding, and there is none.
-            if small.config.get_text_config().pad_token_id is None:
+            if getattr(small.config.get_text_config(), "pad_token_id", None) is None:
                 small.config.get_text_config().pad_token_id = 0
             rows = [torch.randint(3, _VOCABULARY, (1, length)) for length in _LENGTHS]
             alone = [_results(small, ProbeRows(row), None) for row in rows]
@@ -171,19 +171,38 @@ def check_packing_of(
             raise
         except Exception as error:
             return unsafe(f"no small model of its kind can be tried out ({first_line(error)[:120]})", error)
-        attention.register()
-        try:
-            small.set_attn_implementation(attention.NAME)
-            packed = _results(small, ProbeRows(*rows), attention.NAME)
-        except Exception as error:
-            return unsafe(f"it refuses joined rows ({first_line(error)[:120]})", error)
+        safe = Packing(True, family, positions=positions, hidden_size=width, has_states=has_states, pads=pads)
+        failure: Exception | None = None
+        if compat.carries_state(small) and not has_states:
+            reason = "it carries a state from token to token"
+        elif not compat.accepts_attention(small):
+            reason = "its attention is its own and cannot be told where rows end"
+        else:
+            attention.register()
+            reason, failure = _tried(small, rows, expected, attention.NAME)
+            if not reason:
+                return safe
+        # Then its own attention, which gets each row alone.
+        return unsafe(reason, failure) if _tried(small, rows, expected, BY_ROW)[0] else replace(safe, by_row=True)
+
+
+def _tried(
+    small: Any, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], attention_name: str
+) -> tuple[str, Exception | None]:
+    """Why packed rows do not give what is expected of rows alone, with an exception if there was one; "" if they do."""
+    try:
+        if compat.accepts_attention(small):
+            small.set_attn_implementation("eager" if attention_name == BY_ROW else attention_name)
+        packed = _results(small, ProbeRows(*rows), attention_name)
+    except Exception as error:
+        return f"it refuses joined rows ({first_line(error)[:120]})", error
     if any(its.shape != ours.shape for its, ours in zip(expected, packed, strict=True)):
-        return unsafe("its head makes something else of joined rows")
+        return "its head makes something else of joined rows", None
     apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, packed, strict=True)]
     if all(difference <= _TOLERANCE for difference in apart):
-        return Packing(True, family, positions=positions, hidden_size=width, has_states=has_states, pads=pads)
+        return "", None
     what = f"its logits for joined rows are not those of the rows alone (apart by {max(apart):.1%} of the largest)"
-    return unsafe(what)
+    return what, None
 
 
 def row_limit(model: Any) -> tuple[int | None, bool]:

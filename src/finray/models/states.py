@@ -46,7 +46,13 @@ def separate(body: Any, *, on_cpu: bool) -> None:
             module.chunk_size = min(chunk, _CHUNK)  # type: ignore[assignment]
         # Checkpointing may be around it already.
         if getattr(inspect.unwrap(module.forward), "__func__", None) is not _forward:
-            module.forward = types.MethodType(_forward, module)
+            take_apart(module, _forward)
+
+
+def take_apart(module: Any, forward: Callable[..., Any]) -> None:
+    """Give a module a forward pass that takes rows apart."""
+    module.forward = types.MethodType(forward, module)
+    module.__dict__["finray_apart"] = True
 
 
 def stateful(body: Any) -> list[torch.nn.Module]:
@@ -84,6 +90,12 @@ def of_rows(segment_lengths: Any) -> Iterator[None]:
         _ROWS.reset(token)
 
 
+def rows_of_pass() -> Any:
+    """The rows of the pass that runs: their lengths, or what :mod:`finray.models.by_row` knows of them."""
+    rows = _ROWS.get()
+    return rows.lengths if isinstance(rows, attention.RowLengths) else rows
+
+
 def kept_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The same, for when it is computed again: after its pass, maybe in another thread."""
     rows = _ROWS.get()
@@ -98,8 +110,8 @@ def kept_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def not_compiled(module: Any) -> None:
     """Keep what takes rows apart out of compiled code, which would be made anew for each combination of lengths."""
-    for part in stateful(module):
-        if "forward" in part.__dict__:
+    for part in module.modules():
+        if "finray_apart" in part.__dict__:
             part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
 
 
@@ -137,13 +149,13 @@ def _forward(
     if len(lengths) == 1:
         return forward(self, *args, **kwargs)
     batches = rows_by_length(lengths)
-    split_args = [_split(value, lengths, batches) for value in args]
-    split_kwargs = {name: _split(value, lengths, batches) for name, value in kwargs.items()}
+    split_args = [split(value, lengths, batches) for value in args]
+    split_kwargs = {name: split(value, lengths, batches) for name, value in kwargs.items()}
     outputs = [
         forward(self, *(value[at] for value in split_args), **{name: value[at] for name, value in split_kwargs.items()})
         for at in range(len(batches))
     ]
-    return _joined(outputs, batches)
+    return joined(outputs, batches)
 
 
 def rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -154,20 +166,20 @@ def rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return list(alike.values())
 
 
-def _split(value: Any, lengths: Sequence[int], batches: list[list[int]]) -> Sequence[Any]:
+def split(value: Any, lengths: Sequence[int], batches: list[list[int]]) -> Sequence[Any]:
     """An argument for each batch: what has a place for each token (1, T, ...) becomes (S, L, ...)."""
     if isinstance(value, tuple):
-        return list(zip(*(_split(part, lengths, batches) for part in value), strict=True)) or [()] * len(batches)
+        return list(zip(*(split(part, lengths, batches) for part in value), strict=True)) or [()] * len(batches)
     if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, sum(lengths)):
         return [value] * len(batches)
     rows = torch.split(value[0], list(lengths))
     return [torch.stack([rows[row] for row in batch]) for batch in batches]
 
 
-def _joined(outputs: list[Any], batches: list[list[int]]) -> Any:
+def joined(outputs: Sequence[Any], batches: list[list[int]]) -> Any:
     """The outputs of batches as that of packed rows."""
     if isinstance(outputs[0], tuple):
-        return tuple(_joined(list(parts), batches) for parts in zip(*outputs, strict=True))
+        return tuple(joined(list(parts), batches) for parts in zip(*outputs, strict=True))
     if not isinstance(outputs[0], torch.Tensor):
         return outputs[0]
     rows: dict[int, torch.Tensor] = {}

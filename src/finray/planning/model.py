@@ -167,7 +167,7 @@ def _planned(
         stored_bytes=None if stored is None else stored.size,
         labels=labels,
     )
-    return PlannedModel(plan, ModelShape(model, blueprint, LayerProbe(model, packs=packing.safe), stored), packing)
+    return PlannedModel(plan, ModelShape(model, blueprint, LayerProbe(model, packs=packing.is_told), stored), packing)
 
 
 def _open(

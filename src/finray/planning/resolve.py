@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from finray.config.resolved import Execution, Packing, Precision
+from finray.config.resolved import BY_ROW, Execution, Packing, Precision
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
 from finray.parallel.deepspeed import config as deepspeed_config
@@ -63,12 +63,21 @@ def resolve(
     together = packing is None or packing.safe
     if before is not None and before.packs and packing is not None and not packing.safe:
         raise _lost("packed rows", "model.name", packing.warning)
+    attention = BY_ROW
+    if packing is None or packing.is_told:
+        attention = _attention(config.model, device, precision, before, missing)
+    if attention == BY_ROW and _is_zero3(config, config.parallel.strategy):
+        # Each worker would gather weights as often as it has rows of other lengths, and all must gather together.
+        together = False
+        if before is not None and before.packs:
+            reason = "its attention gets each row alone, which ZeRO-3 cannot do"
+            raise _lost("packed rows", "parallel.strategy", reason)
     together = together and (before is None or before.packs)
     liger = config.train.liger
     execution = Execution(
         precision=precision,
         bits=bits,
-        attention=_attention(config.model, device, precision, before, missing) if together else None,
+        attention=attention if together else None,
         packs=together,
         strategy=config.parallel.strategy,
         use_gpu=placement.use_gpu,
@@ -100,6 +109,10 @@ def resolve(
     execution = replace(execution, strategy=choice.strategy)
     require_whole_weights(config, execution)
     return execution
+
+
+def _is_zero3(config: Config, strategy: str) -> bool:
+    return strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3
 
 
 def _precision(config: Config, device: Device, before: Execution | None) -> Precision:
@@ -147,9 +160,7 @@ def require_whole_weights(config: Config, execution: Execution) -> None:
     ConfigError: the strategy shards the weights.
     """
     asks = config.evaluation.generate_rows is not None and config.evaluation.mode == "inline"
-    shares = execution.strategy == "fsdp" or (
-        execution.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3
-    )
+    shares = execution.strategy == "fsdp" or (_is_zero3(config, execution.strategy))
     if asks and shares:
         raise ConfigError(
             f"with sharded weights ({execution.strategy}) the model cannot answer prompts between two steps",

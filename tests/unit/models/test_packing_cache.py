@@ -95,7 +95,7 @@ def test_a_loaded_models_configuration_is_checked_once(tmp_path: Path, monkeypat
     moved._name_or_path, moved.dtype = "elsewhere", "bfloat16"
     assert packing_of_config(moved, folder=tmp_path) == replace(SAFE, hidden_size=4096)
     assert len(checked) == 1
-    assert not packing_of_config(AutoConfig.for_model("bloom"), folder=tmp_path).safe
+    assert not packing_of_config(AutoConfig.for_model("bloom"), folder=tmp_path).is_told
     assert packing_of_config(llama(rope_theta=5e5), folder=tmp_path).safe
     assert packing_of_config(llama(), auto_class="AutoModelForSequenceClassification", folder=tmp_path).safe
     assert len(checked) == 4

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from finray.errors import ModelError
-from finray.models import states
+from finray.models import by_row, states
 from finray.models.packing_check import check_packing_of, row_limit
 from tests.support import tiny
 
@@ -46,7 +46,7 @@ LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 
 )  # fmt: skip
 def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
     found = check_packing_of(AutoConfig.for_model(kind, **fields))
-    assert found.safe, found.reason
+    assert found.is_told, found.reason
 
 
 @pytest.mark.long
@@ -55,7 +55,7 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
     [
         # Biases by distance in an attention of its own.
         ("bloom", {}, "attention is its own"),
-        # Its state is in none of the layers that are known to carry one.
+        # Its state is in none of the layers that are known to carry one, and it halves states between its blocks.
         ("rwkv", {}, "state from token to token"),
         # Rows end every so many tokens for some layers, which their mask alone says.
         ("llama4_text", {}, "not those of"),
@@ -69,7 +69,13 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
         ("bart", {}, "not those of"),
     ],
 )
-def test_families_that_may_not(kind: str, fields: dict[str, Any], reason: str) -> None:
+def test_families_whose_attention_gets_each_row_alone(
+    kind: str, fields: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what would be said of them if it did not."""
+    found = check_packing_of(AutoConfig.for_model(kind, **fields))
+    assert found.by_row == found.safe == (kind != "rwkv"), found.reason
+    monkeypatch.setattr(by_row, "_parts_apart", lambda block: [])
     found = check_packing_of(AutoConfig.for_model(kind, **fields))
     assert not found.safe
     assert reason in found.reason
@@ -87,6 +93,9 @@ def test_rows_of_a_model_with_a_state_are_packed_where_the_state_is_that_of_each
     assert (found.safe, found.has_states) == (True, True), found.reason
     assert not check_packing_of(AutoConfig.for_model("llama")).has_states
     monkeypatch.setattr(states, "separate", lambda _, on_cpu: None)
+    # Then its attention gets each row alone, and what carries the state with it.
+    assert check_packing_of(config).by_row
+    monkeypatch.setattr(by_row, "_parts_apart", lambda block: [])
     assert "not those of the rows alone" in check_packing_of(config).reason
 
 

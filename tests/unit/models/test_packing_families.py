@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finray import compat
+from finray.config.resolved import BY_ROW
 from finray.config.schema import AdapterConfig
 from finray.models import adapters, attention, states
 from finray.models.blocks import wrap_blocks
@@ -21,10 +23,21 @@ from tests.support.packing import assert_equal_gradients, batch_of, gradients, p
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2", "gpt_oss", "gemma4", *tiny.HYBRIDS]
 CPU = torch.device("cpu")
+NAMES = {attention.NAME: attention.NAME}
 
 
 def task_of(model: Any) -> CausalLM:
-    return CausalLM(model, precision="fp32", attention_name=attention.NAME, device=CPU)
+    usual = model.config._attn_implementation
+    return CausalLM(model, precision="fp32", attention_name=NAMES.get(usual, BY_ROW), device=CPU)
+
+
+def model_of(family: str) -> Any:
+    """With finray's attention, or its own."""
+    if family not in tiny.OWN:
+        return packed_model(family)
+    model = tiny.build_model(family).eval()
+    compat.name_body(model)
+    return model
 
 
 def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -41,30 +54,31 @@ def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[
     return total.item(), gradients(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *tiny.OWN])
 def test_packed_gradients_are_those_of_plain_transformers(family: str) -> None:
-    model = packed_model(family)
+    model = model_of(family)
     task = task_of(model)
-    loss = task.outputs(batch_of(rows()))
+    # Two rows are of one length.
+    items = [*rows(), rows(1)[0]]
+    loss = task.outputs(batch_of(items))
     loss.backward()
-    expected_loss, expected = reference_gradients(family, rows())
+    expected_loss, expected = reference_gradients(family, items)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert_equal_gradients(gradients(model), expected)
     assert task.packed._has_plain_head, "the fast head must be the one that was tested"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *tiny.OWN])
 def test_perturbing_one_row_leaves_the_others_alone(family: str) -> None:
     """Gradient of every row's loss with respect to every row's embeddings: off the diagonal all exact zeros."""
-    model = task_of(packed_model(family)).model
+    model = task_of(model_of(family)).model
     items = rows()
     batch = batch_of(items)
     embedded = model.get_input_embeddings()(batch.tokens_1T).detach().requires_grad_()
     body = getattr(model, model.base_model_prefix)
+    told = {} if family in tiny.OWN else {"position_ids": batch.positions_1T, "segment_lengths": batch.lengths}
     with states.of_rows(batch.lengths):
-        hidden = body(
-            inputs_embeds=embedded, position_ids=batch.positions_1T, use_cache=False, segment_lengths=batch.lengths
-        ).last_hidden_state[0]
+        hidden = body(inputs_embeds=embedded, use_cache=False, **told).last_hidden_state[0]
     starts = batch.cu_seqlens.tolist()
     for row in range(len(items)):
         span = slice(starts[row], starts[row + 1])
@@ -74,18 +88,17 @@ def test_perturbing_one_row_leaves_the_others_alone(family: str) -> None:
         assert torch.count_nonzero(grad[0, span]) > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5", *tiny.OWN])
 def test_the_leak_test_can_see_a_leak(family: str) -> None:
     """Negative control: told that two rows are one, the same model lets them touch."""
-    model = task_of(packed_model(family)).model
+    model = task_of(model_of(family)).model
     batch = batch_of(rows())
     embedded = model.get_input_embeddings()(batch.tokens_1T).detach().requires_grad_()
-    hidden = model.model(
-        inputs_embeds=embedded,
-        position_ids=batch.positions_1T,
-        use_cache=False,
-        segment_lengths=(batch.lengths[0] + batch.lengths[1], *batch.lengths[2:]),
-    ).last_hidden_state[0]
+    joined = (batch.lengths[0] + batch.lengths[1], *batch.lengths[2:])
+    told = {} if family in tiny.OWN else {"position_ids": batch.positions_1T, "segment_lengths": joined}
+    body = getattr(model, model.base_model_prefix)
+    with states.of_rows(joined):
+        hidden = body(inputs_embeds=embedded, use_cache=False, **told).last_hidden_state[0]
     second = slice(batch.lengths[0], batch.lengths[0] + batch.lengths[1])
     (grad,) = torch.autograd.grad(hidden[second].square().sum(), embedded)
     assert torch.count_nonzero(grad[0, : batch.lengths[0]]) > 0
@@ -120,14 +133,14 @@ def test_a_state_that_goes_on_from_row_to_row_is_seen(family: str, monkeypatch: 
             assert_equal_gradients(gradients(model), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_5", "mamba"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_5", "mamba", *tiny.OWN])
 def test_lora_and_checkpointed_activations_give_the_same_gradients(family: str) -> None:
     results = []
     for checkpointed in (False, True):
         # PEFT refuses some layers of Mamba.
         targets = ["in_proj", "x_proj"] if family == "mamba" else "all-linear"
         settings = AdapterConfig(rank=4, dropout=0.0, target_modules=targets)
-        model = adapters.add_lora(packed_model(family), settings, seed=3)
+        model = adapters.add_lora(model_of(family), settings, seed=3)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(len(name)))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finray.config.load import build_config
-from finray.config.resolved import Execution, LabelSet, Packing, Resolved, Steps
+from finray.config.resolved import BY_ROW, Execution, LabelSet, Packing, Resolved, Steps
 from finray.config.schema import Config
 from finray.errors import ConfigError
 from finray.files import FileKind
@@ -87,6 +87,13 @@ def test_flash_attention_is_taken_where_it_runs(monkeypatch: pytest.MonkeyPatch)
     assert on(gpu("a100-40gb")).attention == on(gpu("a100-40gb"), **named).attention == "flash_attention_2"
     assert on(gpu("a100-40gb"), model={"name": "m", "attention": "packed"}).attention == "finray_packed"
     assert on(gpu("a100-40gb"), packing=UNSAFE).attention is None
+    # The model's own, whatever there is; but not where every worker would gather weights at times of its own.
+    own = replace(SAFE, by_row=True)
+    assert on(gpu("a100-40gb"), **named, packing=own).attention == BY_ROW
+    stage = {"strategy": "deepspeed", "zero_stage": 2}
+    assert on(CPU, parallel=stage, packing=own).packs
+    assert not on(CPU, parallel=stage | {"zero_stage": 3}, packing=own).packs
+    assert on(CPU, parallel=stage | {"zero_stage": 3}, packing=SAFE).packs
     assert on(gpu("a100-40gb"), train={"precision": "fp32"}).attention == "finray_packed"
     assert on(gpu("t4-16gb"), train={"precision": "fp16"}).attention == on(CPU).attention == "finray_packed"
 

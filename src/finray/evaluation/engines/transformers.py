@@ -161,6 +161,7 @@ class TransformersEngine:
         self._penalty = float(generation.repetition_penalty or 1.0)
         packing = packing_of_config(config)
         reason = "it carries a state from token to token" if packing.has_states else packing.reason
+        reason = "its attention is its own" if packing.by_row else reason
         self._pads = packing.pads
         # A row's keys then belong to its own length: none can be shared with a row of another.
         self._shares = set(rope_types(config)) <= set(FIXED)
