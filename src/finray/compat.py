@@ -211,6 +211,11 @@ def without_grouped_mm() -> Iterator[None]:
         moe._can_use_grouped_mm = before
 
 
+def adds_bias_in_place(module: Any) -> bool:
+    """Whether a module is experts to whose products Transformers adds a bias in place (``integrations/moe.py``)."""
+    return bool(getattr(module, "has_bias", False)) and hasattr(module, "is_transposed")
+
+
 def recomputes_cache_at(model: Any) -> int | None:
     """Tokens after which ``generate`` throws the cached keys of a model away and computes them anew, once: in Phi-3 and
     its relatives (``prepare_inputs_for_generation``), where LongRoPE turns to its other frequencies."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from finray import compat
 from finray.models import attention, fused_lora, states
 
 # Smaller tensors are not offloaded: copying them would cost more than it saves.
@@ -20,15 +22,22 @@ _KEPT = (
     "mkldnn._linear_pointwise.default",
 )
 
+# Whether the module that runs changes products in place: then none may be kept.
+_CHANGES: ContextVar[bool] = ContextVar("finray_changes", default=False)
+
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
-    """The repeated blocks of a model: the members of the outermost lists of modules of one kind."""
+    """The repeated blocks of a model: the members of the outermost lists of modules of one kind, or of kinds with a
+    common one below torch's, as layers with attention and layers with a state have in a hybrid."""
     blocks: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and id(module) not in inside:
-            kinds = {type(member) for member in module}
-            if len(kinds) == 1 and any(True for member in module for _ in member.parameters()):
+            kinds = [set(type(member).__mro__) for member in module]
+            weights = [id(weight) for member in module for weight in member.parameters()]
+            alike = kinds and set.intersection(*kinds) - set(torch.nn.Module.__mro__)
+            # Blocks that share a weight (Zamba) cannot be sharded one by one.
+            if alike and weights and len(weights) == len(set(weights)):
                 blocks += list(module)
                 inside |= {id(part) for part in module.modules()}
     return blocks
@@ -48,6 +57,9 @@ def wrap_blocks(model: Any, *, checkpointing: str = "none", offload: bool = Fals
         if checkpointing != "none":
             if checkpointing == "selective":
                 fused_lora.disable_inplace(block)
+                for part in block.modules():
+                    if compat.adds_bias_in_place(part):
+                        part.forward = _recomputed(part.forward)
             forward = _checkpointed(forward, selective=checkpointing == "selective")
         if offload:
             forward = _offloaded(block, forward, SMALLEST_OFFLOAD if smallest is None else smallest)
@@ -72,7 +84,8 @@ def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
 
 def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
-        return CheckpointPolicy.MUST_SAVE if is_kept(str(operation)) else CheckpointPolicy.PREFER_RECOMPUTE
+        kept = is_kept(str(operation)) and not _CHANGES.get()
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     options: dict[str, Any] = {"context_fn": contexts} if selective else {}
@@ -82,6 +95,18 @@ def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[.
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(states.kept_rows(forward), *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        token = _CHANGES.set(True)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _CHANGES.reset(token)
 
     return run
 
