@@ -20,7 +20,14 @@ from finray.models.head import Head, loss_sum
 from finray.tasks.causal_lm import CausalLM
 from tests.integration.test_reference import check_against_a_plain_loop
 from tests.support import runs, tiny
-from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, rows
+from tests.support.packing import (
+    assert_equal_gradients,
+    batch_of,
+    gradients,
+    packed_model,
+    reference_gradients,
+    rows,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use (CUDA)")
 
@@ -53,27 +60,13 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 # Packing, in fp32: every row by itself.
 
 
-def plain_gradients(family: str, items: Items) -> tuple[float, dict[str, torch.Tensor]]:
-    """Plain Transformers on the GPU, one row at a time, its own attention and its own full logits."""
-    model = tiny.build_model(family).eval().to(DEVICE)
-    model.set_attn_implementation("eager")
-    total = torch.zeros((), device=DEVICE)
-    for ids, mask in items:
-        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(DEVICE)
-        learned = torch.from_numpy(mask.astype(bool))[1:].to(DEVICE)
-        logits = model(input_ids=tokens).logits[0, :-1].float()
-        total = total + F.cross_entropy(logits[learned], tokens[0, 1:][learned], reduction="sum")
-    total.backward()
-    return total.item(), gradients(model)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_gradients_in_fp32_are_those_of_plain_transformers(family: str) -> None:
     model = packed_model(family).to(DEVICE)
     task = CausalLM(model, precision="fp32", attention_name=attention.NAME, device=DEVICE)
     loss = task.outputs(batch_of(rows()).to(DEVICE))
     loss.backward()
-    expected_loss, expected = plain_gradients(family, rows())
+    expected_loss, expected = reference_gradients(family, rows(), "cuda")
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert_equal_gradients(gradients(model), expected)
     assert task.packed._has_plain_head, "the fast head must be the one that was tested"

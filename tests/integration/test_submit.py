@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,12 +39,8 @@ def convert(row):
 
 @pytest.fixture(scope="module")
 def server(forked: None) -> Iterator[job_server.JobServer]:
-    folder = Path(tempfile.mkdtemp(prefix="fr-", dir="/tmp"))
-    try:
-        with job_server.serve(folder) as found:
-            yield found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with runs.short_folder() as folder, job_server.serve(folder) as found:
+        yield found
 
 
 def until(what: Callable[[], Any], told: Callable[[], str]) -> Any:

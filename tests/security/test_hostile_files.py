@@ -29,6 +29,7 @@ from finray.evaluation.artifacts import load_artifact, read_artifact
 from finray.models.loading import load_model
 from finray.publishing.push import model_files
 from tests.support import runs
+from tests.support.talk import Templated
 
 MOMENTS = "training_state/optimizer-00001-of-00001.safetensors"
 
@@ -120,22 +121,12 @@ TEMPLATES = (
 )
 
 
-class _Tokenizer:
-    special_tokens_map: dict[str, str] = {}  # noqa: RUF012
-
-    def __init__(self, template: str) -> None:
-        self.chat_template = template
-
-    def get_chat_template(self, *_: object) -> str:
-        return self.chat_template
-
-
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_template_of_a_hostile_tokenizer_reaches_nothing(template: str, canary: Path) -> None:
     template = f"{{% set canary = '{canary}' %}}" + template
     jinja2.Environment(autoescape=True).from_string(template).render(messages=[])
     canary.rmdir()
-    renderer = chat.ChatRenderer(_Tokenizer(template), special_tokens=())
+    renderer = chat.ChatRenderer(Templated(template), special_tokens=())
     with pytest.raises(DataError):
         renderer.render((chat.Message("user", "hello"),))
     assert not canary.exists()

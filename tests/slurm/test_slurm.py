@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,12 +25,8 @@ def cluster() -> Iterator[slurm.Slurm]:
     if (why := slurm.missing()) is not None:
         assert os.environ.get("CI") != "true", f"CI must run these tests: {why}"
         pytest.skip(why)
-    folder = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))
-    try:
-        with slurm.serve(folder) as found:
-            yield found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with runs.short_folder() as folder, slurm.serve(folder) as found:
+        yield found
 
 
 def until(what: Callable[[], Any], told: Callable[[], str]) -> Any:

@@ -1,10 +1,20 @@
-"""Checkpoints that a test has changed on purpose."""
+"""Checkpoints of one rank, and ones that a test has changed on purpose."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from finray.checkpoint import manifest
+from finray.checkpoint import CheckpointStore, manifest
+
+
+def write(store: CheckpointStore, step: int, fill: Callable[[Path], None], **metrics: float) -> Path:
+    """A checkpoint of one rank."""
+    scratch = store.begin(step)
+    try:
+        return store.commit(scratch, step, store.fill(scratch, step, fill), metrics=metrics)
+    finally:
+        store.abandon(scratch)
 
 
 def reseal(checkpoint: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from finray.data.sampling.collate import Batch, collate
 from finray.models import attention
@@ -40,6 +41,22 @@ def batch_of(items: Sequence[tuple[Any, Any]]) -> Batch:
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     """By name, of the parameters that have one."""
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def reference_gradients(
+    family: str, items: Sequence[tuple[Any, Any]], device: str = "cpu"
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Plain Transformers, one row at a time, its own attention and its own full logits: summed loss and gradients."""
+    model = tiny.build_model(family).eval().to(device)
+    model.set_attn_implementation("eager")
+    total = torch.zeros((), device=device)
+    for ids, mask in items:
+        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(device)
+        learned = torch.from_numpy(mask.astype(bool))[1:].to(device)
+        logits = model(input_ids=tokens).logits[0, :-1].float()
+        total = total + F.cross_entropy(logits[learned], tokens[0, 1:][learned], reduction="sum")
+    total.backward()
+    return total.item(), gradients(model)
 
 
 def assert_equal_gradients(

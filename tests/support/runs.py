@@ -9,9 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,16 @@ def wait_until(true: Callable[[], object], process: subprocess.Popen[str] | fork
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.02)
+
+
+@contextmanager
+def short_folder() -> Iterator[Path]:
+    """A directory whose path is short: that of a socket has a limit."""
+    folder = Path(tempfile.mkdtemp(prefix="fr-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str] | forks.Command) -> None:

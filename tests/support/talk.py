@@ -21,6 +21,18 @@ TOOLS: tuple[dict[str, Any], ...] = (
 )
 
 
+class Templated:
+    """As much of a tokenizer as a renderer of conversations asks for."""
+
+    special_tokens_map: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def get_chat_template(self, *_: object) -> str:
+        return self.chat_template
+
+
 def user(content: str, *, train: bool = True) -> Message:
     return Message("user", content, train)
 

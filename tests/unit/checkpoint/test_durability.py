@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,13 @@ from safetensors import SafetensorError
 from finray.checkpoint import CheckpointStore, directory_name
 from finray.checkpoint.store import fsync
 from finray.errors import CheckpointError
+from tests.support.checkpoints import write
 
 
 def fill(folder: Path) -> None:
     (folder / "deep").mkdir()
     for name in ("b.bin", "a.bin", "deep/c.bin"):
         (folder / name).write_bytes(name.encode())
-
-
-def write(store: CheckpointStore, step: int, fill: Callable[[Path], None] = fill, **metrics: float) -> Path:
-    scratch = store.begin(step)
-    try:
-        return store.commit(scratch, step, store.fill(scratch, step, fill), metrics=metrics)
-    finally:
-        store.abandon(scratch)
 
 
 def test_files_are_durable_before_the_manifest_and_all_before_the_checkpoint_is_seen(tmp_path: Path) -> None:
@@ -41,7 +33,7 @@ def test_files_are_durable_before_the_manifest_and_all_before_the_checkpoint_is_
     def fence() -> None:
         done.append(("fence", (run / directory_name(7)).exists()))
 
-    target = write(CheckpointStore(run, fence=fence, sync=sync), 7)
+    target = write(CheckpointStore(run, fence=fence, sync=sync), 7, fill)
     assert target == run / "checkpoint-000007"
     assert done == [
         *(("a.bin", False), ("b.bin", False), ("deep/c.bin", False), ("manifest.json", False)),
@@ -67,7 +59,7 @@ def test_durable_means_fsync_of_files_and_directories(tmp_path: Path, monkeypatc
 
 def test_a_step_that_comes_again_replaces_the_directory_and_leaves_no_rest(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    write(store, 3)
+    write(store, 3, fill)
     write(store, 3, lambda folder: (folder / "new").write_text("x") and None)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000003"]
     assert sorted(path.name for path in (tmp_path / "checkpoint-000003").iterdir()) == ["manifest.json", "new"]
@@ -102,7 +94,7 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_checkpoint_before(tmp_path:
             if left[0] < 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def fill(folder: Path) -> None:
+        def failing(folder: Path) -> None:
             for name in ("a.bin", "b.bin"):
                 (folder / name).write_bytes(b"half")
                 write_once()
@@ -112,10 +104,10 @@ def test_a_disk_that_is_full_at_any_write_leaves_the_checkpoint_before(tmp_path:
             write_once()
 
         run = tmp_path / str(tried)
-        write(CheckpointStore(run), 1)
+        write(CheckpointStore(run), 1, fill)
         message = ""
         try:
-            write(CheckpointStore(run, sync=sync), 2, fill)
+            write(CheckpointStore(run, sync=sync), 2, failing)
         except CheckpointError as error:
             message = error.message
         if not message:
@@ -157,7 +149,7 @@ def test_only_directories_named_like_checkpoints_count(tmp_path: Path) -> None:
 def test_the_best_is_the_earliest_of_equals_among_those_that_say_the_metric(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step, metrics in ((1, {}), (2, {"m": 2.0}), (3, {"m": 1.0}), (4, {"m": 1.0}), (5, {"m": 3.0}), (6, {"m": 0.5})):
-        write(store, step, **metrics)
+        write(store, step, fill, **metrics)
     for step in (1, 6):
         (tmp_path / f"checkpoint-00000{step}" / "manifest.json").write_text("damaged")
     assert store.best("m", "min") == 3
@@ -171,7 +163,7 @@ def test_the_best_is_the_earliest_of_equals_among_those_that_say_the_metric(tmp_
 def test_checkpoints_that_were_passed_over_are_set_aside_only_where_that_is_asked_for(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        write(store, step)
+        write(store, step, fill)
     for step in (2, 3):
         (tmp_path / directory_name(step) / "a.bin").unlink()
     found = store.latest()
@@ -185,7 +177,7 @@ def test_checkpoints_that_were_passed_over_are_set_aside_only_where_that_is_aske
 def test_all_that_are_damaged_are_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2):
-        (write(store, step) / "a.bin").unlink()
+        (write(store, step, fill) / "a.bin").unlink()
     with pytest.raises(CheckpointError) as caught:
         store.latest()
     assert caught.value.where == str(tmp_path)

@@ -15,6 +15,7 @@ from finray.checkpoint.rundir import Earlier, RunDir, check_output, earlier_of, 
 from finray.config.load import build_config
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError
+from tests.support.checkpoints import write
 from tests.unit.checkpoint.test_rundir import RESOLVED, config, finish, nobody
 
 # The name of Ray Train's own file.
@@ -26,8 +27,7 @@ def save(store: CheckpointStore, step: int, *, files: dict[str, bytes] | None = 
         for name, content in (files or {"model.safetensors": b"weights of %d" % step}).items():
             (folder / name).write_bytes(content)
 
-    scratch = store.begin(step)
-    return store.commit(scratch, step, store.fill(scratch, step, fill), metrics=metrics)
+    return write(store, step, fill, **metrics)
 
 
 @pytest.mark.parametrize("names", [["notes.txt"], [RAYS, "notes.txt"]])

@@ -19,6 +19,7 @@ from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.store import Fence, to_delete
 from finray.errors import CheckpointError
 from tests.support import damaged
+from tests.support.checkpoints import write
 
 FILES = (
     "adapter_model.safetensors",
@@ -35,15 +36,6 @@ def fill(step: int) -> Callable[[Path], None]:
             (folder / name).write_bytes(f"{name} at {step} ".encode() * 50)
 
     return write
-
-
-def write(store: CheckpointStore, step: int, fill: Callable[[Path], None], **metrics: float) -> Path:
-    """A checkpoint of one rank."""
-    scratch = store.begin(step)
-    try:
-        return store.commit(scratch, step, store.fill(scratch, step, fill), metrics=metrics)
-    finally:
-        store.abandon(scratch)
 
 
 @pytest.fixture

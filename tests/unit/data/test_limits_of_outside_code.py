@@ -16,6 +16,7 @@ from finray.data.formats import convert
 from finray.data.tokenize import chat
 from finray.errors import ConfigError, DataError, FinrayError
 from tests.support import runs
+from tests.support.talk import Templated
 
 _LOOP, _END = "{% for a in range(99999) %}", "{% endfor %}"
 NEVER = _LOOP * 3 + _END * 3
@@ -23,16 +24,6 @@ NEVER = _LOOP * 3 + _END * 3
 GROWING = (
     "{% set ns = namespace(x=[]) %}{% for a in range(99999) %}{% set ns.x = ns.x + ['x' * 1000000 ~ a] %}{% endfor %}"
 )
-
-
-class _Tokenizer:
-    special_tokens_map: dict[str, str] = {}  # noqa: RUF012
-
-    def __init__(self, template: str) -> None:
-        self.chat_template = template
-
-    def get_chat_template(self, *_: object) -> str:
-        return self.chat_template
 
 
 @pytest.fixture
@@ -64,7 +55,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_template_that_fails_is_one_error(template: str, said: str) -> None:
-    renderer = chat.ChatRenderer(_Tokenizer(template), special_tokens=())
+    renderer = chat.ChatRenderer(Templated(template), special_tokens=())
     with pytest.raises(DataError) as caught:
         renderer.render((chat.Message("user", "hello"),))
     assert said in caught.value.message
@@ -75,14 +66,14 @@ def test_a_template_that_fails_is_one_error(template: str, said: str) -> None:
 
 def test_a_template_that_fills_the_memory_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.within.__init__, "__kwdefaults__", {"memory": 2**28})
-    renderer = chat.ChatRenderer(_Tokenizer(GROWING), special_tokens=())
+    renderer = chat.ChatRenderer(Templated(GROWING), special_tokens=())
     with pytest.raises(DataError, match=r"more than 0\.25 GiB of memory"):
         renderer.render((chat.Message("user", "hello"),))
 
 
 def test_what_templates_multiply_is_worked_out_as_ever() -> None:
     renderer = chat.ChatRenderer(
-        _Tokenizer("{{ '=' * 3 }}{{ 2 * 21 }}{{ 2 ** 3 }}{{ [0] * 2 }}{{ 1.5 * 2 }}"), special_tokens=()
+        Templated("{{ '=' * 3 }}{{ 2 * 21 }}{{ 2 ** 3 }}{{ [0] * 2 }}{{ 1.5 * 2 }}"), special_tokens=()
     )
     assert renderer.render((chat.Message("user", "hello"),)) == "===428[0, 0]3.0"
 

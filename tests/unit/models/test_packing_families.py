@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +18,14 @@ from finray.models import adapters, attention, states
 from finray.models.blocks import wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
-from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, rows
+from tests.support.packing import (
+    assert_equal_gradients,
+    batch_of,
+    gradients,
+    packed_model,
+    reference_gradients,
+    rows,
+)
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2", "gpt_oss", "gemma4", *tiny.HYBRIDS]
 CPU = torch.device("cpu")
@@ -38,20 +44,6 @@ def model_of(family: str) -> Any:
     model = tiny.build_model(family).eval()
     compat.name_body(model)
     return model
-
-
-def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Plain Transformers, one row at a time, its own attention and its own full logits."""
-    model = tiny.build_model(family).eval()
-    model.set_attn_implementation("eager")
-    total = torch.zeros(())
-    for ids, mask in items:
-        tokens = torch.from_numpy(ids.astype(np.int64))[None]
-        logits = model(input_ids=tokens).logits[0, :-1].float()
-        learned = torch.from_numpy(mask.astype(bool))[1:]
-        total = total + F.cross_entropy(logits[learned], tokens[0, 1:][learned], reduction="sum")
-    total.backward()
-    return total.item(), gradients(model)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *tiny.OWN])

@@ -41,29 +41,24 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert read_run(path, with_answers=False).evaluations[0].answered == ()
 
 
-def test_the_metric_that_chooses_checkpoints_may_be_better_the_more_it_is(tmp_path: Path) -> None:
-    line = '{{"kind": "eval", "step": {}, "accuracy": {}, "eval_targets": 3, "eval_seconds": 0.5}}\n'
-    lines = [line.format(10, 0.5), line.format(20, 0.9), line.format(30, 0.9), line.format(40, 0.7)]
-    config = {"evaluation": {"metric": "accuracy"}}
-    best = read_run(write_run(tmp_path / "run", steps=5, config=config, lines=lines, finished=False)).best
-    assert best is not None
-    assert (best.metric, best.value, best.step) == ("accuracy", 0.9, 20)
-
-
-@pytest.mark.parametrize(("mode", "best"), [("min", (0.5, 10)), ("max", (0.9, 20)), ("", None)])
-def test_what_is_better_of_a_users_metric_is_in_the_checkpoints_and_else_not_guessed(
-    tmp_path: Path, mode: str, best: tuple[float, int] | None
+# An accuracy is better the more it is, and the first of two that are equal is meant; of a user's metric the checkpoints
+# say which is better, and else it is not guessed.
+@pytest.mark.parametrize(
+    ("metric", "mode", "best"),
+    [("accuracy", "", (0.9, 20)), ("wer", "min", (0.5, 10)), ("wer", "max", (0.9, 20)), ("wer", "", None)],
+)
+def test_the_best_checkpoint_is_that_of_the_metric_that_chooses(
+    tmp_path: Path, metric: str, mode: str, best: tuple[float, int] | None
 ) -> None:
-    line = '{{"kind": "eval", "step": {}, "wer": {}, "eval_targets": 3, "eval_seconds": 0.5}}\n'
-    config = {"evaluation": {"metric": "wer"}}
-    lines = [line.format(10, 0.5), line.format(20, 0.9)]
+    line = '{{"kind": "eval", "step": {}, "{}": {}, "eval_targets": 3, "eval_seconds": 0.5}}\n'
+    lines = [line.format(step, metric, value) for step, value in ((10, 0.5), (20, 0.9), (30, 0.9), (40, 0.7))]
+    config = {"evaluation": {"metric": metric}}
     path = write_run(tmp_path / "run", steps=5, config=config, lines=lines, finished=False)
     state = path / "checkpoint-000020" / "training_state" / "state.json"
     state.parent.mkdir(parents=True)
     state.write_text(json.dumps({"data": "d", "metric_mode": mode}))
     run = read_run(path)
-    found = run.best
-    assert (found and (found.value, found.step)) == best
+    assert (run.best and (run.best.metric, run.best.value, run.best.step)) == (best and (metric, *best))
     assert run.data == "d"
 
 
