@@ -7,6 +7,7 @@ engine and of bitsandbytes' optimizers are read in :mod:`finray.parallel.deepspe
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -191,6 +192,17 @@ def name_body(model: Any) -> None:
 def carries_state(model: Any) -> bool:
     """Whether a model keeps a recurrent state from token to token (Mamba, RecurrentGemma)."""
     return bool(model._is_stateful)
+
+
+def kernel_of(function: Any) -> tuple[str | None, bool]:
+    """The kernel that a function of Transformers stands for, by its name in its package, and whether it is installed;
+    checked in 5.23."""
+    while inspect.isfunction(function):
+        known = inspect.getclosurevars(function).nonlocals
+        if {"func_name", "is_new_implementation"} <= known.keys():
+            return known["func_name"], known["is_new_implementation"]
+        function = getattr(function, "__wrapped__", None)
+    return None, False
 
 
 def accepts_attention(model: Any) -> bool:

@@ -227,7 +227,7 @@ def _attend_to_rows(
     if first_only:
         _, at = np.unique(in_order, return_index=True)
         return packed.view(1, -1, heads, width)[:, torch.from_numpy(at)]
-    packed = _Unpadded.apply(packed, slots[heads][len(packed) :])  # type: ignore[no-untyped-call]
+    packed = without_padding(packed, slots[heads][len(packed) :])
     return packed.view(1, -1, heads, width)
 
 
@@ -279,14 +279,24 @@ def _padded(tensor_1HTD: torch.Tensor, batches: Sequence[_RowBatch], slots: torc
     """Rows in their batches (S, H, L, D), as matrix products take them."""
     _, heads, tokens, width = tensor_1HTD.shape
     taken, places = torch.split(slots, [len(slots) - tokens * heads, tokens * heads])
-    flat = _Padded.apply(tensor_1HTD[0].transpose(0, 1).reshape(-1, width), taken, places)  # type: ignore[no-untyped-call]
+    flat = with_padding(tensor_1HTD[0].transpose(0, 1).reshape(-1, width), taken, places)
     parts = torch.split(flat, [len(rows) * heads * length for rows, length in batches])
     return [part.view(len(rows), heads, length, width) for part, (rows, length) in zip(parts, batches, strict=True)]
 
 
-class _Padded(torch.autograd.Function):
+def with_padding(tensor: torch.Tensor, taken: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """``tensor[taken]``, whose gradient is that of the ``slots``: padding has none, so that nothing is added up."""
+    result: torch.Tensor = _Padded.apply(tensor, taken, slots)  # type: ignore[no-untyped-call]
+    return result
 
+
+def without_padding(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """``tensor[slots]`` for slots that differ: the gradient is copied to them, where torch's would be added up."""
+    result: torch.Tensor = _Unpadded.apply(tensor, slots)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Padded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, taken: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(slots)
@@ -299,8 +309,6 @@ class _Padded(torch.autograd.Function):
 
 
 class _Unpadded(torch.autograd.Function):
-    """``tensor[slots]`` for slots that differ: the gradient is copied to them, where torch's would be added up."""
-
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(slots)

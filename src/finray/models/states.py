@@ -1,9 +1,10 @@
 """Layers that carry a state from token to token, inside a pass over packed rows.
 
 A gated delta net, Mamba, a short convolution or lightning attention runs through a sequence and hands on what it has
-seen. Over packed rows it would hand it on from one row to the next. So such a layer gets the rows apart, and its
-outputs are joined again; everything around it stays packed. Only rows of one length share a batch: on a CPU these
-layers take at least as long for padding as for tokens.
+seen. Over packed rows it would hand it on from one row to the next. If all that a layer calls for this is known to
+:mod:`finray.models.scans`, or is a kernel that takes packed rows, the layer's forward pass runs once, with these
+functions. Any other layer gets the rows apart, and its outputs are joined again; everything around it stays packed.
+Only rows of one length share a batch: on a CPU these layers take at least as long for padding as for tokens.
 
 Which layers these are follows from what they do: they keep a state in Transformers' cache, or convolve over tokens.
 Whether that was all is found out by the small model of :mod:`finray.models.packing_check`, as for any other model.
@@ -22,7 +23,8 @@ from typing import Any
 
 import torch
 
-from finray.models import attention
+from finray import compat
+from finray.models import attention, scans
 
 # What a forward pass calls to keep a state for the next token: methods of Transformers' caches.
 _KEEPS_STATE = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache"})
@@ -146,6 +148,10 @@ def _forward(
     lengths = segment_lengths.lengths if isinstance(segment_lengths, attention.RowLengths) else segment_lengths
     if not isinstance(lengths, tuple | list):
         raise RuntimeError(f"{type(self).__name__} carries a state, which cached keys and values do not hold")
+    layer: Any = type(self)
+    if (packed := _for_packed_rows(layer)) is not None:
+        with of_rows(tuple(lengths)):
+            return packed(self, *args, **kwargs)
     if len(lengths) == 1:
         return forward(self, *args, **kwargs)
     batches = rows_by_length(lengths)
@@ -156,6 +162,38 @@ def _forward(
         for at in range(len(batches))
     ]
     return joined(outputs, batches)
+
+
+@functools.cache
+def _for_packed_rows(layer: Any) -> Callable[..., Any] | None:
+    """A layer's forward pass that calls functions for packed rows; None if it calls one that has none."""
+    forward: Any = inspect.unwrap(layer.forward)
+    replaced = {}
+    for name in forward.__code__.co_names:
+        function = forward.__globals__.get(name)
+        kernel, is_there = compat.kernel_of(function)
+        if kernel is None or kernel in scans.OF_ONE_TOKEN:
+            continue
+        if kernel not in scans.PACKED:
+            return None
+        replaced[name] = functools.partial(_by_rows, scans.PACKED[kernel], function if is_there else None)
+    if not replaced:
+        return None
+    names = forward.__globals__ | replaced
+    copy = types.FunctionType(forward.__code__, names, closure=forward.__closure__, argdefs=forward.__defaults__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _by_rows(packed: Callable[..., Any], kernel: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """The kernel, if there is one, given where rows begin; else the function that is given their lengths."""
+    lengths, device = _ROWS.get(), args[0].device
+    if kernel is None or device.type != "cuda":
+        return packed(lengths, *args, **kwargs)
+    counts = torch.tensor([0, *lengths], device=device)
+    rows = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    numbers = rows.repeat_interleave(counts[1:], output_size=sum(lengths))
+    return kernel(*args, **kwargs | {"cu_seqlens": counts.cumsum(0), "seq_idx": numbers[None]})
 
 
 def rows_by_length(lengths: Sequence[int]) -> list[list[int]]:
