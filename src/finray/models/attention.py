@@ -9,7 +9,7 @@ nothing can leak from one example into the next.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -42,8 +42,9 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# On a CPU in bf16 without dropout, up to this row length plain matrix products are faster than the fused kernel.
-EXPLICIT_UP_TO = 512
+# On a CPU in bf16 plain matrix products are faster than the fused kernel. Up to this row length, their weights are kept
+# for the backward pass; those of longer rows are computed again, for so many queries at a time.
+EXPLICIT_UP_TO, QUERIES = 512, 128
 # On a CPU, rows up to this length are batched, if a pass has at least this many of them.
 BATCHED_UP_TO, BATCHED_FROM = 128, 16
 # They are padded to multiples of these, within attention.
@@ -348,9 +349,12 @@ def attend(
     lengths = None if causal else lengths
     length, total = query.shape[2], key.shape[2]
     windowed = window is not None and window < total
-    short = length > 1 and total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not windowed
+    by_products = length > 1 and query.dtype == torch.bfloat16
     # With dropout, torch has no fused kernel on a CPU.
-    if scores.sinks is not None or ((dropout or short) and softcap is None and not query.is_cuda):
+    if scores.sinks is not None or ((dropout or by_products) and softcap is None and not query.is_cuda):
+        if total > EXPLICIT_UP_TO and causal and not dropout:
+            blocked: torch.Tensor = _ByBlocks.apply(query, key, value, scores.sinks, scores)  # type: ignore[no-untyped-call]
+            return blocked
         visible = None
         if causal or windowed or lengths is not None:
             visible = _visible(query, total, causal=causal, window=window if windowed else None, lengths=lengths)
@@ -425,16 +429,84 @@ def _attend_explicitly(
     # One name, so that scores are freed before a dropout mask is drawn.
     weights = torch.baddbmm(hidden.expand(shared, groups * length, -1), grouped, keys.transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
-    weights = torch.softmax(weights, dim=-1) if sinks is None else _softmax_with_sinks(weights, sinks, rows, groups)
+    if sinks is None:
+        weights = torch.softmax(weights, dim=-1)
+    else:
+        weights, _ = _softmax_with_sinks(weights, sinks, rows, groups)
     weights = drop(weights, dropout)
     return torch.bmm(weights, values).view(rows, heads, length, value.shape[-1])
 
 
-def _softmax_with_sinks(scores: torch.Tensor, sinks_H: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """Softmax over scores (rows * H_kv, groups * L, total) and the sink of their head, which is then left out."""
+class _ByBlocks(torch.autograd.Function):
+    """Causal attention of long rows, of which nothing (L, L) is kept: a block of queries after the other meets the keys
+    that it sees, and does so again in the backward pass. Heads that share keys share a product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, scores: Scores
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.scores = scores
+        out = query.new_empty(*query.shape[:3], value.shape[-1])
+        for block, weights, _, seen in _ByBlocks.weights(query, key, sinks, scores):
+            out[:, :, block] = torch.bmm(weights, value.flatten(0, 1)[:, seen]).view_as(out[:, :, block])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, sinks = ctx.saved_tensors
+        rows, shared, scores = query.shape[0], key.shape[1], ctx.scores
+        scale = query.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling
+        # Each key's gradient is a sum over blocks.
+        exact = torch.promote_types(key.dtype, torch.float32)
+        of_query, of_sinks = torch.empty_like(query), None if sinks is None else torch.zeros_like(sinks)
+        of_key, of_value = (torch.zeros_like(each.flatten(0, 1), dtype=exact) for each in (key, value))
+        for block, weights, of_sink, seen in _ByBlocks.weights(query, key, sinks, scores):
+            given = grad[:, :, block].reshape(rows * shared, -1, value.shape[-1])
+            of_value[:, seen] += torch.bmm(weights.transpose(1, 2), given)
+            of_weights = torch.bmm(given, value.flatten(0, 1)[:, seen].transpose(1, 2))
+            if of_sinks is not None:
+                sums = (of_weights * weights).sum(-1, keepdim=True)
+                of_sinks -= (of_sink * sums).view(rows, len(sinks), -1).sum((0, 2))
+            of_scores = torch.ops.aten._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            of_query[:, :, block] = torch.bmm(of_scores, key.flatten(0, 1)[:, seen]).view_as(query[:, :, block])
+            asked = query[:, :, block].reshape(rows * shared, -1, query.shape[-1])
+            of_key[:, seen] += torch.bmm(of_scores.transpose(1, 2), asked)
+        of_key, of_value = of_key.mul_(scale).to(key.dtype).view_as(key), of_value.to(value.dtype).view_as(value)
+        return of_query.mul_(scale), of_key, of_value, of_sinks, None
+
+    @staticmethod
+    def weights(query: torch.Tensor, key: torch.Tensor, sinks: Any, scores: Scores) -> Iterator[tuple[Any, ...]]:
+        """A block of queries, its weights (S * H_kv, H / H_kv * block, keys), those of sinks, and the keys."""
+        (rows, shared, total, width), length = key.shape, query.shape[2]
+        keys, groups = key.flatten(0, 1), query.shape[1] // shared
+        scale = width**-0.5 if scores.scaling is None else scores.scaling
+        for start in range(0, length, QUERIES):
+            block = slice(start, min(start + QUERIES, length))
+            asked = query[:, :, block].reshape(rows * shared, -1, width)
+            size, end = block.stop - start, total - length + block.stop
+            seen = slice(0 if scores.window is None else max(0, end - size - scores.window + 1), end)
+            products = torch.baddbmm(asked.new_zeros(1), asked, keys[:, seen].transpose(1, 2), beta=0, alpha=scale)
+            # Without a window only the last keys are not seen by all.
+            apart = size if scores.window is None else end - seen.start
+            visible = _visible(asked[:, None, :size], apart, causal=True, window=scores.window)
+            hidden = torch.zeros_like(visible, dtype=asked.dtype).masked_fill_(~visible, float("-inf"))
+            products.view(rows * shared, groups, size, -1)[..., -apart:] += hidden
+            if sinks is None:
+                yield block, torch.softmax(products, dim=-1), None, seen
+            else:
+                weights, of_sinks = _softmax_with_sinks(products, sinks, rows, groups)
+                yield block, weights.contiguous(), of_sinks, seen
+
+
+def _softmax_with_sinks(
+    scores: torch.Tensor, sinks_H: torch.Tensor, rows: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over scores (rows * H_kv, groups * L, total) and the sink of their head, which comes apart."""
     length = scores.shape[1] // groups
     column = sinks_H.to(scores.dtype).view(1, -1, groups, 1).expand(rows, -1, -1, length).reshape(*scores.shape[:2], 1)
-    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+    weights = torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)
+    return weights[..., :-1], weights[..., -1:]
 
 
 class _VarlenWithSinks(torch.autograd.Function):

@@ -183,6 +183,38 @@ def test_each_path_on_a_cpu_is_attention(
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("shared", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_long_rows_are_attended_by_blocks_and_so_are_their_gradients(
+    shared: int, window: int | None, sinks: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of less than a block, of whole blocks and of some more, beside a row that is not long; in float64."""
+    lengths, results = (7, 12, 2, 13), []
+    tensors = [part.double().requires_grad_() for part in (*parts(4, shared, torch.float32, lengths), SINKS)]
+    given = {"scaling": 0.7, "s_aux": None if sinks is None else tensors[3]}
+    names: set[str] = set()
+    for reach in (window, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "EXPLICIT_UP_TO", 5)
+            patch.setattr(attention, "QUERIES", 4)
+            # Where it computes in this dtype alone.
+            patch.setattr(torch, "bfloat16", torch.float64)
+            options = {"segment_lengths": lengths, "sliding_window": reach, **given}
+            found, _ = packed_attention(torch.nn.Module(), *tensors[:3], None, **options)
+        names |= {node.name() for parent, _ in found.grad_fn.next_functions for node, _ in parent.next_functions}
+        results.append(
+            [found, *torch.autograd.grad(found.sin().sum(), tensors[: 4 if given["s_aux"] is not None else 3])]
+        )
+    assert "_ByBlocksBackward" in names
+    expected = by_hand(*tensors[:3], window=window, lengths=lengths, **given)
+    wanted = [expected, *torch.autograd.grad(expected.sin().sum(), tensors[: len(results[0]) - 1])]
+    for ours, other, theirs in zip(*results, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+        # Negative control: another window is seen.
+        assert not torch.allclose(other, theirs, rtol=1e-3, atol=1e-3)
+
+
 MANY = (*(8, 1, 7, 6) * 4, 130)
 
 
