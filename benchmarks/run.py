@@ -49,6 +49,7 @@ GROUPS = {
     "evaluation": ("Evaluation during training", ("evaluation",)),
     "classification": ("Classification", ("classification",)),
     "serving": ("Serving on a CPU", ("serving",)),
+    "families": ("Packed rows, by family", ("families",)),
     "pages": ("Pages", ("pages",)),
     "gpu": ("One GPU: finray's training step, and Trainer", ("gpu",)),
     "against": ("Another checkout", ("start",)),

@@ -1,0 +1,52 @@
+"""What packing gives to tiny models of several families, beside rows of one length in a batch."""
+
+from __future__ import annotations
+
+import case
+from case import Bench, Blocks, Result, Run
+from processes import environment, run_group
+from rows import count_tokens
+
+FAMILIES = ("qwen3_5", "nemotron_h", "gpt_oss", "lfm2", "llama")
+ROWS = 1000
+
+
+def _run(family: str) -> Run:
+    def one(bench: Bench, pair: int) -> Result:
+        lengths = count_tokens(bench.pool[:ROWS], bench.model, max_length=bench.max_length)
+        job = {"family": family, "lengths": lengths, "rounds": 1 if bench.quick else 3}
+        return run_group("packed.py", job, env=environment(threads=1))[0]
+
+    return one
+
+
+def _ratio(family: str) -> case.Value:
+    def value(blocks: Blocks) -> float | None:
+        return case.middle(family, "ratio")(blocks) if family in blocks[""] else None
+
+    return value
+
+
+PACKED = case.Case(
+    group="families",
+    name="packed",
+    title="Packed rows and rows of one length, by family",
+    what="Models of width 128 and four to six layers with random weights: forward and backward pass in bf16, all "
+    "weights trained, in packs of 1,024 tokens, and in the batches of rows of one length that a model which cannot be "
+    "packed is given, up to 1,024 tokens. Both are in one process with one thread and step in turn; rates are per CPU "
+    "second.",
+    blocks=case.alone({family: _run(family) for family in FAMILIES}),
+    measures=(
+        case.Measure("packed, tokens/s", "packed", 0),
+        case.Measure("rows of one length, tokens/s", "alike", 0),
+        case.Measure("÷", "ratio", 2),
+    ),
+    aims=[
+        case.Aim(f"{family}: packed ÷ rows of one length", _ratio(family), least=1.5)
+        for family in ("qwen3_5", "nemotron_h", "gpt_oss")
+    ],
+    most_pairs=3,
+    setup=lambda bench: f"{ROWS:,} rows with the lengths of {'Alpaca' if bench.data is None else 'GSM8K and Alpaca'}",
+)
+
+CASES = (PACKED,)
