@@ -52,10 +52,12 @@ LENGTHS_OF, COUNTS_OF = 16, 4
 
 
 class RowLengths:
-    """Tokens per row, in an object that is opaque to the compiler, which would recompile for each value."""
+    """Tokens per row, in an object that is opaque to the compiler, which would recompile for each value; and the masks
+    that layers of a pass have made, for those that follow."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.lengths = lengths
+        self.masks: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,27 +191,29 @@ def packed_attention(
         else:
             attended = _VarlenWithSinks.apply(*flat, s_aux, kernel, bounds, options)  # type: ignore[no-untyped-call]
         return attended[None, ..., :width], None
-    lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
-    scores = Scores(scaling, sliding_window, softcap, causal, s_aux)
-    return _attend_to_rows(query, key, value, tuple(lengths), scores, dropout), None
+    rows = segment_lengths if isinstance(segment_lengths, RowLengths) else RowLengths(tuple(segment_lengths))
+    return _attend_to_rows(
+        query, key, value, rows, Scores(scaling, sliding_window, softcap, causal, s_aux), dropout
+    ), None
 
 
 def _attend_to_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: tuple[int, ...],
+    segments: RowLengths,
     scores: Scores,
     dropout: float,
 ) -> torch.Tensor:
     """Attention within each row: (1, T, H, D). Many short rows are batched with others of about their length."""
+    lengths, options = segments.lengths, dict[str, Any](dropout=dropout, masks=segments.masks)
     first_only = query.shape[2] != key.shape[2]
     if sum(length <= BATCHED_UP_TO for length in lengths) < BATCHED_FROM:
         # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
         queries = torch.split(query, 1 if first_only else list(lengths), dim=2)
         keys, values = torch.split(key, list(lengths), dim=2), torch.split(value, list(lengths), dim=2)
         each = zip(queries, keys, values, strict=True)
-        return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in each], dim=1)
+        return torch.cat([attend(q, k, v, scores, **options).transpose(1, 2) for q, k, v in each], dim=1)
     batches, heads, width = _batches(lengths), query.shape[1], value.shape[-1]
     # By number of heads, of which keys and values may have fewer.
     slots = {count: torch.from_numpy(_slots(lengths, count)).to(query.device) for count in {heads, key.shape[1]}}
@@ -222,7 +226,7 @@ def _attend_to_rows(
     padded, outputs = [_padded(tensor, batches, slots[tensor.shape[1]]) for tensor in (key, value)], []
     for (rows, length), q, k, v in zip(batches, asking, *padded, strict=True):
         row_lengths = [lengths[row] for row in rows]
-        attended = attend(q, k, v, scores, dropout=dropout, lengths=row_lengths if min(row_lengths) < length else None)
+        attended = attend(q, k, v, scores, lengths=row_lengths if min(row_lengths) < length else None, **options)
         outputs.append(attended.flatten(0, 2))
     packed: torch.Tensor = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if first_only:
@@ -330,6 +334,7 @@ def attend(
     *,
     dropout: float = 0.0,
     lengths: Sequence[int] | None = None,
+    masks: dict[tuple[Any, ...], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention for rows of one length, or padded to one; queries are the last tokens.
 
@@ -340,6 +345,7 @@ def attend(
         scores: score settings.
         dropout: probability of dropping a score.
         lengths: tokens of each row, if some are padded at the end.
+        masks: masks of earlier layers, to which this layer's is added.
 
     Returns:
         (S, H, L, D), finite for padding.
@@ -355,10 +361,17 @@ def attend(
         if total > EXPLICIT_UP_TO and causal and not dropout:
             blocked: torch.Tensor = _ByBlocks.apply(query, key, value, scores.sinks, scores)  # type: ignore[no-untyped-call]
             return blocked
-        visible = None
-        if causal or windowed or lengths is not None:
-            visible = _visible(query, total, causal=causal, window=window if windowed else None, lengths=lengths)
-        return _attend_explicitly(query, key, value, scaling, visible, sinks=scores.sinks, dropout=dropout)
+        reach, groups = window if windowed else None, query.shape[1] // key.shape[1]
+        kind = (length, total, causal, reach, tuple(lengths or ()), groups, key.shape[1], query.dtype)
+        hidden = None if masks is None else masks.get(kind)
+        if hidden is None:
+            visible = None
+            if causal or windowed or lengths is not None:
+                visible = _visible(query, total, causal=causal, window=reach, lengths=lengths)
+            hidden = _hidden(query, key, visible)
+            if masks is not None:
+                masks[kind] = hidden
+        return _attend_explicitly(query, key, value, scaling, hidden, sinks=scores.sinks, dropout=dropout)
     grouped = query.shape[1] != key.shape[1]
     if softcap is None and not windowed and lengths is None and length in (1, total):
         past = causal and length == total
@@ -401,12 +414,22 @@ def _visible(
     return visible & is_token[:, :, None] | ~is_token[..., None]
 
 
+def _hidden(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    """What is added to scores (S * H_kv, H / H_kv * L, total) to hide what is not visible."""
+    if visible is None:
+        return query.new_zeros(1, 1)
+    hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+    if hidden.shape[-2] > 1:
+        hidden = hidden.repeat(*(1 for _ in hidden.shape[:-2]), query.shape[1] // key.shape[1], 1)
+    return hidden.expand(-1, key.shape[1], -1, -1).flatten(0, 1) if hidden.ndim == 4 else hidden
+
+
 def _attend_explicitly(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float | None,
-    visible: torch.Tensor | None,
+    hidden: torch.Tensor,
     *,
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
@@ -418,13 +441,6 @@ def _attend_explicitly(
     scale = width**-0.5 if scaling is None else scaling
     total = key.shape[2]
     grouped = query.reshape(shared, groups * length, width)
-    hidden = query.new_zeros(1, 1)
-    if visible is not None:
-        hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
-        if hidden.shape[-2] > 1:
-            hidden = hidden.repeat(*(1 for _ in hidden.shape[:-2]), groups, 1)
-        if hidden.ndim == 4:
-            hidden = hidden.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
     keys, values = key.reshape(shared, total, width), value.reshape(shared, total, value.shape[-1])
     # One name, so that scores are freed before a dropout mask is drawn.
     weights = torch.baddbmm(hidden.expand(shared, groups * length, -1), grouped, keys.transpose(1, 2), alpha=scale)

@@ -140,7 +140,8 @@ class _LoraLinear(torch.autograd.Function):
             weight = ctx.unpack(weight).to(grad.dtype)
         grad_low = (grad @ up) * ctx.scaling
         grad_a = (grad_low.T @ inner).float()
-        grad_b = (grad.T @ low).float() * ctx.scaling
+        # Turned round: oneDNN is 1.5x slower at the product with the wide matrix transposed.
+        grad_b = (low.T @ grad).float().mul_(ctx.scaling).T.contiguous()
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
