@@ -124,6 +124,15 @@ def make_plan(
         except FinrayError as error:
             findings.problem(error)
         else:
+            weights = model.shape.model.named_parameters()
+            joined = sum(weight.numel() for name, weight in weights if weight.ndim == 3 and ".lora_" not in name)
+            share = joined / model.shape.blueprint.base
+            if execution.bits and share > 0.1:
+                findings.warn(
+                    f"{share:.0%} of the weights are experts that are joined into one tensor a layer, and stay in "
+                    f"{execution.precision}: only linear layers are stored in {execution.bits} bits",
+                    "model.quantization",
+                )
             # What is not known of the data is what a run has whose config says nothing.
             resolved = Resolved.of(execution, steps or decide_steps(config.train, packs=None, before=begun), labels)
             rows = _rows(report, data, resolved)

@@ -283,6 +283,20 @@ def test_memory_is_that_of_the_packs_that_little_data_gets(plan: Planner) -> Non
     assert short.memory.parts["activations"] < full.memory.parts["activations"]
 
 
+def test_experts_that_no_bits_reach_are_named(plan: Planner, tmp_path: Path, tokenizer: Any) -> None:
+    """Transformers keeps them in one tensor a layer, and quantization stores linear layers."""
+    for family in ("llama", "qwen3_moe"):
+        tiny.save_model(family, tmp_path / family, tokenizer)
+    # 2 layers of 4 experts with three matrices of 64 x 64.
+    joined = 2 * 4 * 3 * 64 * 64
+    found = plan(model=tmp_path / "qwen3_moe", **{"model.quantization": "4bit"})
+    assert found.model is not None
+    share = joined / (found.model.parameters - found.model.adapter)
+    assert any(f"{share:.0%} of the weights are experts" in warning.message for warning in found.warnings)
+    plain, dense = plan(model=tmp_path / "qwen3_moe"), plan(model=tmp_path / "llama", **{"model.quantization": "4bit"})
+    assert not [one for one in (*plain.warnings, *dense.warnings) if "are experts" in one.message]
+
+
 OPTIONAL = ("bitsandbytes", "flash_attn", "liger_kernel", "deepspeed")
 
 
