@@ -100,7 +100,7 @@ def step(task: CausalLM, batches: list[Batch]) -> float:
     began = time.process_time()
     for batch in batches:
         with task.packed.autocast():
-            loss = task.loss_sum(batch)
+            loss = task.compute_loss(batch)
         loss.backward()
     task.model.zero_grad()
     return sum(sum(batch.lengths) for batch in batches) / (time.process_time() - began)
