@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from finray.models import states
 
@@ -159,18 +160,21 @@ class RowWise:
             return made
 
         notes = noted(1 if self._returned is None else len(self._blocks))
-        hidden = batches.join([own[0].hidden for own in notes])
+        # Some pad a row (BigBird), and take the padding away after the blocks.
+        lengths = {row: own[0].hidden.shape[1] for own, some in zip(notes, batches.rows, strict=True) for row in some}
+        within = Batches(tuple(lengths[row] for row in range(len(rows))), batches.rows)
+        hidden = within.join([own[0].hidden for own in notes])
         outputs: list[Any] = []
         for number, block in enumerate(self._blocks):
             if number == len(notes[0]):
                 # Now it is known what blocks return.
                 notes = noted(len(self._blocks))
-            others, options = self._joined([own[number] for own in notes], outputs, batches)
-            with states.of_rows(batches):
+            others, options = self._joined([own[number] for own in notes], outputs, within)
+            with states.of_rows(within):
                 outputs.append(block(hidden, *others, **options))
             is_plain = isinstance(outputs[-1], torch.Tensor)
             hidden, self._returned = (outputs[-1], 0) if is_plain else (outputs[-1][0], len(outputs[-1]))
-        finals, results = [batches.split(output) for output in outputs], []
+        finals, results = [within.split(output) for output in outputs], []
         for at, (own_args, own_kwargs) in enumerate(calls):
             with self._standing_in(lambda number, *_, at=at, **__: finals[number][at], embedded[at]):
                 results.append(type(self._body).forward(self._body, *own_args, **own_kwargs))
@@ -213,7 +217,8 @@ class RowWise:
         named = enumerate(self._blocks.named_children())
         places = [(self._blocks, name, _StandIn(block, partial(call, number))) for number, (name, block) in named]
         if embedded is not None:
-            table = _StandIn(self._table, lambda *_, **__: embedded)
+            # Padding at the end of a row is seen by nothing.
+            table = _StandIn(self._table, lambda ids: F.pad(embedded, (0, 0, 0, ids.shape[1] - embedded.shape[1])))
             holders = [
                 (part, name)
                 for part in self._body.modules()

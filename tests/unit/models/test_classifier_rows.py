@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from finray.config.resolved import BY_ROW
 from finray.data.sampling.collate import LabelledBatch, collate_labelled
 from finray.models import attention, pooled
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
-from finray.models.packed import FilledRows, PackedModel
+from finray.models.packed import FilledRows, PackedModel, ProbeRows
 from finray.models.packing_check import check_packing_of
 from tests.support import tiny
 
@@ -285,3 +286,21 @@ def test_layers_that_are_computed_again_or_compiled_give_the_same(family: str, h
     assert found == pytest.approx(loss, rel=1e-6)
     for name, gradient in its.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_a_model_pads_are_those_alone() -> None:
+    """BigBird pads a row to its blocks of tokens, and leaves the padding out after its layers."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    blocks = {"block_size": 2, "num_random_blocks": 1, "vocab_size": 160, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("big_bird", **sizes, **blocks)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    batches = [ProbeRows(torch.randint(3, 160, (1, length))) for length in (17, 21, 30, 17)]
+    apart, together = (
+        PackedModel(model, precision="fp32", attention_name=name, device=torch.device("cpu")) for name in (None, BY_ROW)
+    )
+    with torch.no_grad():
+        expected = torch.cat([apart.logits_SC(batch) for batch in batches])
+        logits = together.logits_SC(ProbeRows(*(batch.tokens_1T for batch in batches)))
+    assert model.bert.attention_type == "block_sparse", "nothing was padded"
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
