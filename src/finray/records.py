@@ -64,6 +64,7 @@ class RunHeader:
         workers: of each, by rank, the ranks that torch's launchers give it, and its host; in words.
         labelled: each row has a label, and no token is a target.
         evaluates: the workers evaluate before the first step.
+        in_groups: rows belong together, and a step takes groups of them, such as pairs; there are ``packs``.
     """
 
     step: int
@@ -91,6 +92,7 @@ class RunHeader:
     workers: Sequence[str] = ()
     labelled: bool = False
     evaluates: bool = False
+    in_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)

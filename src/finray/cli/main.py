@@ -76,7 +76,7 @@ class _Commands(TyperGroup):
             # Typer keeps the class of this error to itself.
             unknown: Any = error
             if method := not_yet(args[0]):
-                unknown.message = f"No such command {args[0]!r}: finray has no {method} yet; {HERE_IS}: finray train"
+                unknown.message = f"No such command {args[0]!r}: {method}; {HERE_IS}: finray train"
             elif args[0] in _ELSEWHERE:
                 unknown.message = f"No such command {args[0]!r}. Did you mean {_ELSEWHERE[args[0]]!r}?"
             raise

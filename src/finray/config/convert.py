@@ -106,8 +106,7 @@ def _refuse(file: ForeignFile) -> None:
     """Refuse a file that would train something else in finray."""
     for key in ("stage", "rl"):
         if (stage := file.get(key)) not in (None, False, "sft", "pt"):
-            method = names.not_yet(str(stage))
-            why = f"finray has no {method} yet" if method else "finray does not know it"
+            why = names.not_yet(str(stage)) or "finray does not know it"
             raise file.refused(key, f"`{key}: {cut(str(stage), 80)}` is not supported: {why}", names.HERE_IS)
     if (kind := file.get("finetuning_type")) not in (None, "lora", "full"):
         message = f"`finetuning_type: {cut(str(kind), 80)}` is not supported{did_you_mean(str(kind), ['lora'])}"

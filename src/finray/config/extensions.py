@@ -137,5 +137,5 @@ def named(group: str, *others: str) -> Callable[[str], str]:
 
 def _unknown(name: str, names: Iterable[str]) -> str:
     method = not_yet(name)
-    hint = f" (finray has no {method} yet)" if method else did_you_mean(name, names)
+    hint = f" ({method})" if method else did_you_mean(name, names)
     return f"unknown name `{name}`{hint}; known names are {', '.join(names)}, or your own as package.module:Name"

@@ -337,25 +337,29 @@ VALUES_NOT_HERE: dict[str, str] = {
 
 
 # What is needed and missing: names of methods, and how settings of them begin.
-_PREFERENCES = "training on preferences"
+_PAIRS = "training on pairs of answers"
+_PREFERENCES = "training on preferences of this kind"
 _REWARDS = "training of reward models"
 _REINFORCEMENT = "reinforcement learning"
 _SWEEPS = "sweeps over settings"
 METHODS: dict[str, str] = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "bco", "sppo", "preference"), _PREFERENCES),
+    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo"), _PAIRS),
+    **dict.fromkeys(("kto", "cpo", "bco", "sppo"), _PREFERENCES),
     **dict.fromkeys(("rm", "prm", "reward", "reward_model", "reward_modeling", "process_reward_model"), _REWARDS),
     **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo", "online_dpo", "rl", "rlhf", "reinforce"), _REINFORCEMENT),
     **dict.fromkeys(("tune", "sweep", "sweeps", "hpo", "search"), _SWEEPS),
     **dict.fromkeys(("distill", "distillation", "kd", "gkd"), "distillation"),
 }
 _METHODS_SETTINGS: dict[str, str] = {
-    **dict.fromkeys(("pref_", "dpo_", "kto_", "simpo_", "orpo_", "cpo_", "rpo_", "precompute_ref"), _PREFERENCES),
+    **dict.fromkeys(("pref_", "dpo_", "simpo_", "orpo_", "rpo_", "precompute_ref"), _PAIRS),
+    **dict.fromkeys(("kto_", "cpo_"), _PREFERENCES),
     **dict.fromkeys(("ref_model", "rl_", "ppo_", "grpo_", "reward_funcs", "trl", "vllm_server"), _REINFORCEMENT),
     **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards"), _REWARDS),
-    **dict.fromkeys(("ref_", "dpo", "kto", "orpo"), _PREFERENCES),
+    **dict.fromkeys(("ref_", "dpo", "orpo"), _PAIRS),
+    "kto": _PREFERENCES,
     "kd_": "distillation",
 }
-HERE_IS = "finray trains on prompts and answers, conversations, plain text, and texts with labels"
+HERE_IS = "finray trains on prompts and answers, conversations, pairs of answers, plain text, and texts with labels"
 
 
 # Keys that only one system's files have, beside the name of the model, which others have too.
@@ -374,8 +378,14 @@ def system_of(config: Mapping[str, object]) -> str:
 
 
 def not_yet(method: str) -> str:
-    """What another system's name means, if finray does not have it yet; else empty."""
-    return METHODS.get(method.lower().replace("-", "_"), "")
+    """A sentence about another system's name for what finray does not have yet, or has as an objective; else empty."""
+    return _sentence(METHODS.get(method.lower().replace("-", "_"), ""))
+
+
+def _sentence(method: str) -> str:
+    if method == _PAIRS:
+        return "write `train.objective: dpo` (or `orpo`, `simpo`), and its numbers into the section `preference`"
+    return f"finray has no {method} yet" if method else ""
 
 
 def missing(name: str, value: object = None) -> str:
@@ -384,8 +394,9 @@ def missing(name: str, value: object = None) -> str:
     if isinstance(value, Mapping) or not method:
         method = not_yet(name) if name not in ("rl", "reward") or isinstance(value, Mapping) else method
     if not method:
-        method = next((method for start, method in _METHODS_SETTINGS.items() if name.startswith(start)), "")
-    return f"needed and missing: finray has no {method} yet" if method else ""
+        starts = (method for start, method in _METHODS_SETTINGS.items() if name.startswith(start))
+        method = _sentence(next(starts, ""))
+    return f"needed and missing: {method}" if method else ""
 
 
 def value_here(value: object, values: Iterable[str]) -> str:

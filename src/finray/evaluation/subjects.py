@@ -13,6 +13,7 @@ import torch
 
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
 from finray.config.load import Overrides, load_config
+from finray.config.objectives import OBJECTIVES, objective_spec, spec_of
 from finray.config.paths import with_absolute_paths
 from finray.config.requests import EvaluationRequest
 from finray.config.resolved import Resolved
@@ -144,9 +145,9 @@ class Case:
             raise ModelError(f"a model with the task `{artifact.model.task}` does not write answers", where=str(model))
         spec = task_spec(artifact.model.task)
         config = _config_of(model, run, artifact, request, overrides)
-        # Reports metrics that the task does not have. A user's own task is not imported for this.
-        if config.model.task == spec.name:
-            spec.metric(config.evaluation)
+        # Reports metrics that the run does not have. A user's own task or objective is not imported for this.
+        if config.model.task == spec.name and config.train.objective in (None, *OBJECTIVES):
+            spec_of(config).metric(config.evaluation)
         tuned = Subject("tuned" if run is not None else Path(model).name, artifact)
         start: Subject | None = None
         # The base of a classifier's adapter has no head, and a random one says nothing.
@@ -215,13 +216,16 @@ class Case:
         prompted, kind = held.prompted, dataset.kind(stream)
         asks = config.data.train_on != "all" and kind not in ("text", "labelled") and len(prompted) > 0
         asked = prompted if asks else np.arange(len(held))
+        if not held.groups.is_single:
+            asked = np.intersect1d(asked, held.groups.starts[:-1])
+            self.notes.append("of each pair the chosen answer is the reference")
         numbers = tuple(asked[sample(len(asked), config.evaluation.max_rows, seed=config.run.seed)].tolist())
         if asks:
             sampled = len(numbers)
             numbers = tuple(number for number in numbers if prompt_and_answer(*held.row(number))[0])
             if not numbers:
                 raise DataError("no row has a prompt to answer", where="data.source", repair="give rows with prompts")
-            if without := len(held) - len(asked) + sampled - len(numbers):
+            if without := len(held.groups) - len(asked) + sampled - len(numbers):
                 self.notes.append(
                     f"{without:,} rows without a prompt were skipped: they have neither answers nor losses"
                 )
@@ -239,6 +243,9 @@ class Case:
             # Integers in a file are ids of the run's classes, as in its own data.
             section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
             config = config.model_copy(update={"classification": section})
+        if objective_spec(config).in_groups:
+            # A file has prompts and answers; pairs are held out by the run.
+            config = config.model_copy(update={"train": config.train.model_copy(update={"objective": None})})
         held, dataset = of_file(config, root=root)
         if run is not None:
             try:

@@ -16,10 +16,10 @@ from finray.data.dataset.manifest import PartEntry, SplitStats
 from finray.data.dataset.plan import PrepareSettings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.dataset.report import unread_fields, without_rows
+from finray.data.dataset.report import pair_remarks, unread_fields, without_rows
 from finray.data.dataset.run_data import run_data
 from finray.data.dataset.source_rows import SourceRows
-from finray.data.formats.examples import Chat, Completion, Example, Label
+from finray.data.formats.examples import Chat, Completion, Example, Label, Preference
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError, FinrayError
 from finray.inspection.checks import Check
@@ -101,7 +101,14 @@ def inspect(
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
     places = {name: stats.places for name, stats in counted.items()}
-    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, data.plan, cut_at, labels, places)
+    are_pairs = dataset.kind() == "preference"
+    inspector = Inspector(
+        config.data, splits, counters, tokenizer, tokens, data.plan, cut_at, labels, places, are_pairs=are_pairs
+    )
+    checks += tuple(
+        Check(name, "warning", text, count, len(rows.train.groups), where)
+        for name, text, count, where in pair_remarks(rows, dataset.kind())
+    )
     return Inspection(
         config=config,
         format=form,
@@ -168,13 +175,19 @@ def _served_rows(
             # Learned whole, the examples of one source row cannot be told apart by where learning starts.
             if not kept or (config.data.train_on == "all" and len(examples) > 1):
                 continue
-            served = [_served_prompts(example, encoder, tokenizer) for example in examples]
+            sides = [side for example in examples for side in _sides(example)]
+            served = [_served_prompts(side, encoder, tokenizer) for side in sides]
             prompts = [prompt for shown, _ in served for prompt in shown]
             refusal = next((refusal for _, refusal in served if refusal), "")
-            chats = (example for example in examples if isinstance(example, Chat))
+            chats = (side for side in sides if isinstance(side, Chat))
             in_parts = any(message.hidden for chat in chats for message in chat.messages)
             for row in kept:
                 yield ServedRow(rows.where(row), *rows.row(row), prompts, refusal, in_parts)
+
+
+def _sides(example: Example) -> list[Example]:
+    """The two answers of a pair; any other example itself."""
+    return [example.chosen, example.rejected] if isinstance(example, Preference) else [example]
 
 
 def _spread(values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -210,7 +223,7 @@ def _refused_rows(source: SourceRows, encoder: Tokenizer, tokenizer: Any) -> Ite
     rows = (row for part in parts for row in zip(source.places(part), source.examples(part), strict=True))
     # Not more, however few of them have an answer that the template renders.
     for where, examples in islice(rows, _ROWS_AFTER_A_REFUSAL):
-        for example in examples:
+        for example in (side for each in examples for side in _sides(each)):
             if not isinstance(example, Chat):
                 continue
             for turn, prompt in _served_prompts(example, encoder, tokenizer)[0]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from finray.config.schema import DataConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
+from finray.data.sampling.order import mix
 from finray.data.sampling.packing import PackPlan
 from finray.errors import DataError
 from finray.inspection.checks import Check, TokenScan
@@ -122,18 +123,25 @@ class SplitView:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """A row, token by token; ``label`` is that of labelled text, which has no token to learn."""
+    """A row, token by token; ``label`` is that of labelled text, which has no token to learn, and ``side`` is
+    ``chosen`` or ``rejected`` for the rows of a pair, which follow each other."""
 
     split: str
     index: int
     where: str
     tokens: tuple[TokenView, ...]
     label: str | None = None
+    side: str | None = None
 
     @property
     def supervised(self) -> int:
         """Number of targets; the first token is never one."""
         return sum(token.learned for token in self.tokens[1:])
+
+    @property
+    def prompt(self) -> int:
+        """Number of tokens before the first that is learned."""
+        return next((at for at, token in enumerate(self.tokens) if token.learned), len(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,7 @@ class Inspector:
         cut_at: split name to some rows that were cut off.
         labels: split name to the labels of labelled text; nothing for other rows.
         places: split name to some rows of each counter.
+        are_pairs: whether two rows each are a pair.
     """
 
     data: DataConfig
@@ -161,6 +170,7 @@ class Inspector:
     cut_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels: Mapping[str, Sequence[Label]] = field(default_factory=dict)
     places: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    are_pairs: bool = False
 
     def _read(self, name: str, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Tokens of a row, and which are learned; labelled text has token types there, and no token to learn."""
@@ -179,20 +189,25 @@ class Inspector:
         return tuple(check for check in scan.checks(kind=kind) if not self.labels or check.name == "Unknown tokens")
 
     def examples(self, count: int, chosen: Sequence[str]) -> tuple[RowView, ...]:
-        """So many rows spread over the training rows; or those chosen, by index in them or by ``file:row``.
+        """So many rows (or pairs) spread over the training rows; or those chosen, by index in them or by ``file:row``.
         Raises DataError: a chosen row does not exist."""
         name, train = next(iter(self.splits.items()))
-        count = min(count, len(train))
-        places = [(name, number * len(train) // count) for number in range(count)]
+        starts = train.groups.starts[:-1] if self.are_pairs else np.arange(len(train))
+        count = min(count, len(starts))
+        places = [(name, int(starts[number * len(starts) // count])) for number in range(count)]
         if chosen:
             places = [pair for wanted in chosen for pair in self._find(wanted)]
+        if self.are_pairs:
+            firsts = dict.fromkeys((split, number - number % 2) for split, number in places)
+            places = [(split, first + place) for split, first in firsts for place in (0, 1)]
         views = []
         for split, number in places:
             rows = self.splits[split]
             ids, mask = self._read(split, number)
             tokens = token_views(ids.tolist(), mask.tolist(), self.tokenizer, self.tokens.special)
             label = label_text(self.labels[split][number]) if self.labels else None
-            views.append(RowView(split, number, rows.where(number), tokens, label))
+            side = ("chosen", "rejected")[number % 2] if self.are_pairs else None
+            views.append(RowView(split, number, rows.where(number), tokens, label, side))
         return tuple(views)
 
     def split_views(self) -> tuple[SplitView, ...]:
@@ -202,7 +217,7 @@ class Inspector:
             low, median, high, top = np.quantile(rows.lengths, [0, 0.5, 0.95, 1], method="lower").tolist()
             longest, shortest = (np.argsort(key, kind="stable")[:_EXTREMES] for key in (-rows.lengths, rows.lengths))
             # Only the first split is trained on.
-            packed = self.data.packing and not views
+            packed = self.data.packing and not views and not self.are_pairs
             view = SplitView(
                 name=name,
                 rows=len(rows),
@@ -247,15 +262,15 @@ class Inspector:
         duplicates = []
         for name, rows in self.splits.items():
             # A mix may repeat a row on purpose: a row is not a duplicate of itself.
-            pairs = np.unique(np.stack([rows.digests, rows.source_rows], axis=1), axis=0)
+            pairs = np.unique(np.stack([self._digests(rows), rows.source_rows], axis=1), axis=0)
             digests, counts = np.unique(pairs[:, 0], return_counts=True)
             copied = digests[counts > 1]
             extra = int((counts[counts > 1] - 1).sum())
             duplicates.append(Duplicates((name,), extra, len(copied), len(pairs), self._groups([name], copied)))
         for first, second in combinations(self.splits, 2):
             earlier, later = self.splits[first], self.splits[second]
-            both = np.isin(later.digests, earlier.digests)
-            shared = np.unique(later.digests[both])
+            both = np.isin(self._digests(later), self._digests(earlier))
+            shared = np.unique(self._digests(later)[both])
             groups = self._groups([first, second], shared)
             duplicates.append(Duplicates((first, second), int(both.sum()), len(shared), len(later), groups))
         return tuple(duplicates)
@@ -267,15 +282,15 @@ class Inspector:
         once = []
         for rows in splits:
             # Each row once, also where a mix repeats it.
-            pairs = np.stack([rows.digests, rows.source_rows], axis=1)
+            pairs = np.stack([self._digests(rows), rows.source_rows], axis=1)
             once.append(np.sort(np.unique(pairs, axis=0, return_index=True)[1]))
-            chosen = rows.digests[once[-1]]
+            chosen = self._digests(rows)[once[-1]]
             chosen = chosen[np.isin(chosen, digests)]
             total += np.bincount(np.searchsorted(digests, chosen), minlength=len(digests))
         groups = []
         for at in np.argsort(-total, kind="stable")[:_SHOWN_GROUPS]:
             numbers = [
-                first_rows[rows.digests[first_rows] == digests[at]]
+                first_rows[self._digests(rows)[first_rows] == digests[at]]
                 for rows, first_rows in zip(splits, once, strict=True)
             ]
             limit = max(1, _SHOWN_PLACES // len(splits))
@@ -284,6 +299,13 @@ class Inspector:
             ]
             groups.append(DuplicateGroup(int(total[at]), tuple(where), self._summary(names[0], int(numbers[0][0]))))
         return tuple(groups)
+
+    def _digests(self, rows: PreparedSplit) -> IntArray:
+        """Of each row; of a pair both rows have that of the pair."""
+        if not self.are_pairs:
+            return rows.digests
+        chosen, rejected = rows.digests[::2], rows.digests[1::2]
+        return np.repeat(chosen ^ mix(rejected.view(np.uint64)).view(np.int64), 2)
 
     def _find(self, wanted: str) -> list[tuple[str, int]]:
         name, rows = next(iter(self.splits.items()))

@@ -42,6 +42,8 @@ _COUNTERS: dict[str, tuple[Level, str]] = {
     "unpaired_tags": ("warning", "Tags of reasoning"),
     "special_in_prompts": ("warning", "Special tokens in prompts"),
     "doubled_eos": ("problem", "End token twice"),
+    "equal_answers": ("warning", "Equal answers"),
+    "inverted_margins": ("warning", "Margins below zero"),
     "unwanted_answers": ("warning", "Unwanted answers"),
     "numbers_as_text": ("note", "Numbers"),
     "tools_as_text": ("note", "Tools as text"),
@@ -141,12 +143,31 @@ class Inspection(Result):
             title = f"\n{follow} another prompt than the served one; {place}:"
             console.print(Text(title, style="bold red"))
             console.print(AsIs(stretches_text(difference.excerpt())), soft_wrap=True)
-        for view in self.examples:
+        each = iter(self.examples)
+        for view in each:
             learned = f"{view.supervised:,} learned" if view.label is None else f"label {view.label}"
             size = f"{len(view.tokens):,} tokens, {learned}"
-            console.print(Text(f"\n{view.split}, row {view.index:,} ({view.where}): {size}", style="bold"))
-            stretches = shortened(view.tokens, _SHOWN_TOKENS // 2, _SHOWN_TOKENS // 2)
+            other = next(each) if view.side is not None else None
+            if other is not None:
+                size = f"{view.supervised:,} and {other.supervised:,} tokens of answers"
+            what = "row" if other is None else "pair of row"
+            console.print(Text(f"\n{view.split}, {what} {view.index:,} ({view.where}): {size}", style="bold"))
+            tokens = view.tokens if other is None else view.tokens[: view.prompt]
+            stretches = shortened(tokens, _SHOWN_TOKENS // 2, _SHOWN_TOKENS // 2)
             console.print(AsIs(stretches_text(stretches, brackets=brackets)), soft_wrap=True)
+            if other is not None:
+                # Both answers side by side, behind the prompt that they have in common.
+                answers = [
+                    stretches_text(
+                        shortened(side.tokens[side.prompt :], _SHOWN_TOKENS // 4, _SHOWN_TOKENS // 4), brackets=brackets
+                    )
+                    for side in (view, other)
+                ]
+                table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold", expand=True)
+                for name in (view.side, other.side):
+                    table.add_column(name, ratio=1)
+                table.add_row(*map(AsIs, answers))
+                console.print(table)
 
 
 def findings(inspection: Inspection) -> tuple[Check, ...]:

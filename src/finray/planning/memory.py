@@ -39,6 +39,7 @@ class RowSample:
     learned: float = 1.0  # share of the tokens that are targets
     total_steps: int | None = None  # optimizer steps of the run, where that is known
     steps: Steps | None = None  # how they form steps, where that is known
+    joined: int | None = None  # of pairs, whose lengths these are: tokens of their largest pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def _peaks(
         per_worker = -(-per_step // workers)
         return largest_workload(
             rows.lengths,
-            max_length=min(max_length, steps.pack_length or max_length),
+            max_length=rows.joined or min(max_length, steps.pack_length or max_length),
             packing=config.data.packing and execution.packs,
             micro_batch_size=min(micro_batch_size, steps.global_batch_size) if execution.packs else 1,
             learned=rows.learned,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from finray.checkpoint.rundir import Earlier, earlier_of
+from finray.config.objectives import objective_spec
 from finray.config.paths import run_path, with_absolute_paths
 from finray.config.resolved import LabelSet, Resolved, Steps
 from finray.config.schema import Config
@@ -135,7 +136,7 @@ def make_plan(
                 )
             # What is not known of the data is what a run has whose config says nothing.
             resolved = Resolved.of(execution, steps or decide_steps(config.train, packs=None, before=begun), labels)
-            rows = _rows(report, data, resolved)
+            rows = _rows(config, report, data, resolved)
             # Of a number of workers that follows the cluster, the fewest have the largest shares.
             memory = plan_memory(config, execution, model.shape, device, rows, findings, workers=placement.bounds[0])
             speed = _speed(config, placement.num_workers, model.shape.blueprint, device, rows, data)
@@ -317,24 +318,33 @@ def _data(
     width = None if model is None else model.shape.blueprint.hidden
     rate = choose_learning_rate(config, hidden_size=width, before=before)
     notes = () if before else chosen_notes(train, steps, rate)
+    objective = objective_spec(config)
+    first = [
+        f"before the first step, one forward pass over all rows with the model that the run begins from computes "
+        f"`{column}`; it is kept with the prepared data"
+        for column in objective.columns
+    ]
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     plan = DataPlan(
         **{name: getattr(report, name) for name in same},
-        notes=(*report.notes, *train.replaced, *notes),
+        notes=(*report.notes, *train.replaced, *notes, *first),
         global_batch_size=steps.global_batch_size,
         steps=total,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),
         labelled=report.labels is not None,
+        is_pairs=objective.in_groups,
     )
     return plan, steps
 
 
-def _rows(report: DataReport | None, data: DataPlan | None, steps: Steps) -> RowSample:
+def _rows(config: Config, report: DataReport | None, data: DataPlan | None, steps: Steps) -> RowSample:
     """What memory depends on in the data; rows as long as they may be where the data are not known."""
     if report is None or data is None:
-        return RowSample(steps=steps)
-    return RowSample(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, steps)
+        longest = 2 * config.data.max_length if objective_spec(config).in_groups else None
+        return RowSample(steps=steps, joined=longest)
+    learned = data.supervised / max(1, data.tokens)
+    return RowSample(report.lengths, data.longest, learned, data.steps, steps, report.joined)
 
 
 def _place(

@@ -41,6 +41,7 @@ class DataPlan:
     seen_tokens: int  # in the whole run
     seconds: float  # that the examination took
     labelled: bool = False  # whether each row has a label, and no token is a target
+    is_pairs: bool = False  # whether two rows each are a pair, and steps take pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +173,19 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield "context", "unlimited" if model.context is None else f"{model.context:,} tokens"
     if data is not None:
         part = "" if data.complete else " in the part that was read"
+        unit = "pair" if data.is_pairs else "pack"
         learned = "" if data.labelled else f" ({data.supervised / max(1, data.tokens):.0%} learned)"
         yield (
             "data",
-            f"{data.rows:,} rows, {data.tokens:,} tokens{learned}{part}, "
-            f"{several(data.packs, 'pack')}, longest row {data.longest:,}; read in {duration(data.seconds)}",
+            f"{several(data.packs, unit) if data.is_pairs else f'{data.rows:,} rows'}, {data.tokens:,} tokens{learned}"
+            f"{part}, {'' if data.is_pairs else f'{several(data.packs, unit)}, '}longest row {data.longest:,}; read in "
+            f"{duration(data.seconds)}",
         )
         for note in data.notes:
             yield "", note
         yield (
             "run",
-            f"{part and 'for that part: '}{several(data.steps, 'step')} of {several(data.global_batch_size, 'pack')}, "
+            f"{part and 'for that part: '}{several(data.steps, 'step')} of {several(data.global_batch_size, unit)}, "
             f"{data.epochs:.2f} epochs, {data.seen_tokens:,} tokens",
         )
     if result.earlier is not None:

@@ -45,7 +45,8 @@ class DataReport:
     pack_length: int | None = None  # tokens that a pack holds; None for data.max_length
     longest: int = 0  # tokens of the longest row
     longest_held_out: int = 0  # tokens of the longest row that the run evaluates
-    lengths: list[int] = field(default_factory=list)  # of rows, sorted; a regular sample where there are many
+    lengths: list[int] = field(default_factory=list)  # of rows or pairs, sorted; a sample where there are many
+    joined: int | None = None  # of pairs: tokens of the largest pass; None for rows
     complete: bool = True  # False where only the first rows of a large source were read
     seconds: float = 0.0  # that it took
     labels: LabelSet | None = None  # what a classifier is to predict, in what was read
@@ -88,9 +89,10 @@ def examine(
 
 def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: float) -> DataReport:
     data = run_data(config, dataset, is_whole=complete)
-    splits, lengths = data.splits, np.sort(data.splits.train.lengths)
+    splits = data.splits
+    lengths = np.sort(splits.train.groups.sums(splits.train.lengths))
     ends = unserved_ends(dataset.manifest, generation_stops(config.model))
-    lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *shared_rows(splits)]
+    lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *shared_rows(splits, dataset.kind())]
     problems: list[FinrayError] = []
     try:
         dataset.require_kind(spec_of(config))
@@ -107,12 +109,13 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
             *(line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")),
             *(f"{text} ({where})" for text, where in labels.warnings),
         ],
-        rows=len(lengths),
+        rows=len(splits.train),
+        joined=data.joined or (None if splits.train.groups.is_single else int(lengths[-1])),
         tokens=int(lengths.sum()),
         supervised=int(splits.train.supervised.sum()),
         packs=len(data.plan),
         pack_length=data.steps.pack_length,
-        longest=int(lengths[-1]) if len(lengths) else 0,
+        longest=longest_of(splits.train),
         longest_held_out=longest_of(splits.eval),
         lengths=lengths[:: max(1, len(lengths) // _LENGTHS)].tolist(),
         complete=complete,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from finray.config.adapter_files import read_notes, read_settings
+from finray.config.objectives import objective_spec
 from finray.config.paths import is_url
 from finray.config.resolved import Execution, Steps
 from finray.config.schema import Config, TrainConfig
@@ -33,7 +34,8 @@ def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Exe
 
     For AdamW it is ``5e-5 * (2000 / hidden_size) ** 0.78`` for all weights and ten times that for LoRA: the fit of
     Schulman et al., "LoRA Without Regret" (2025), to 14 Llama and Qwen models with alpha 32. A classifier takes 0.4 of
-    it, because its new layer is trained in full at the same rate. docs/guide/lora.md has what small models learned at
+    it, because its new layer is trained in full at the same rate; preferences
+    take a tenth of it. docs/guide/lora.md has what small models learned at
     these and other rates.
 
     Args:
@@ -57,6 +59,8 @@ def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Exe
         rate *= 10 * min(1.0, 32 / adapter.alpha)
     if task_spec(config.model.task).reads_labels:
         rate *= 0.4
+    if objective_spec(config).in_groups:
+        rate *= 0.1
     return float(f"{rate:.1e}")
 
 
@@ -73,7 +77,7 @@ def step_warnings(
     """
     train, workers, where = config.train, config.cluster.max_workers, "train.global_batch_size"
     size = steps.global_batch_size
-    unit = "packs" if config.data.packing else "rows"
+    unit = "pairs" if objective_spec(config).in_groups else "packs" if config.data.packing else "rows"
     another = _ANOTHER if continued else ""
     if packs is not None and size > packs:
         what = "the run is a single step" if total == 1 else "it sees some of them again"

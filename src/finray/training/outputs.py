@@ -90,10 +90,14 @@ def save_extras(
     config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any, auto_class: str | None = None
 ) -> Callable[[Path], None]:
     """A function that writes the tokenizer, and what later commands need to know, into a checkpoint."""
+    kind = dataset.kind()
+    if kind == "preference":
+        # The answers of pairs are asked for as these were learned.
+        kind = "chat" if config.data.format == "auto" and tokenizer.chat_template else "completion"
     notes = {
         "base_model": config.model.name,
         "revision": config.model.revision,
-        "rows": dataset.kind(),
+        "rows": kind,
         "task": config.model.task,
         "auto_class": auto_class or task_spec(config.model.task).auto_class,
         "new_tokens": config.model.new_tokens,
@@ -150,7 +154,8 @@ def make_header(
         eval_rows=0 if evaluation is None else evaluation.rows,
         held_out=0 if evaluation is None else evaluation.held_out,
         epochs=(loader.order.total or state.total_steps * loader.global_batch_size) / len(loader.plan),
-        packing=config.data.packing,
+        packing=config.data.packing and loader.split.groups.is_single,
+        in_groups=not loader.split.groups.is_single,
         packs=len(loader.plan),
         fill=loader.plan.fill,
         world_size=strategy.world_size,

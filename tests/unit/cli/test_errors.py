@@ -237,12 +237,13 @@ def test_a_number_that_is_too_wide_for_its_column_continues_below() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["dpo", "run.yaml"], "finray has no training on preferences yet"),
+        (["dpo", "run.yaml"], "write `train.objective: dpo`"),
+        (["plan", "smollm2-lora", "train.objective=kto"], "finray has no training on preferences of this kind yet"),
         (["tune"], "finray has no sweeps over settings yet"),
         (["sft", "run.yaml"], "Did you mean 'train'?"),
         (["merge", "runs/x"], "Did you mean 'export'?"),
         (["plan", "smollm2-lora", "model.task=reward_model"], "finray has no training of reward models yet"),
-        (["plan", "smollm2-lora", "stage=dpo"], "needed and missing: finray has no training on preferences yet"),
+        (["plan", "smollm2-lora", "stage=dpo"], "needed and missing: write `train.objective: dpo`"),
         (["plan", "smollm2-lora", "train.max_grad_norm=0"], "null clips nothing"),
     ],
 )

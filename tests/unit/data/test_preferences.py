@@ -269,7 +269,7 @@ def test_a_token_across_the_border_of_one_answer_is_cut_in_both(monkeypatch: pyt
 def test_a_pair_of_which_one_answer_is_too_long_is_none() -> None:
     pair = Preference(Completion("a dog", " runs"), Completion("a dog", " runs" * 20))
     result = encoded("chatml", pair, max_length=12)
-    assert (result.rows, result.dropped) == ([], 2)
+    assert (result.rows, result.dropped) == ([], 1)
     cut = encoded("chatml", pair, max_length=12, on_too_long="truncate")
     assert [row.truncated for row in cut.rows] == [False, True]
     assert cut.together
@@ -290,13 +290,12 @@ def test_an_answer_of_several_turns_that_a_template_renders_apart_is_refused() -
 # Checks
 
 
-def test_pairs_and_labels_that_contradict_each_other() -> None:
+def test_pairs_that_contradict_each_other() -> None:
     swapped = {"prompt": Q, "chosen": BAD, "rejected": GOOD}
     rows = [{"prompt": Q, **TWO}, {"prompt": "why", **TWO}, swapped, {"prompt": Q, **TWO}]
-    assert contradictions(converted(*rows)) == [(0, 2), (2, 3)]
-    assert not contradictions(converted({"prompt": Q, "chosen": GOOD, "rejected": GOOD}, rows[1]))
-    labels = [{"prompt": Q, "completion": GOOD, "label": label} for label in (True, True, False)]
-    assert contradictions(converted(*labels, kind="unpaired")) == [(0, 2)]
+    each = [[(row["prompt"], row[side]) for row in rows] for side in ("chosen", "rejected")]
+    assert contradictions(*each) == [(0, 2), (2, 3)]
+    assert not contradictions([GOOD, GOOD], [GOOD, BAD])
 
 
 def test_length_alone_predicts_the_preference() -> None:

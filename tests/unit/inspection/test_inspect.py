@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from finray.config.load import build_config
 from finray.data.tokenize import chat
@@ -190,3 +193,37 @@ def test_serving_stops_at_the_tokens_of_the_generation_settings(
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert generation_stops(config.model.model_copy(update={"name": "org/model", "revision": "v1"})) == (5, 7)
     assert asked == ["does it answer", "org/model", "generation_config.json", "v1"]
+
+
+def test_pairs_are_shown_side_by_side_and_what_is_odd_about_them_is_named(tiny_model_dir: Path, tmp_path: Path) -> None:
+    things = ["a cat", "rain", "the old red fox and tea"]
+    good = [
+        {"prompt": f"what is {number}", "chosen": things[number % 3], "rejected": f"no {things[(number + 1) % 3]}"}
+        for number in range(9)
+    ]
+    swapped = {"prompt": "what is 4", "chosen": good[4]["rejected"], "rejected": good[4]["chosen"]}
+    same, lost = {"prompt": "hm", "chosen": "x", "rejected": "x"}, {**good[0], "prompt": "how " * 80}
+    longer = [
+        {"prompt": f"tell {number}", "chosen": "it is " + "rain " * 4, "rejected": "rain"} for number in range(40)
+    ]
+    names = ("Answers lost (train)", "Equal answers (train)", "Pairs that contradict each other", "Length predicts")
+    for number, (rows, odd) in enumerate(([good, []], [[*good, swapped, same, lost], names[:3]], [longer, names[3:]])):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        section = {"source": str(file), "max_length": 64}
+        plain = {"model": {"name": str(tiny_model_dir)}, "data": section, "train": {"objective": "dpo"}}
+        found = inspect(build_config({**plain, "run": {"output_dir": str(tmp_path)}}, source="test"), examples=2)
+        of = {check.name: check for check in findings(found) if check.level in ("warning", "problem")}
+        assert [name for name in names if any(one.startswith(name) for one in of)] == list(odd)
+        # Both answers of both pairs continue what is served.
+        assert (found.parity.rows, found.parity.holds) == (found.splits[0].rows, True)
+        sides = [(view.side, view.where, view.index) for view in found.examples]
+        half = found.splits[0].rows // 4
+        assert sides[:2] == [("chosen", f"{number}.jsonl:1", 0), ("rejected", f"{number}.jsonl:1", 1)]
+        assert [index for _, _, index in sides[2:]] == [2 * half, 2 * half + 1]
+        if swapped in rows:
+            assert of[names[2]].where == (f"{number}.jsonl:5 = {number}.jsonl:10",)
+            assert found.splits[0].rows == 2 * (len(rows) - 1), "the pair that lost its answers is none"
+            out = StringIO()
+            found.print(Console(file=out, width=100))
+            assert re.search(r"chosen +rejected *\n⟦a cat<\|im_end\|>⟧ +⟦no rain<\|im_end\|>⟧", out.getvalue())

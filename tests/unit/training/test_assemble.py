@@ -14,6 +14,7 @@ import torch
 
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
+from finray.data.sampling.groups import Groups
 from finray.data.sampling.order import Order
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
@@ -165,7 +166,11 @@ def test_the_header_counts_what_is_trained_on(
 ) -> None:
     lengths = np.array([5, 4, 3, 2, 6])
     plan = plan_packs(lengths, 6)
-    split: Any = type("Split", (), {"lengths": lengths, "supervised": lengths - 1, "__len__": lambda self: 5})()
+    split: Any = type(
+        "Split",
+        (),
+        {"lengths": lengths, "supervised": lengths - 1, "groups": Groups.single(5), "__len__": lambda self: 5},
+    )()
     loader = StepLoader(
         split, plan, Order(len(plan), seed=1, total=total), collate=list, weight=lengths * 0.3,  # type: ignore[arg-type]
         global_batch_size=6, micro_batch_size=2, rank=0, world_size=world,

@@ -62,6 +62,8 @@ class RowCounts:
     doubled_eos: int = 0
     partly_learned: int = 0
     unpaired_tags: int = 0
+    equal_answers: int = 0
+    inverted_margins: int = 0
 
     def counts(self) -> dict[str, int]:
         """By name."""

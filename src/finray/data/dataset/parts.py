@@ -374,26 +374,25 @@ class _ArrowFiles:
             if "split_conversations" in result.notes:
                 counts["split_rows"] += len(result.rows)
                 counts["split_tokens"] += sum(len(tokens.ids) for tokens in result.rows)
-            # A group that lacks a row is none.
-            is_torn = result.together and not all(tokens.supervised for tokens in result.rows)
             self._has_groups |= result.together
-            for place, tokens in enumerate(result.rows):
-                if tokens.truncated:
+            # What becomes of a group is counted once: if it lacks a row it is none.
+            for group in [result.rows] if result.together else [[tokens] for tokens in result.rows]:
+                if any(tokens.truncated for tokens in group):
                     counts["truncated"] += 1
                     if len(self.cut) < NAMED_ROWS:
                         self.cut.append((row.piece, row.number))
-                supervised = tokens.supervised
-                if is_torn or (tokens.label is None and not supervised):
-                    counts["unlearnable"] += 1
+                if any(tokens.label is None and not tokens.supervised for tokens in group):
+                    counts["unlearnable"] += bool(group)
                     continue
-                counts["rows"] += 1
-                counts["tokens"] += len(tokens.ids)
-                counts["supervised"] += supervised
-                if tokens.label is not None:
-                    self._require_like_the_first(tokens.label)
-                self._waiting.append((row, tokens, supervised, result.together and place > 0))
-                if len(self._waiting) == ROWS_PER_BATCH:
-                    self._flush()
+                for place, tokens in enumerate(group):
+                    counts["rows"] += 1
+                    counts["tokens"] += len(tokens.ids)
+                    counts["supervised"] += tokens.supervised
+                    if tokens.label is not None:
+                        self._require_like_the_first(tokens.label)
+                    self._waiting.append((row, tokens, tokens.supervised, place > 0))
+                    if len(self._waiting) == ROWS_PER_BATCH:
+                        self._flush()
 
     def _note(self, name: str, row: _SourceRow) -> None:
         self.counts[name] += 1

@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+from finray.config.objectives import spec_of
 from finray.config.paths import is_template
 from finray.config.redact import is_secret_name
 from finray.config.schema import Config, DataConfig, ModelConfig
+from finray.config.trust import require_trusted
 from finray.data.formats.convert import FormatChoice
-from finray.data.formats.examples import RowFormat
+from finray.data.formats.examples import PreferenceKind, RowFormat
 from finray.data.formats.labels import LabelRules
 from finray.data.sources import hub
 from finray.data.sources.features import class_names, features_of
@@ -66,14 +68,18 @@ class PrepareSettings:
     reading: Reading
     chunk_overlap: int
     labels: LabelRules | None = None
+    preferences: PreferenceKind | None = None  # what the objective learns from, if that is no single answer
 
     @classmethod
     def of(cls, config: Config) -> PrepareSettings:
-        """From a config."""
+        """From a config, whose objective says what it learns from."""
+        require_trusted(config, "train.objective")
         prepare = config.prepare
         reading = Reading(max_row_bytes=prepare.max_row_bytes, text_rows=prepare.text_rows)
+        kinds: tuple[PreferenceKind, ...] = ("preference", "unpaired")
+        preferences = next((kind for kind in kinds if kind in spec_of(config).rows), None)
         labels = LabelRules.of(config)
-        return cls(config.data, config.model, reading, prepare.chunk_overlap, labels)
+        return cls(config.data, config.model, reading, prepare.chunk_overlap, labels, preferences)
 
     def encoder(self, tokenizer: Any) -> Tokenizer:
         """The tokenizer with the config's settings."""
@@ -122,14 +128,15 @@ def remarks_on_files(config: Config) -> list[str]:
 
 
 def _streams(settings: PrepareSettings) -> list[Stream]:
-    data, labels = settings.data, settings.labels
-    choice = FormatChoice.of(data, labels=labels)
+    data = settings.data
+    learned: dict[str, Any] = {"labels": settings.labels, "preferences": settings.preferences}
+    choice = FormatChoice.of(data, **learned)
     if data.mix:
         streams = []
         for number, item in enumerate(data.mix):
             split = item.split or data.train_split
             source = resolve(item.source, split=split, subset=item.subset, revision=item.revision)
-            streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, item, labels=labels)))
+            streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, item, **learned)))
     else:
         streams = [Stream("train", "train", _own(data, data.train_split), choice)]
     if data.eval_source is not None:

@@ -30,6 +30,7 @@ from finray.data.storage import Folder
 from finray.errors import DataError
 
 BAD_ROWS = "bad-rows.jsonl"
+KINDS = ("chat", "completion", "text", "labelled", "preference", "unpaired")
 
 # Begins the names of columns of values in the index.
 VALUE = "value:"
@@ -292,11 +293,11 @@ class PreparedDataset:
         return self.manifest.content
 
     def kind(self, split: str = "train") -> str:
-        """Kind of the rows; of a mix the first of ``chat``, ``completion``, ``text`` and ``labelled`` that some are."""
+        """Kind of the rows; of a mix the first of :data:`KINDS` that some are."""
         stats = self.manifest.splits[split]
         # Older manifests know only the first row's.
         kinds = {stats.kind, *(part.kind for part in stats.parts)}
-        return next((kind for kind in ("chat", "completion", "text", "labelled") if kind in kinds), str(stats.kind))
+        return next((kind for kind in KINDS if kind in kinds), str(stats.kind))
 
     @property
     def label_set(self) -> LabelSet | None:

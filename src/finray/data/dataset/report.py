@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 import numpy as np
 
-from finray.data.dataset.manifest import Manifest, SplitStats
+from finray.data.dataset.manifest import NAMED_ROWS, Manifest, SplitStats
 from finray.data.dataset.prepared import BAD_ROWS, Splits
+from finray.data.formats.preference_checks import contradictions, length_bias
 from finray.data.sources.resolve import listed
 from finray.limits import cut
 
@@ -35,6 +36,8 @@ COUNTERS: dict[str, str] = {
     "special_in_prompts": "have text in their prompt that the tokenizer reads as special tokens, which can end or "
     "begin a turn; a server reads it in the same way",
     "numbers_as_text": "have numbers, true or false where text belongs: learned as JSON writes them",
+    "equal_answers": "have the same text as the better and as the worse answer: nothing can be learned from them",
+    "inverted_margins": "have a worse answer with a better score: exchange the answers, or the scores",
     "unwanted_answers": "say that their answer is not wanted (as in data for KTO), and it is learned like the others",
 }
 _REASONING = (
@@ -96,7 +99,8 @@ def report_lines(manifest: Manifest) -> list[str]:
         for stream in stats.streams:
             lines.append(f"{stream.name}: read as {stream.format}")
         learned = "labelled" if stats.problem else f"{stats.supervised / max(1, stats.tokens):.0%} supervised"
-        lines.append(f"{split}: {stats.rows:,} rows, {stats.tokens:,} tokens, {learned}, longest {stats.longest:,}")
+        rows = f"{stats.rows // 2:,} pairs" if stats.kind == "preference" else f"{stats.rows:,} rows"
+        lines.append(f"{split}: {rows}, {stats.tokens:,} tokens, {learned}, longest {stats.longest:,}")
         if stats.problem:
             lines.append(f"{split}: {balance(stats)}")
         if stats.left_out:
@@ -159,15 +163,47 @@ def without_rows(stats: SplitStats) -> str:
     return f"{len(files):,} file{'' if len(files) == 1 else 's'} without rows: {listed(files)}"
 
 
-def shared_rows(splits: Splits) -> list[str]:
-    """Warnings about held-out rows that are trained on too, by their tokens."""
-    lines = []
+def shared_rows(splits: Splits, kind: str) -> list[str]:
+    """Warnings about held-out rows that are trained on too, by their tokens, and about pairs."""
+    lines = [
+        f"warning: {text}" + (f", such as {', '.join(where)}" if where else "")
+        for _, text, _, where in pair_remarks(splits, kind)
+    ]
     for name, rows in (("eval", splits.eval), ("test", splits.test)):
         if rows is not None and (count := int(np.isin(rows.digests, splits.train.digests).sum())):
             lines.append(
                 f"warning: {name}: {count:,} of {len(rows):,} rows are also in train, so scores on them say little"
             )
     return lines
+
+
+def pair_remarks(splits: Splits, kind: str) -> list[tuple[str, str, int, tuple[str, ...]]]:
+    """What no objective can learn from the pairs of all splits, or learns wrongly: name, sentence, number of pairs, and
+    the first of them as ``file:row``. Nothing for rows of another kind than `preference`."""
+    if kind != "preference":
+        return []
+    some = (rows for rows in (splits.train, splits.eval, splits.test) if rows is not None)
+    each = [(rows, first) for rows in some for first in rows.groups.starts[:-1].tolist()]
+    digests = [(int(rows.digests[first]), int(rows.digests[first + 1])) for rows, first in each]
+    remarks = []
+    if opposite := contradictions(*zip(*digests, strict=True)):
+        where = tuple(" = ".join(each[at][0].where(each[at][1]) for at in pair) for pair in opposite[:NAMED_ROWS])
+        text = (
+            f"{len(opposite):,} of {len(each):,} pairs say the opposite of another one, with chosen and rejected "
+            "exchanged: remove one of them"
+        )
+        remarks.append(("Pairs that contradict each other", text, len(opposite), where))
+    learned = splits.train.supervised[splits.train.groups.starts[:-1, None] + [0, 1]]
+    bias = length_bias(learned[:, 0], learned[:, 1])
+    if bias.is_telling:
+        which = "longer" if bias.share > 0.5 else "shorter"
+        text = (
+            f"the {which} answer is the better one in {max(bias.share, 1 - bias.share):.0%} of {bias.pairs:,} pairs: "
+            f"the model may learn to answer {which} and nothing else; balance the lengths, or use a loss that divides "
+            "by them, such as preference.length_normalized"
+        )
+        remarks.append(("Length predicts the preference", text, bias.pairs, ()))
+    return remarks
 
 
 def balance(stats: SplitStats) -> str:

@@ -59,14 +59,8 @@ def run_data(
     else:
         pack_length = pack_length_of(config, lengths) if is_whole else None
     if not groups.is_single:
-        pack_length, joined = None, config.data.max_length if config.data.packing else None
-        if joined is not None and (longest := int(lengths.max())) > joined:
-            first = int(groups.starts[lengths.argmax()])
-            raise DataError(
-                f"rows that belong together have {longest:,} tokens, and a pack has {joined:,}",
-                where=splits.train.where(first),
-                repair=f"set data.max_length={longest}, or data.packing=false to have them in a pass of their own",
-            )
+        # Each row has at most `data.max_length` tokens, and all of a group are in one pass.
+        pack_length, joined = None, max(config.data.max_length, int(lengths.max())) if config.data.packing else None
     pack = plan_packs if config.data.packing and groups.is_single else one_row_each
     plan = pack(lengths, pack_length or config.data.max_length).in_rows(groups)
     steps = decide_steps(config.train, packs=len(plan) if is_whole else None, pack_length=pack_length, before=decided)

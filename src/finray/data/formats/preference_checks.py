@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from finray.data.formats.examples import Chat, Completion, Preference, Unpaired
 
 # From this share of pairs on, the longer (or the shorter) answer is chosen so often that length alone is learned.
 _TELLING = 0.65
@@ -43,21 +39,15 @@ def length_bias(chosen: npt.ArrayLike, rejected: npt.ArrayLike) -> LengthBias:
     return LengthBias(count / pairs, float(interval.low), float(interval.high), pairs)
 
 
-def contradictions(examples: Iterable[Preference | Unpaired]) -> list[tuple[int, int]]:
-    """Examples that say the opposite of an earlier one, by number: the same pair swapped, or the same answer wanted and
-    not wanted. Each is named once, after the first that it contradicts."""
-    first: dict[tuple[bytes, ...], int] = {}
+def contradictions(better: Iterable[Hashable], worse: Iterable[Hashable]) -> list[tuple[int, int]]:
+    """Pairs that say the opposite of an earlier one, by number: the same two answers (with their prompt), exchanged.
+    Each is named once, after the first that it contradicts."""
+    first: dict[tuple[Hashable, Hashable], int] = {}
     opposite: list[tuple[int, int]] = []
-    for number, example in enumerate(examples):
-        if isinstance(example, Preference):
-            better, worse = _digest(example.chosen), _digest(example.rejected)
-            key, other = (better, worse), (worse, better)
-        else:
-            answer = _digest(example.answer)
-            key, other = (answer, b"1" * example.is_wanted), (answer, b"1" * (not example.is_wanted))
-        if key != other and other in first:
-            opposite.append((first[other], number))
-        first.setdefault(key, number)
+    for number, (chosen, rejected) in enumerate(zip(better, worse, strict=True)):
+        if chosen != rejected and (rejected, chosen) in first:
+            opposite.append((first[rejected, chosen], number))
+        first.setdefault((chosen, rejected), number)
     return opposite
 
 
@@ -66,13 +56,3 @@ def only_class(wanted: Sequence[bool] | npt.NDArray[np.bool_]) -> bool | None:
     are both, or no answers."""
     values = {bool(value) for value in wanted}
     return values.pop() if len(values) == 1 else None
-
-
-def _digest(answer: Chat | Completion) -> bytes:
-    """Of an answer with its prompt."""
-    content: Any = (
-        (answer.prompt, answer.completion)
-        if isinstance(answer, Completion)
-        else ([(item.plain(), item.train) for item in answer.messages], answer.tools, dict(answer.arguments))
-    )
-    return hashlib.blake2b(repr(content).encode("utf-8", "surrogatepass"), digest_size=16).digest()

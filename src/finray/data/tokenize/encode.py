@@ -386,8 +386,8 @@ class Tokenizer:
         encoded = self._encoded([replace(row, values=values) for row in rows], notes, chunked=False)
         if len(encoded.rows) < len(rows):
             # One of them is too long: the other alone is no pair.
-            return Encoded([], notes, dropped=len(rows), dropped_tokens=sum(len(row.ids) for row in rows))
-        return replace(encoded, together=True)
+            return Encoded([], notes, dropped=1, dropped_tokens=sum(len(row.ids) for row in rows))
+        return replace(encoded, answers_lost=min(1, encoded.answers_lost), together=True)
 
     def _labelled(self, example: Labelled, encoding: Any, notes: frozenset[str]) -> Encoded:
         ids, types = encoding.ids, encoding.type_ids

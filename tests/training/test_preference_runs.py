@@ -1,0 +1,129 @@
+"""Runs that learn from pairs, from a file of them to a model: beside a loop in plain torch and Transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support import runs
+from tests.support.runs import Plain, changed
+
+THINGS = ("a cat", "the old red fox", "tea", "seven small stones in a row", "bread and butter", "rain")
+BETA, SMOOTHING, WEIGHT, EPSILON, RATE = 0.3, 0.1, 0.2, 1e-2, 0.005
+PREFERENCE = {"beta": BETA, "label_smoothing": SMOOTHING, "chosen_weight": WEIGHT}
+NAMES = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
+
+
+def pair(number: int) -> dict[str, str]:
+    return {"prompt": f"what is {number}", "chosen": f"it is {THINGS[number % 6]}", "rejected": THINGS[number % 5]}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_run: Callable[..., Plain], tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """DPO of all weights on 20 pairs, evaluated on others, with values that are not the defaults."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, numbers in {"train": range(20), "eval": range(20, 27)}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair(number)) + "\n" for number in numbers))
+    own: dict[str, Any] = {f"data.{key}": str(folder / f"{name}.jsonl") for key, name in SOURCES.items()}
+    own |= {"train.objective": "dpo", "preference": PREFERENCE, "adapter": {"method": "none"}}
+    own |= {"train": {"schedule": "constant", "warmup_steps": 0, "learning_rate": RATE, "adam_epsilon": EPSILON}}
+    own |= {"train.max_grad_norm": None, "data.max_length": 48, "evaluation.every_steps": 4}
+    return tiny_run(own)
+
+
+SOURCES = {"source": "train", "eval_source": "eval"}
+
+
+@pytest.fixture(scope="module")
+def done(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    runs.run_alone(plain, run_dir)
+    return run_dir
+
+
+def logprob(model: Any, tokenizer: Any, question: str, answer: str) -> torch.Tensor:
+    """Log-probability of each token of an answer and its end (fp64), alone in its pass."""
+    parts = (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", f"{answer}<|im_end|>")
+    asked, said = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in parts)
+    tokens = torch.tensor([*asked, *said])
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, len(asked) - 1 : -1]
+    return -F.cross_entropy(logits.double(), tokens[len(asked) :], reduction="none")
+
+
+def of_pairs(model: Any, reference: Any, tokenizer: Any, numbers: list[int]) -> dict[str, torch.Tensor]:
+    """Means over pairs of what a record has."""
+    total: dict[str, Any] = dict.fromkeys(NAMES, 0.0)
+    for number in numbers:
+        row, rewards, sums = pair(number), {}, {}
+        for side in ("chosen", "rejected"):
+            now = logprob(model, tokenizer, row["prompt"], row[side])
+            with torch.no_grad():
+                before = logprob(reference, tokenizer, row["prompt"], row[side]).sum()
+            rewards[side], sums[side] = BETA * (now.sum() - before), now
+        ahead = rewards["chosen"] - rewards["rejected"]
+        loss = -(1 - SMOOTHING) * F.logsigmoid(ahead) - SMOOTHING * F.logsigmoid(-ahead)
+        found = {"loss": loss - WEIGHT * sums["chosen"].mean(), "margin": ahead, "accuracy": float(ahead > 0)}
+        found |= {f"{side}_reward": reward for side, reward in rewards.items()}
+        found |= {f"{side}_logprob": values.sum() for side, values in sums.items()}
+        total = {name: total[name] + found[name] / len(numbers) for name in NAMES}
+    return total
+
+
+def naive(plain: Plain, steps: list[list[int]]) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """What each step records, of row numbers by step, and the evaluation after the last."""
+    name = plain["model"]["name"]
+    model, reference = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for _ in range(2))
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.0)
+    seen = []
+    for rows in steps:
+        assert rows[1::2] == [row + 1 for row in rows[::2]]
+        means = of_pairs(model, reference, tokenizer, [row // 2 for row in rows[::2]])
+        means["loss"].backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append({name: float(torch.as_tensor(value).detach()) for name, value in means.items()})
+    with torch.no_grad():
+        last = of_pairs(model, reference, tokenizer, list(range(20, 27)))
+    return seen, {name: float(value) for name, value in last.items()}
+
+
+def test_a_run_is_the_plain_loop(plain: Plain, done: Path) -> None:
+    expected, evaluated = naive(plain, runs.values(done, "samples"))
+    for name in NAMES:
+        assert runs.values(done, name) == pytest.approx([step[name] for step in expected], rel=1e-4, abs=1e-5)
+    last = runs.records(done, "eval")[-1]
+    assert [last[name.replace("loss", "eval_loss")] for name in NAMES] == pytest.approx(
+        [evaluated[name] for name in NAMES], rel=1e-4, abs=1e-5
+    )
+    # It learns something, so that the reference is not the model. The loop can see the difference.
+    assert expected[-1]["margin"] > 0.05 > 1e-5 > abs(expected[0]["margin"])
+
+
+def test_a_killed_run_goes_on_to_the_bit_without_another_pass_of_the_reference(
+    plain: Plain, done: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run_dir = runs.cut(done, tmp_path / "run")
+    runs.run_alone(plain, run_dir, notify=lambda record: said.append(getattr(record, "message", "")))
+    assert runs.trace(run_dir) == runs.trace(done)
+    assert not any("computing" in message for message in said)
+    # Control: with other prepared data the pass is made again.
+    again = changed(plain, {"prepare.dir": str(tmp_path / "data"), "train.max_steps": 1})
+    runs.run_alone(again, tmp_path / "again", notify=lambda record: said.append(getattr(record, "message", "")))
+    assert sum("computing `reference`" in message for message in said) == 2
+
+
+@pytest.mark.parametrize("other", [{"train.micro_batch_size": 3}, {"data.packing": False}])
+def test_sharing_passes_changes_nothing(plain: Plain, done: Path, tmp_path: Path, other: dict[str, Any]) -> None:
+    runs.run_alone(changed(plain, other), tmp_path / "run")
+    assert runs.values(tmp_path / "run", "samples") == runs.values(done, "samples")
+    for name in ("loss", "margin", "grad_norm"):
+        assert runs.values(tmp_path / "run", name) == pytest.approx(runs.values(done, name), rel=1e-4, abs=1e-5)
