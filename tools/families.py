@@ -56,6 +56,7 @@ COMPLETE: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "xlm": {"causal": True},
     "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "step3p7": {"text_config": {"sliding_window": 512}},
     "cohere_compass_text": {"rope_parameters": _FULL},
     "cohere_compass": {"text_config": {"rope_parameters": _FULL}},
