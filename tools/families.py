@@ -27,7 +27,7 @@ import torch
 from tests.support import packing, tiny
 from torch.nn import functional as F
 
-from finray.config.resolved import BY_ROW
+from finray.config.resolved import BY_ROW, Packing
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.files import first_line
 from finray.models import adapters, attention, towers
@@ -55,6 +55,7 @@ COMPLETE: dict[str, dict[str, Any]] = {
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0]},
     "xmod": {"default_language": "en_XX"},
     "xlm": {"causal": True},
+    "phi4_multimodal": {"vision_config": {"num_hidden_layers": 2}, "audio_config": {"num_blocks": 2}},
     "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "step3p7": {"text_config": {"sliding_window": 512}},
@@ -108,21 +109,24 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
     model.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     section = ModelConfig(name=str(folder / "base"))
-    batches, own_attention = [packing.rows(), [packing.rows()[1]]], [False]
+    batches = [packing.rows(), [packing.rows()[1]]]
+
+    def checked() -> Packing:
+        # As the engine below asks for it, which then finds it in the cache.
+        return packing_of_config(AutoConfig.from_pretrained(folder / "base").get_text_config())
 
     def plans() -> str:
         draw_blueprint(load_model(section, dtype=torch.float32, on_meta=True), AdapterConfig(method="none"))
+        checked()
         return "yes"
 
     def rows() -> str:
-        # As the engine below asks for it, which then finds it in the cache.
-        packed = packing_of_config(AutoConfig.from_pretrained(folder / "base").get_text_config())
-        own_attention[0] = packed.by_row
+        packed = checked()
         return "packed" if packed.safe else f"of one length: {packed.reason}"
 
     def trains() -> str:
         is_packed = found["rows"] == "packed"
-        name = (BY_ROW if own_attention[0] else attention.NAME) if is_packed else None
+        name = (BY_ROW if checked().by_row else attention.NAME) if is_packed else None
         ours = load_model(section, dtype=torch.float32, attention_name=name)
         theirs = auto_class.from_pretrained(folder / "base", dtype=torch.float32).eval()
         items = batches[0 if is_packed else 1]
@@ -193,6 +197,8 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
         ("plans", "rows", "trains", "LoRA on", "answers"), (plans, rows, trains, adapts, answers), strict=True
     ):
         step(name, do)
+        if name == "plans" and found[name] != "yes":
+            break
     return found
 
 
@@ -328,7 +334,7 @@ def _is_reader(kind: str) -> bool:
 def _table(title: str, found: dict[str, dict[str, str]]) -> list[str]:
     built = {kind: steps for kind, steps in found.items() if "built" not in steps}
     good = [kind for kind, steps in built.items() if not any(one.startswith("no:") for one in steps.values())]
-    packed = [kind for kind, steps in built.items() if steps["rows"] == "packed"]
+    packed = [kind for kind, steps in built.items() if steps.get("rows") == "packed"]
     lines = [
         f"## {title}",
         "",
