@@ -38,6 +38,7 @@ def plain(tiny_run: Callable[..., Plain], tmp_path_factory: pytest.TempPathFacto
     return tiny_run(own)
 
 
+NAMED = ("chosen", "rejected")
 SOURCES = {"source": "train", "eval_source": "eval"}
 
 
@@ -127,3 +128,30 @@ def test_sharing_passes_changes_nothing(plain: Plain, done: Path, tmp_path: Path
     assert runs.values(tmp_path / "run", "samples") == runs.values(done, "samples")
     for name in ("loss", "margin", "grad_norm"):
         assert runs.values(tmp_path / "run", name) == pytest.approx(runs.values(done, name), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(("objective", "settings"), [("orpo", {"beta": 0.4}), ("simpo", {"beta": 1.5, "gamma": 0.7})])
+def test_without_a_reference_the_first_step_is_that_of_the_plain_model(
+    plain: Plain, tmp_path: Path, objective: str, settings: dict[str, float]
+) -> None:
+    said: list[Any] = []
+    own = runs.changed({name: value for name, value in plain.items() if name != "preference"}, {"preference": settings})
+    own = changed(own, {"train.objective": objective, "train.max_steps": 1, "adapter": {"method": "lora"}})
+    runs.run_alone(own, tmp_path / "run", notify=said.append)
+    name = plain["model"]["name"]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(name),
+    )
+    losses = []
+    for row in runs.values(tmp_path / "run", "samples")[0][::2]:
+        texts = pair(row // 2)
+        with torch.no_grad():
+            better, worse = (logprob(model, tokenizer, texts["prompt"], texts[side]).mean() for side in NAMED)
+        if objective == "simpo":
+            losses.append(-F.logsigmoid(1.5 * (better - worse) - 0.7))
+        else:
+            odds = [mean - torch.log(1 - mean.exp()) for mean in (better, worse)]
+            losses.append(-better - 0.4 * F.logsigmoid(odds[0] - odds[1]))
+    assert runs.values(tmp_path / "run", "loss") == pytest.approx([float(torch.stack(losses).mean())], rel=1e-5)
+    assert not any("computing" in getattr(record, "message", "") for record in said)

@@ -276,6 +276,6 @@ def test_every_field_that_names_code_is_one_of_these() -> None:
     known = {
         *(("ModelConfig", "task"), ("AdapterConfig", "method"), ("ParallelConfig", "strategy")),
         *(("DataConfig", "converter"), ("TrackingConfig", "trackers"), ("EvaluationConfig", "metrics")),
-        ("ScoringConfig", "checker"),
+        *(("ScoringConfig", "checker"), ("TrainConfig", "objective")),
     }
     assert found - known == set()
