@@ -353,7 +353,8 @@ def _small(name: str, value: Any, sizes: dict[str, int], plain: dict[str, Any]) 
     if name in _WINDOWS:
         return _WINDOW
     if name.endswith("_token_id"):
-        return 1
+        # ProphetNet computes with its padding token at 0 only.
+        return min(1, value) if isinstance(value, int) else 1
     if name == _TURNS_AT:
         return _TURN
     if isinstance(value, dict):
