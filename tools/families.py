@@ -55,6 +55,8 @@ COMPLETE: dict[str, dict[str, Any]] = {
     "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0]},
     "xmod": {"default_language": "en_XX"},
     "xlm": {"causal": True},
+    # Half of a small width is rounded up.
+    "xlstm": {"qk_dim_factor": 1.0},
     "phi4_multimodal": {"vision_config": {"num_hidden_layers": 2}, "audio_config": {"num_blocks": 2}},
     "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8}},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},

@@ -42,8 +42,10 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_ex
 # Names of sizes in configurations, and their reduced values.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), _WIDTH),
+    "embedding_dim": _WIDTH,
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), _HEADS),
-    "linear_num_heads": _HEADS,
+    **dict.fromkeys(("linear_num_heads", "n_mamba_heads"), _HEADS),
+    **dict.fromkeys(("mamba_headdim", "attention_head_dim"), 2 * _WIDTH // _HEADS),
     **dict.fromkeys(("head_dim", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD),
     **dict.fromkeys(("linear_head_dim", "mamba_d_state", "ssm_state_size", "state_size"), _HEAD),
     "qk_head_dim": 2 * _HEAD,
@@ -59,7 +61,7 @@ _SIZES = {
     "rotary_dim": _HEAD // 2,
     "query_pre_attn_scalar": _HEAD,
 }
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks")
 # Where it is open, the depth is that of a stack which is run through several times.
 _STACKED = "num_layers_per_stack"
 _WINDOWS = (
@@ -337,6 +339,8 @@ def shrunk(config: Any, *, narrow: bool = True, filled: bool = False) -> Any:
                 plain["hidden_size"] * plain[factor] == plain[heads] * plain[head]
             ):
                 small |= {heads: _HEADS, head: plain[factor] * _WIDTH // _HEADS, groups: min(2, plain.get(groups, 1))}
+        if plain.get("attention_hidden_size"):
+            small["attention_hidden_size"] = _WIDTH * (plain["attention_hidden_size"] // plain["hidden_size"])
         if plain.get("mamba_d_ssm"):
             # Of Falcon-H1, whose state is narrower than that multiple.
             small |= {"mamba_d_ssm": 2 * _WIDTH, "mamba_n_heads": _HEADS, "mamba_d_head": 2 * _WIDTH // _HEADS}
