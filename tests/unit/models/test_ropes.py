@@ -94,7 +94,8 @@ def test_without_it_a_long_row_changes_the_others(case: str, monkeypatch: pytest
     with pytest.raises(AssertionError):
         assert_equal_gradients(grads, expected)
     family, settings = CASES[case]
-    assert "not those of the rows alone" in check_packing_of(tiny.build_model(family, **settings).config).reason
+    # The model's own attention, with each row alone, would still do.
+    assert not check_packing_of(tiny.build_model(family, **settings).config).is_told
 
 
 @pytest.mark.parametrize("case", CASES)
