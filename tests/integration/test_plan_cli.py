@@ -62,6 +62,7 @@ def test_what_of_a_model_is_trained_is_said(
     code, out, err = finray("plan", runs.write_config(other, tmp_path / "other.yaml"))
     assert code == (2 if family == "mistral3" else 0), out + err
     assert not [part for part in said if part not in out + err]
+    assert code or not err, "nothing of another library"
 
 
 def test_counts_and_json_are_those_of_the_run(plain: Plain, config: Path, tmp_path: Path) -> None:
