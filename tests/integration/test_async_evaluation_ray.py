@@ -124,7 +124,9 @@ def test_an_evaluation_that_is_killed_each_time_is_given_up_and_the_run_continue
     assert len(runs.records(hopeless, "warning")) == 3
     assert "cannot be the best checkpoint" in said
     assert runs.trace(hopeless) == runs.trace(inline)
-    weights = [(one / "final" / "adapter_model.safetensors").read_bytes() for one in (hopeless, inline)]
+    # The best of the others is an earlier one, and in final/.
+    last = "checkpoint-000009/adapter_model.safetensors"
+    weights = [(one / last).read_bytes() for one in (hopeless, inline)]
     assert weights[0] == weights[1]
 
 

@@ -93,7 +93,7 @@ def test_the_blocks_of_a_model_are_the_outermost_lists_of_modules_of_one_kind() 
     model.empty = torch.nn.ModuleList()
     model.encoder = torch.nn.ModuleList([Block(), Block()])
     model.mixed = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)])
-    model.sharing = torch.nn.ModuleList([Block(), Block()])
+    model.sharing = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
     model.sharing[0].weight = model.sharing[1].weight
     model.without_weights = torch.nn.ModuleList([torch.nn.SiLU(), torch.nn.SiLU()])
     model.decoder = torch.nn.ModuleList([Block()])

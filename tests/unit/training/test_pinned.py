@@ -30,7 +30,7 @@ def test_in_which_pieces_sums_are_made() -> None:
     assert (attention.BATCHED_UP_TO, attention.BATCHED_FROM) == (128, 16)
     assert (attention.LENGTHS_OF, attention.COUNTS_OF) == (16, 4)
     assert (blocks.SMALLEST_OFFLOAD, packed._PROBES) == (1_048_576, 32)
-    assert TOLERANCE == {"fp32": 0.0001, "bf16": 0.05, "fp16": 0.01}
+    assert TOLERANCE == {"fp32": 0.001, "bf16": 0.05, "fp16": 0.01}
 
 
 def test_rows_of_one_length_stay_in_their_order() -> None:

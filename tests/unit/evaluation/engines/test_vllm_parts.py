@@ -73,7 +73,7 @@ class StandIn:
             finished = len(one.said) == one.params.max_tokens
             if finished:
                 del self.requests[name]
-            output = SimpleNamespace(token_ids=list(one.said), finish_reason="length")
+            output = SimpleNamespace(token_ids=list(one.said), finish_reason="length", logprobs=None)
             yield SimpleNamespace(request_id=name, finished=finished, outputs=[output])
 
 
