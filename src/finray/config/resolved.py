@@ -42,6 +42,11 @@ class Execution:
     weights: Literal["fp32", "bf16"] = "fp32"  # dtype in which weights that are trained are kept
     learning_rate: float = 2e-4  # the peak of the schedule
 
+    @property
+    def is_told(self) -> bool:
+        """Whether rows share a forward pass, and finray's attention is told where they end."""
+        return self.packs and self.attention != BY_ROW
+
 
 @dataclass(frozen=True)
 class Steps:

@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 # On a CPU in bf16 plain matrix products are faster than the fused kernel. Up to this row length, their weights are kept
-# for the backward pass; those of longer rows are computed again, for so many queries at a time.
+# for the backward pass; those of longer causal rows are computed again, for so many queries at a time.
 EXPLICIT_UP_TO, QUERIES = 512, 128
 # On a CPU, rows up to this length are batched, if a pass has at least this many of them.
 BATCHED_UP_TO, BATCHED_FROM = 128, 16
@@ -355,7 +355,8 @@ def attend(
     lengths = None if causal else lengths
     length, total = query.shape[2], key.shape[2]
     windowed = window is not None and window < total
-    by_products = length > 1 and query.dtype == torch.bfloat16
+    # Products would keep the scores of long rows that are not causal.
+    by_products = length > 1 and query.dtype == torch.bfloat16 and (causal or total <= EXPLICIT_UP_TO)
     # With dropout, torch has no fused kernel on a CPU.
     if scores.sinks is not None or ((dropout or by_products) and softcap is None and not query.is_cuda):
         if total > EXPLICIT_UP_TO and causal and not dropout:

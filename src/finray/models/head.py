@@ -79,12 +79,23 @@ def loss_sum(head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, ch
         targets_K: int64 targets.
         chunk: positions per chunk; None chooses by the vocabulary.
     """
+    return _applied(_ChunkedLoss, head, hidden_KH, targets_K, chunk)
+
+
+def _applied(
+    function: type[torch.autograd.Function],
+    head: Head,
+    hidden_KH: torch.Tensor,
+    targets_K: torch.Tensor,
+    chunk: int | None,
+) -> torch.Tensor:
+    """A function of the head's logits, in the dtype of autocast."""
     device = hidden_KH.device.type
     chunk = chunk or chunk_rows(head.weight_VH.shape[0], device)
     if torch.is_autocast_enabled(device):
         hidden_KH = hidden_KH.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        result: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        result: torch.Tensor = function.apply(  # type: ignore[no-untyped-call]
             hidden_KH, head.weight_VH, head.bias_V, targets_K, head, chunk, torch.is_grad_enabled()
         )
     return result
@@ -175,15 +186,7 @@ def log_probabilities(
     head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, chunk: int | None = None
 ) -> torch.Tensor:
     """The log-probability of each of K targets (fp32, K, in nats). Arguments are those of :func:`loss_sum`."""
-    device = hidden_KH.device.type
-    chunk = chunk or chunk_rows(head.weight_VH.shape[0], device)
-    if torch.is_autocast_enabled(device):
-        hidden_KH = hidden_KH.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
-        result: torch.Tensor = _ChunkedLogProbabilities.apply(  # type: ignore[no-untyped-call]
-            hidden_KH, head.weight_VH, head.bias_V, targets_K, head, chunk, torch.is_grad_enabled()
-        )
-    return result
+    return _applied(_ChunkedLogProbabilities, head, hidden_KH, targets_K, chunk)
 
 
 class _ChunkedLogProbabilities(torch.autograd.Function):

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal
 
-from finray.config.resolved import BY_ROW, Execution, Steps
+from finray.config.resolved import Execution, Steps
 from finray.config.schema import Config
 from finray.data.dataset.run_data import decide_steps
 from finray.data.sampling.order import permutation
@@ -324,7 +324,7 @@ def relief(config: Config, execution: Execution, device: Device, *, workers: int
     """
     from finray.planning.blueprint import model_shape
 
-    shape = model_shape(config.model, config.adapter, packs=execution.packs and execution.attention != BY_ROW)
+    shape = model_shape(config.model, config.adapter, packs=execution.is_told)
     now = MemoryChoice.of(config, execution, workers)
     peak = _peaks(config, execution, shape, device, RowSample(), now, ray=True)
     most = peak(now)[0].total - less

@@ -160,7 +160,7 @@ def require_whole_weights(config: Config, execution: Execution) -> None:
     ConfigError: the strategy shards the weights.
     """
     asks = config.evaluation.generate_rows is not None and config.evaluation.mode == "inline"
-    shares = execution.strategy == "fsdp" or (_is_zero3(config, execution.strategy))
+    shares = execution.strategy == "fsdp" or _is_zero3(config, execution.strategy)
     if asks and shares:
         raise ConfigError(
             f"with sharded weights ({execution.strategy}) the model cannot answer prompts between two steps",

@@ -34,9 +34,8 @@ def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Exe
 
     For AdamW it is ``5e-5 * (2000 / hidden_size) ** 0.78`` for all weights and ten times that for LoRA: the fit of
     Schulman et al., "LoRA Without Regret" (2025), to 14 Llama and Qwen models with alpha 32. A classifier takes 0.4 of
-    it, because its new layer is trained in full at the same rate; preferences
-    take a tenth of it. docs/guide/lora.md has what small models learned at
-    these and other rates.
+    it, because its new layer is trained in full at the same rate, and a run that learns from pairs a tenth.
+    docs/guide/lora.md has what small models learned at these and other rates.
 
     Args:
         config: of the run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from finray.config.resolved import BY_ROW, Execution
+from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.planning.placement import Device
 
@@ -101,11 +101,7 @@ def estimated_choice(
     from finray.planning.blueprint import model_shape
     from finray.planning.memory import MARGIN, worst_peak
 
-    model = (
-        model_shape(config.model, config.adapter, packs=execution.packs and execution.attention != BY_ROW)
-        if shape is None
-        else shape
-    )
+    model = model_shape(config.model, config.adapter, packs=execution.is_told) if shape is None else shape
 
     def peak(strategy: str, checkpointing: str | None = None) -> int:
         named = replace(execution, strategy=strategy)

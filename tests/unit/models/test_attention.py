@@ -215,6 +215,20 @@ def test_long_rows_are_attended_by_blocks_and_so_are_their_gradients(
         assert not torch.allclose(other, theirs, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("module", [torch.nn.Module(), Encoder()])
+def test_long_rows_keep_no_scores(module: Any) -> None:
+    def kept(length: int) -> int:
+        sizes: list[int] = []
+        tensors = [part.requires_grad_() for part in parts(4, 2, torch.bfloat16, (length,))]
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: sizes.append(saved.numel()) or saved, lambda x: x):
+            packed_attention(module, *tensors, None, segment_lengths=(length,))
+        return max(sizes)
+
+    assert kept(600) < 600**2
+    # Negative control: of shorter ones they are kept.
+    assert kept(400) >= 400**2
+
+
 MANY = (*(8, 1, 7, 6) * 4, 130)
 
 
