@@ -67,6 +67,7 @@ class Notes(TypedDict, total=False):
     revision: str | None
     rows: str
     task: str
+    objective: str
     auto_class: str
     new_tokens: list[str]
     problem: Problem

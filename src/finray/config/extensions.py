@@ -30,6 +30,7 @@ TABLES: dict[str, dict[str, str]] = {
         "dpo": "finray.objectives.preferences:DPO",
         "orpo": "finray.objectives.preferences:ORPO",
         "simpo": "finray.objectives.preferences:SimPO",
+        "reward": "finray.objectives.reward:Reward",
     },
     "finray.strategies": {
         "ddp": "finray.parallel.ddp:DDPStrategy",

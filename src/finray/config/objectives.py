@@ -7,7 +7,7 @@ from typing import Any
 
 from finray.config.extensions import load_named
 from finray.config.schema import Config
-from finray.config.tasks import OF_RECORDS, Mode, Output, TaskSpec, task_spec
+from finray.config.tasks import OF_RECORDS, TASK_OF, Mode, Output, TaskSpec, task_spec
 from finray.errors import ConfigError
 
 
@@ -28,11 +28,14 @@ class ObjectiveSpec:
     in_groups: bool = False
     # Names of columns that a pass over the rows computes before training, with the model that the run begins from.
     columns: tuple[str, ...] = ()
+    # Whether a head's one output is a number that the model gives a row, for which no labels are read.
+    is_reward: bool = False
 
 
 SFT = ObjectiveSpec("sft", reads="cross_entropy")
 CLASSIFICATION = ObjectiveSpec("classification", reads="logits")
-_OF_PAIRS = ("margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
+_REWARDS = ("margin", "accuracy", "chosen_reward", "rejected_reward")
+_OF_PAIRS = (*_REWARDS, "chosen_logprob", "rejected_logprob")
 ORPO = ObjectiveSpec(
     "orpo",
     reads="log_probabilities",
@@ -43,7 +46,8 @@ ORPO = ObjectiveSpec(
 )
 SIMPO = replace(ORPO, name="simpo")
 DPO = replace(ORPO, name="dpo", columns=("reference",))
-OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION, DPO, ORPO, SIMPO)}
+REWARD = replace(ORPO, name="reward", reads="logits", metrics=("eval_loss", *_REWARDS), means=_REWARDS, is_reward=True)
+OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION, DPO, ORPO, SIMPO, REWARD)}
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:
@@ -62,7 +66,9 @@ def objective_spec(config: Config) -> ObjectiveSpec:
             f"`{name}` is a function of {spec.reads}, and a model with the task {task.name} gives "
             f"{' and '.join(sorted(task.gives))}",
             where=where,
-            repair="leave it out for the task's own objective, or change model.task",
+            repair="leave model.task out: the objective has its own"
+            if name in TASK_OF
+            else "leave it out for the task's own objective, or change model.task",
         )
     return spec
 
@@ -82,5 +88,11 @@ def spec_of(config: Config) -> TaskSpec:
     """The spec of a run's task, with the rows and the metrics of its objective.
     Raises ConfigError: as :func:`task_spec` and :func:`objective_spec`."""
     task, objective = task_spec(config.model.task), objective_spec(config)
-    rows, best = objective.rows or task.rows, objective.best or task.best
-    return replace(task, rows=rows, best=best, metrics=objective.metrics or task.metrics, objective=objective.name)
+    return replace(
+        task,
+        rows=objective.rows or task.rows,
+        best=objective.best or task.best,
+        metrics=objective.metrics or task.metrics,
+        reads_labels=task.reads_labels and not objective.is_reward,
+        objective=objective.name,
+    )

@@ -15,11 +15,12 @@ TAKEN = {
     "dpo": frozenset({"beta", "loss", "label_smoothing", "length_normalized", "chosen_weight"}),
     "orpo": frozenset({"beta"}),
     "simpo": frozenset({"beta", "label_smoothing", "gamma", "chosen_weight"}),
+    "reward": frozenset({"margins", "centering"}),
 }
 
 
 class PreferenceConfig(Section):
-    """Learning from pairs of answers, with `train.objective` `dpo`, `orpo` or `simpo`."""
+    """Learning from pairs of answers, with `train.objective` `dpo`, `orpo`, `simpo` or `reward`."""
 
     beta: float | None = Field(
         None,
@@ -47,4 +48,15 @@ class PreferenceConfig(Section):
         ge=0,
         description="`dpo` and `simpo`: weight of the chosen answer's own loss per token, which keeps its probability "
         "from falling. `orpo` has it with weight 1.",
+    )
+    margins: bool = Field(
+        False,
+        description="`reward`: the chosen answer is to be ahead by the pair's own margin, from a column `margin` or "
+        "the difference of two scores.",
+    )
+    centering: float = Field(
+        0.0,
+        ge=0,
+        description="`reward`: weight of the square of a pair's summed rewards, which keeps rewards around 0; 0.01 is "
+        "usual.",
     )

@@ -21,6 +21,10 @@ class LabelSet:
     names: tuple[str, ...]
 
 
+# What a reward model's head is for: a number.
+REWARD = LabelSet("regression", ())
+
+
 @dataclass(frozen=True)
 class Execution:
     """The decisions of a run that do not depend on its data: how the model computes, and on what.

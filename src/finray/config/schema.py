@@ -31,7 +31,7 @@ from finray.config.section import NO_TEXT as NO_TEXT
 from finray.config.section import PositiveInt, Ratio
 from finray.config.section import Section as Section
 from finray.config.section import section_of as section_of
-from finray.config.tasks import SPECS
+from finray.config.tasks import SPECS, TASK_OF
 from finray.config.train import SCHEDULES as SCHEDULES
 from finray.config.train import ProfileConfig as ProfileConfig
 from finray.config.train import ScheduleOptions as ScheduleOptions
@@ -112,7 +112,8 @@ class ModelConfig(Section):
     task: Annotated[str, AfterValidator(named("finray.tasks"))] = Field(
         "causal_lm",
         description="What the model is trained to do: `causal_lm`, `sequence_classification`, or your own task as "
-        "`package.module:Class`.",
+        "`package.module:Class`. Where it is left out, `train.objective` `reward` and `classification` are "
+        "`sequence_classification`.",
     )
     chat_template: str | None = Field(
         None, description="Jinja file that replaces the tokenizer's chat template, or the template itself."
@@ -500,15 +501,30 @@ class Config(Section):
         self._notes = tuple(notes)
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _task_of_objective(cls, raw: Any) -> Any:
+        """An objective that goes with one task names it."""
+        model, train = (raw.get(name) if isinstance(raw, Mapping) else None for name in ("model", "train"))
+        if not isinstance(model, Mapping) or not isinstance(train, Mapping) or "task" in model:
+            return raw
+        task = TASK_OF.get(str(train.get("objective")))
+        return raw if task is None else {**raw, "model": {**model, "task": task}}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         data, evaluation = self.data, self.evaluation
-        task = SPECS.get(self.model.task)
-        if task is not None and not task.reads_labels and self.classification != ClassificationConfig():
-            raise ValueError(
-                f"classification: has no effect with model.task {task.name}; set model.task to sequence_classification"
-            )
-        objective = self.train.objective or "sft"
+        task, objective = SPECS.get(self.model.task), self.train.objective or "sft"
+        if self.classification != ClassificationConfig():
+            if objective in TAKEN:
+                raise ValueError(
+                    f"classification: has no effect with train.objective {objective}, which reads no labels"
+                )
+            if task is not None and not task.reads_labels:
+                raise ValueError(
+                    f"classification: has no effect with model.task {task.name}; set model.task to "
+                    "sequence_classification"
+                )
         for name, value in () if ":" in objective else self.preference:
             if value != PreferenceConfig.model_fields[name].default and name not in TAKEN.get(objective, ()):
                 takers = " or ".join(taker for taker, names in TAKEN.items() if name in names)

@@ -136,6 +136,8 @@ SEQUENCE_CLASSIFICATION = TaskSpec(
     objective="classification",
 )
 SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
+# The task of an objective that goes with no other, where ``model.task`` is left out.
+TASK_OF = dict.fromkeys(("classification", "reward"), SEQUENCE_CLASSIFICATION.name)
 
 
 def mode_of(metric: str) -> Mode | None:

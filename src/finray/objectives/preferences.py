@@ -53,16 +53,7 @@ class PairObjective(MeanObjective):
 
     def weight(self, split: PreparedSplit) -> npt.NDArray[np.float64]:
         """1 for the chosen row of each pair. Raises DataError: a group is no pair."""
-        sizes, starts = np.diff(split.groups.starts), split.groups.starts[:-1]
-        if (sizes != 2).any():
-            raise DataError(
-                "a row with another answer or none beside it is no pair",
-                where=split.where(int(starts[(sizes != 2).argmax()])),
-                repair="give every row a chosen and a rejected answer",
-            )
-        weights = np.zeros(len(split))
-        weights[starts] = 1.0
-        return weights
+        return pair_weights(split)
 
     def batch_weight(self, batch: Batch) -> float:
         """Pairs of the batch."""
@@ -86,6 +77,20 @@ class PairObjective(MeanObjective):
     @abstractmethod
     def losses(self, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss (P) and rewards (P, 2) of pairs."""
+
+
+def pair_weights(split: PreparedSplit) -> npt.NDArray[np.float64]:
+    """1 for the chosen row of each pair, 0 for the rejected one. Raises DataError: a group is no pair."""
+    sizes, starts = np.diff(split.groups.starts), split.groups.starts[:-1]
+    if (sizes != 2).any():
+        raise DataError(
+            "a row with another answer or none beside it is no pair",
+            where=split.where(int(starts[(sizes != 2).argmax()])),
+            repair="give every row a chosen and a rejected answer",
+        )
+    weights = np.zeros(len(split))
+    weights[starts] = 1.0
+    return weights
 
 
 class DPO(PairObjective):

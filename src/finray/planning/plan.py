@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from finray.checkpoint.rundir import Earlier, earlier_of
-from finray.config.objectives import objective_spec
+from finray.config.objectives import objective_spec, spec_of
 from finray.config.paths import run_path, with_absolute_paths
-from finray.config.resolved import LabelSet, Resolved, Steps
+from finray.config.resolved import REWARD, LabelSet, Resolved, Steps
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.config.trust import require_trusted
@@ -220,6 +220,8 @@ def _report(config: Config, examine: Callable[[Config], DataReport], findings: F
 def _labels(config: Config, report: DataReport | None, findings: Findings, before: Resolved | None) -> LabelSet | None:
     """The label set of a classifier's head: from the run that is continued, the data, or the config alone."""
     section = config.classification
+    if objective_spec(config).is_reward:
+        return REWARD
     if not task_spec(config.model.task).reads_labels:
         return None
     if before is not None and before.label_set is not None:
@@ -332,7 +334,7 @@ def _data(
         steps=total,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),
-        labelled=report.labels is not None,
+        labelled=spec_of(config).reads_labels,
         is_pairs=objective.in_groups,
     )
     return plan, steps

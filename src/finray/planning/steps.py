@@ -58,7 +58,7 @@ def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Exe
         rate *= 10 * min(1.0, 32 / adapter.alpha)
     if task_spec(config.model.task).reads_labels:
         rate *= 0.4
-    if objective_spec(config).in_groups:
+    elif objective_spec(config).in_groups:
         rate *= 0.1
     return float(f"{rate:.1e}")
 

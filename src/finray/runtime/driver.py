@@ -515,8 +515,8 @@ def decide_from_data(
     longest = max(map(longest_of, (splits.train, splits.eval)))
     if packing.positions is not None and longest > packing.positions:
         raise beyond_positions(packing.positions, longest)
-    if (spec := task_spec(config.model.task)).reads_labels:
-        dataset.require_kind(spec)
+    if task_spec(config.model.task).reads_labels:
+        dataset.require_kind(spec_of(config))
     labels = find_labels(dataset, splits, config)
     if labels.problems:
         raise labels.problems[0]

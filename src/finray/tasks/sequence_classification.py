@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from finray.config.resolved import Execution, Resolved
@@ -53,8 +54,11 @@ class SequenceClassification(PackedTask):
         )
 
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> LabelledBatch:
-        """Packed rows, without padding, each with its label."""
-        return collate_labelled([split.row(row) for row in rows], rows, self.objective.values(split, rows))
+        """Packed rows, without padding, each with its label; of an answer, all tokens are of one text."""
+        texts = [split.row(row) for row in rows]
+        if self.objective.spec.is_reward:
+            texts = [(ids, np.zeros_like(mask)) for ids, mask in texts]
+        return collate_labelled(texts, rows, self.objective.values(split, rows))
 
     def logits_SC(self, batch: LabelledBatch) -> torch.Tensor:
         """Logits of each row, inside what a strategy wraps."""

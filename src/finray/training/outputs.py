@@ -16,6 +16,7 @@ import torch
 from finray.checkpoint.copies import RUN_ID
 from finray.config.adapter_files import NOTES
 from finray.config.identity import with_decisions
+from finray.config.objectives import objective_name, objective_spec, spec_of
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -112,6 +113,8 @@ def save_extras(
             notes["input_template"] = form
     if resolved.problem is not None:
         notes |= {"problem": resolved.problem, "labels": list(resolved.labels)}
+        if objective_spec(config).is_reward:
+            notes["objective"] = objective_name(config)
         if tokenizer.pad_token is None:
             # Classifying batches needs a pad token, and the model's configuration names it.
             tokenizer.pad_token = tokenizer.eos_token
@@ -165,7 +168,7 @@ def make_header(
         micro_batch_size=loader.micro_batch_size,
         accumulation=-(-micro_batches // strategy.world_size),
         method=method_of(config, resolved, getattr(task, "adapted", "")),
-        labelled=resolved.problem is not None,
+        labelled=spec_of(config).reads_labels,
         evaluates=evaluation is not None
         and state.step == 0
         and config.evaluation.on_start

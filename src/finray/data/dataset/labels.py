@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from finray.config.classification import ClassificationConfig
+from finray.config.objectives import objective_spec, spec_of
+from finray.config.resolved import REWARD
 from finray.config.schema import Config
-from finray.config.tasks import CLASSIFIER_METRICS, SEQUENCE_CLASSIFICATION, task_spec
+from finray.config.tasks import CLASSIFIER_METRICS, SEQUENCE_CLASSIFICATION
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
 from finray.data.formats.labels import NO_VECTOR, Label, LabelSet
 from finray.errors import ConfigError, DataError, FinrayError, did_you_mean
@@ -45,7 +47,15 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
         config: the run's.
     """
     labels = dataset.label_set
-    if labels is None or not task_spec(config.model.task).reads_labels:
+    if objective_spec(config).is_reward:
+        rewarded = FoundLabels(REWARD)
+        for split in (splits.train, splits.eval) if config.preference.margins else ():
+            try:
+                _ = None if split is None else split.values("margin")
+            except DataError as error:
+                rewarded.problems.append(error)
+        return rewarded
+    if labels is None or not spec_of(config).reads_labels:
         return FoundLabels()
     result, row_labels = FoundLabels(labels), splits.train.labels
     counts = count_classes(row_labels)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finray.config.objectives import spec_of
 from finray.config.paths import is_url, prepared_dir
 from finray.config.schema import Config
-from finray.config.tasks import task_spec
 from finray.config.trust import require_trusted
 from finray.data.dataset.manifest import MANIFEST, Manifest, PartResult, bad_rows, manifest_of, part_note
 from finray.data.dataset.parts import PartWriter
@@ -109,15 +109,15 @@ def check_inputs(config: Config) -> None:
     """Find errors that can be found before Ray is started.
     Raises FinrayError: a data file or the model does not exist."""
     check_exists(config.model.name)
-    data, task = config.data, config.model.task
-    if "labelled_text" in (data.format, *(item.format for item in data.mix)) and "labelled" not in task_spec(task).rows:
+    data, task, spec = config.data, config.model.task, spec_of(config)
+    if "labelled_text" in (data.format, *(item.format for item in data.mix)) and "labelled" not in spec.rows:
         raise DataError(
             f"the rows have labels for classification, but model.task is {task}",
             where="data.format",
             repair="set data.format to text to train on the text only, or model.task to sequence_classification",
         )
     streams = plan_streams(PrepareSettings.of(config))
-    for choice in [stream.choice for stream in streams] if task_spec(task).reads_labels else []:
+    for choice in [stream.choice for stream in streams] if spec.reads_labels else []:
         template = choice.input_template is not None
         if template or choice.format not in ("auto", "labelled_text"):
             raise DataError(

@@ -211,7 +211,7 @@ class PreparedSplit:
             raise DataError(
                 f"the rows have no values `{name}`, which the objective reads",
                 where=file,
-                repair="prepare data whose rows have them, or use another train.objective",
+                repair="prepare data whose rows have them, or change train.objective or its settings",
             )
         every = np.concatenate([table.column(column).to_numpy() for table in self._index])
         return every[self._rows].astype(np.float64)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from finray.config.objectives import spec_of
 from finray.config.resolved import LabelSet as LabelSet
 from finray.config.resolved import Problem
 from finray.config.schema import Config
-from finray.config.tasks import task_spec
 from finray.data.sources.readers import parse_json
 from finray.errors import DataError
 from finray.limits import cut, shown
@@ -34,7 +34,7 @@ class LabelRules:
     @classmethod
     def of(cls, config: Config) -> LabelRules | None:
         """From a config; None if its task has no labels."""
-        if not task_spec(config.model.task).reads_labels:
+        if not spec_of(config).reads_labels:
             return None
         section = config.classification
         return cls(section.problem, tuple(section.labels or ()))

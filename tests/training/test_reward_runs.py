@@ -1,0 +1,99 @@
+"""Reward models, from a file of pairs to scored answers: beside a loop in plain torch and Transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.support import runs, tiny
+from tests.support.runs import Plain
+
+THINGS = ("a cat", "the old red fox", "tea", "seven small stones in a row", "bread and butter", "rain")
+CENTERING, EPSILON, RATE = 0.07, 1e-2, 0.005
+NAMES = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward")
+
+
+def pair(number: int) -> dict[str, Any]:
+    answers = {"chosen": f"it is {THINGS[number % 6]}", "rejected": THINGS[number % 5]}
+    return {"prompt": f"what is {number}", **answers, "score_chosen": 1 + number % 3, "score_rejected": 0.75}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_run: Callable[..., Plain], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """All weights and the head of a model on 20 pairs, evaluated on others, with values that are not the defaults."""
+    folder = tmp_path_factory.mktemp("pairs")
+    model = tiny.build_classifier("llama", classes=1, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(str(folder / "model"))
+    tokenizer.save_pretrained(str(folder / "model"))
+    for name, numbers in {"train": range(20), "eval": range(20, 27)}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair(number)) + "\n" for number in numbers))
+    own: dict[str, Any] = {"data.source": str(folder / "train.jsonl"), "data.eval_source": str(folder / "eval.jsonl")}
+    own |= {"train.objective": "reward", "preference": {"margins": True, "centering": CENTERING}}
+    own |= {"train": {"schedule": "constant", "warmup_steps": 0, "learning_rate": RATE, "adam_epsilon": EPSILON}}
+    own |= {"train.max_grad_norm": None, "data.max_length": 48, "evaluation.every_steps": 4}
+    own |= {"adapter": {"method": "none"}, "evaluation.metric": "accuracy"}
+    return tiny_run(own, model=folder / "model")
+
+
+@pytest.fixture(scope="module")
+def done(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "run"
+    runs.run_alone(plain, run_dir)
+    return run_dir
+
+
+def reward(model: Any, tokenizer: Any, question: str, answer: str) -> torch.Tensor:
+    """Of an answer to a question, alone in its pass."""
+    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
+    tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    return model(input_ids=tokens).logits[0, 0].double()
+
+
+def of_pairs(
+    model: Any, tokenizer: Any, numbers: list[int], sides: tuple[str, str] = ("chosen", "rejected")
+) -> dict[str, Any]:
+    """Means over pairs of what a record has."""
+    total: dict[str, Any] = dict.fromkeys(NAMES, 0.0)
+    for number in numbers:
+        row = pair(number)
+        better, worse = (reward(model, tokenizer, row["prompt"], row[side]) for side in sides)
+        least = row["score_chosen"] - row["score_rejected"]
+        loss = -F.logsigmoid(better - worse - least) + CENTERING * (better + worse) ** 2
+        found = (loss, better - worse, float(better > worse), better, worse)
+        total = {name: total[name] + value / len(numbers) for name, value in zip(NAMES, found, strict=True)}
+    return total
+
+
+def test_a_run_is_the_plain_loop(plain: Plain, done: Path) -> None:
+    name = plain["model"]["name"]
+    model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.0)
+    steps = []
+    for rows in runs.values(done, "samples"):
+        assert rows[1::2] == [row + 1 for row in rows[::2]]
+        means = of_pairs(model, tokenizer, [row // 2 for row in rows[::2]])
+        means["loss"].backward()
+        steps.append({name: float(torch.as_tensor(value).detach()) for name, value in means.items()})
+        gradients = [parameter.grad.double().square().sum() for parameter in model.parameters()]
+        steps[-1]["grad_norm"] = float(torch.stack(gradients).sum().sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+    for name in (*NAMES, "grad_norm"):
+        assert runs.values(done, name) == pytest.approx([step[name] for step in steps], rel=1e-4, abs=1e-5)
+    with torch.no_grad():
+        last, evaluated = runs.records(done, "eval")[-1], of_pairs(model, tokenizer, list(range(20, 27)))
+        swapped = of_pairs(model, tokenizer, list(range(20, 27)), ("rejected", "chosen"))
+    assert [last[name.replace("loss", "eval_loss")] for name in NAMES] == pytest.approx(
+        [float(evaluated[name]) for name in NAMES], rel=1e-4, abs=1e-5
+    )
+    # It learns something. The control: the answers change places.
+    assert steps[-1]["margin"] > 0 > steps[0]["margin"]
+    assert last["eval_loss"] != pytest.approx(float(swapped["loss"]), rel=1e-2)
