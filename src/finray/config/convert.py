@@ -17,6 +17,7 @@ from finray.config import foreign, names
 from finray.config.convert_data import read_data
 from finray.config.convert_file import ForeignFile
 from finray.config.convert_model import read_adapter, read_model
+from finray.config.convert_preference import read_preference
 from finray.config.convert_train import read_checkpoints, read_hub, read_machines, read_train
 from finray.config.converted import Converted
 from finray.config.foreign import number, words
@@ -85,7 +86,16 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
         )
     file = ForeignFile(system, raw, lines, path, workers, dataset_info)
     _refuse(file)
-    for read in (read_model, read_adapter, read_data, read_train, read_checkpoints, read_hub, read_machines):
+    for read in (
+        read_preference,
+        read_model,
+        read_adapter,
+        read_data,
+        read_train,
+        read_checkpoints,
+        read_hub,
+        read_machines,
+    ):
         read(file)
     for key, value in raw.items():
         if key not in file.used:
@@ -104,18 +114,12 @@ def _json(value: Any) -> Any:
 
 def _refuse(file: ForeignFile) -> None:
     """Refuse a file that would train something else in finray."""
-    for key in ("stage", "rl"):
-        if (stage := file.get(key)) not in (None, False, "sft", "pt"):
-            why = names.not_yet(str(stage)) or "finray does not know it"
-            raise file.refused(key, f"`{key}: {cut(str(stage), 80)}` is not supported: {why}", names.HERE_IS)
     if (kind := file.get("finetuning_type")) not in (None, "lora", "full"):
         message = f"`finetuning_type: {cut(str(kind), 80)}` is not supported{did_you_mean(str(kind), ['lora'])}"
         raise file.refused("finetuning_type", message, "use lora or full")
-    for key in ("reward_model", "process_reward_model"):
-        if file.get(key):
-            raise file.refused(
-                key, f"`{key}` is not supported: finray has no training of reward models yet", names.HERE_IS
-            )
+    if file.get("process_reward_model"):
+        message = "`process_reward_model` is not supported: finray has no rewards of steps"
+        raise file.refused("process_reward_model", message, names.HERE_IS)
     if file.get("kd_trainer"):
         message = "`kd_trainer` is not supported: finray has no distillation yet"
         raise file.refused("kd_trainer", message, names.HERE_IS)

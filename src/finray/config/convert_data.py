@@ -58,6 +58,7 @@ class _Listed(TypedDict, total=False):
     revision: str | None
     num_samples: int | None
     formatting: str | None
+    ranking: bool | None
     columns: dict[str, str | None] | None
     tags: dict[str, str | None] | None
 
@@ -65,7 +66,8 @@ class _Listed(TypedDict, total=False):
 def read_data(file: ForeignFile) -> None:
     """The rows to train on, those to evaluate on, and how they are packed."""
     file.put("data.max_length", file.get("cutoff_len", "sequence_len", "max_seq_length"))
-    data = ForeignData(file.raw, file.path, file.dataset_info, file.lose, file.notes)
+    objective = file.out.get("train", {}).get("objective", "sft")
+    data = ForeignData(file.raw, file.path, file.dataset_info, file.lose, objective, file.notes)
     if file.system == AXOLOTL:
         packs = bool(file.get("sample_packing"))
         given = _sources(file, "datasets", "pretraining_dataset")
@@ -162,6 +164,7 @@ class ForeignData:
     path: Path  # its file
     dataset_info: Path | None  # LLaMA-Factory's table of datasets, if it is not where the file says
     lose: Callable[[str, str, Any], None]  # called with a setting that is not carried over, the reason, and its value
+    objective: str = "sft"  # of the run
     notes: list[str] = field(default_factory=list)  # what the user should check
 
     def note(self, text: str) -> None:
@@ -215,7 +218,11 @@ class ForeignData:
             limit = min(most, limit or most)
         if about.get("split") or limit or (held and about.get("hf_hub_url")):
             entry["split"] = self._first(name, about.get("split") or "train", limit)
-        carried = ("messages", "tools", "prompt", "query", "response", "history", "system")
+        carried = ["messages", "tools", "prompt", "query", "response", "history", "system"]
+        if self.objective != "sft":
+            carried += ["kto_tag"] if self.objective == "kto" else ["chosen", "rejected"]
+        else:
+            read.discard("ranking")
         odd = [key for key, value in about.items() if key not in read and value]
         columns = about.get("columns") or {}
         odd += [f"columns.{key}" for key, column in columns.items() if column and key not in carried]
@@ -255,8 +262,17 @@ class ForeignData:
             or any(value not in _ROLES for value in odd)
         ):
             self.note(f"the tags of {name} in dataset_info.json are {_CONVERTER}")
+        is_ranking = self.objective not in ("sft", "kto")
+        if is_ranking:
+            # The answers have columns of their own, and the format is detected.
+            here |= {"chosen": "chosen", "rejected": "rejected"}
+            here.pop("response", None)
+        elif self.objective == "kto":
+            here["kto_tag"] = "label"
         mapping = {here[there]: column for there, column in columns.items() if column and there in here}
         mapping = {field: column for field, column in mapping.items() if field != column}
+        if is_ranking:
+            return {"field_mapping": mapping} if mapping else {}
         return {"format": kind} | ({"field_mapping": mapping} if mapping else {})
 
     # --- Axolotl ----------------------------------------------------------------------------------------------------
@@ -268,7 +284,10 @@ class ForeignData:
         source: dict[str, Any] = {}
         kind = about.pop("type", "pretrain" if "pretraining_dataset" in self.raw else None)
         words = re.split(r"[.:]", kind) if isinstance(kind, str) else [""]
-        if words[0] == "chat_template":
+        if self.objective != "sft":
+            source |= self._axolotl_preferences(kind, about)
+            words = words[:1]
+        elif words[0] == "chat_template":
             source |= self._axolotl_chat(about)
         elif words[0] == "alpaca":
             source["format"] = "alpaca"
@@ -343,6 +362,20 @@ class ForeignData:
             about.pop("roles")
         columns = {field: column for field, column in columns.items() if field != column}
         return {"format": kind} | ({"field_mapping": columns} if columns else {})
+
+    def _axolotl_preferences(self, kind: Any, about: dict[str, Any]) -> dict[str, Any]:
+        """Answers to compare, or with labels. The format is detected; texts for which Axolotl has a template of its own
+        become chat turns."""
+        if isinstance(kind, Mapping):
+            about |= kind
+        chat = self._axolotl_chat(about)
+        columns = chat.get("field_mapping", {}) if kind in ("chat_template", "chat_template.default") else {}
+        for name in ("prompt", "system", "chosen", "rejected", "completion", "label"):
+            if (column := about.pop(f"field_{name}", None)) not in (None, name):
+                columns[name] = column
+        return ({"format": "prompt_completion"} if kind == "passthrough" else {}) | (
+            {"field_mapping": columns} if columns else {}
+        )
 
     def _axolotl_template(self, kind: Mapping[str, Any]) -> dict[str, Any]:
         """A prompt of its own: names of columns, and how they are put together."""

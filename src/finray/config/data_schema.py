@@ -14,6 +14,7 @@ Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", 
 FIELDS = (
     frozenset(("messages", "conversations", "tools", "system", "prompt", "completion"))
     .union(("instruction", "input", "output", "history", "text", "text_pair", "label"))
+    .union(("chosen", "rejected", "answers", "scores", "ranks", "margin", "score_chosen", "score_rejected"))
     # Names that columns of these have, and under which a field may be mapped as well.
     .union(("conversation", "question", "query", "answer", "response", "context", "content", "sentence", "labels"))
     .union(("sentence1", "sentence2", "premise", "hypothesis"))

@@ -43,7 +43,19 @@ SAME_ROWS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
 )
 SIZES = (*SAME_ROWS, "expert_parallel_size", "expert_model_parallel_size")
+# Fields of the section `preference` that are numbers (or names), and what the projects call them.
+PREFERENCE_KEYS = {
+    "beta": ("pref_beta", "rl_beta", "orpo_alpha"),
+    "gamma": ("simpo_gamma",),
+    "label_smoothing": ("dpo_label_smoothing",),
+    "chosen_weight": ("pref_ftx", "cpo_alpha", "rpo_alpha"),
+    "desirable_weight": ("kto_chosen_weight", "kto_desirable_weight"),
+    "undesirable_weight": ("kto_rejected_weight", "kto_undesirable_weight"),
+    "centering": ("center_rewards_coefficient",),
+    "reference": ("ref_model",),
+}
 NUMBERS = {
+    *(key for name, keys in PREFERENCE_KEYS.items() if name != "reference" for key in keys),
     *("per_device_train_batch_size", "micro_batch_size", "batch_size", "gradient_accumulation_steps", "max_samples"),
     *("learning_rate", "cosine_min_lr_ratio", "num_train_epochs", "num_epochs", "max_steps", "ray_num_workers"),
     *("warmup_steps", "warmup_ratio", "val_size", "val_set_size", "lora_rank", "lora_r", "logging_steps"),
@@ -70,6 +82,13 @@ NOT_OURS = {
     "use_badam": "BAdam",
     "use_adam_mini": "Adam-mini",
     "use_llama_pro": "LLaMA Pro",
+    "pref_bco_weight": "the BCO loss",
+    "dpo_use_weighting": "weights of pairs by their probability (WPO)",
+    "dpo_norm_loss": "a loss that is normalised by the batch",
+    "ref_model_adapters": "an adapter of the reference by its name",
+    "ref_model_quantization_bit": "a reference that is quantized otherwise than the model",
+    "ld_alpha": "LD-DPO",
+    "rl_adapter_ref_model": "an adapter of the reference by its name",
     "use_dft_loss": "the DFT loss",
     "use_asft_loss": "the ASFT loss",
     "use_eaft_loss": "the EAFT loss",
@@ -219,6 +238,7 @@ SENTENCES = {
     "tokenizer_legacy": "not needed: the model's tokenizer is used",
     "tokenizer_use_mistral_common": "not supported: prompts are rendered by the model's Jinja template",
     "dataset_exact_deduplication": "not supported: `finray inspect` lists duplicate rows",
+    "max_prompt_len": "not needed: `data.max_length` is the length of a prompt with one answer",
     "full_finetune": "not needed: set `adapter.method: none` for full fine-tuning",
     "is_llama_derived_model": "not needed: Transformers chooses the class from the model's files",
     "is_falcon_derived_model": "not needed: Transformers chooses the class from the model's files",
