@@ -12,6 +12,12 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
+from finray.data.sampling.splits import sample
+from finray.evaluation.during import TrainingAnswers
+from finray.planning.checks import check_evaluation
+from finray.planning.steps import require_prompts
 from tests.support import runs
 from tests.support.runs import Plain, changed
 
@@ -128,6 +134,43 @@ def test_sharing_passes_changes_nothing(plain: Plain, done: Path, tmp_path: Path
     assert runs.values(tmp_path / "run", "samples") == runs.values(done, "samples")
     for name in ("loss", "margin", "grad_norm"):
         assert runs.values(tmp_path / "run", name) == pytest.approx(runs.values(done, name), rel=1e-4, abs=1e-5)
+
+
+SEEN: list[tuple[list[str], list[str]]] = []
+
+
+def seen(answers: list[str], references: list[str]) -> float:
+    """A metric: keeps what it was shown."""
+    SEEN.append((answers, references))
+    return 0.25
+
+
+seen.higher_is_better = True  # type: ignore[attr-defined]
+
+
+def test_prompts_of_held_out_pairs_are_answered_in_training_with_the_chosen_answers_beside(
+    plain: Plain, tmp_path: Path
+) -> None:
+    evaluation = {"generate_rows": 3, "metrics": [f"{__name__}:seen"], "metric": "seen", "max_new_tokens": 5}
+    own = changed(plain, {"evaluation": evaluation, "train.max_steps": 4})
+    config = runs.config_of(own)
+    check_evaluation(config)
+    dataset = PreparedDataset(prepare_here(config))
+    require_prompts(config, dataset.kind())
+    runs.run_alone(own, tmp_path / "run", answering=TrainingAnswers(config, "fp32"))
+    assert [record["seen"] for record in runs.records(tmp_path / "run", "eval")] == [0.25]
+    tokenizer = AutoTokenizer.from_pretrained(plain["model"]["name"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-000004", dtype=torch.float32)
+    numbers = [20 + number for number in sample(7, 3, seed=config.run.seed).tolist()]
+    answers = []
+    for number in numbers:
+        text = f"<|im_start|>user\n{pair(number)['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)[
+            0, ids.shape[1] :
+        ]
+        answers.append(tokenizer.decode(made, skip_special_tokens=True))
+    assert [(answers, [pair(number)["chosen"] for number in numbers])] == SEEN
 
 
 @pytest.mark.parametrize(("objective", "settings"), [("orpo", {"beta": 0.4}), ("simpo", {"beta": 1.5, "gamma": 0.7})])

@@ -144,7 +144,8 @@ class EvaluationRequest(AnswerRequest):
     baselines: Annotated[
         Sequence[str | Path] | None,
         Option(
-            "Model to compare with; `base` is the adapter's base model, `none` compares with nothing; may be repeated.",
+            "Model to compare with; `base` is the adapter's base model, `start` the adapter that the run began from, "
+            "`none` compares with nothing; may be repeated.",
             flags=("--baseline",),
         ),
     ] = None

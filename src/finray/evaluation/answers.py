@@ -12,13 +12,13 @@ from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM, SPECS, metric_name, task_class
 from finray.config.trust import require_trusted
 from finray.errors import ConfigError, DataError
-from finray.evaluation import harness
+from finray.evaluation import harness, pairs
 from finray.evaluation.engines import Engine, Sampling, joins_gpus, make_engine, require_engine
 from finray.evaluation.estimates import Judged, Loss
 from finray.evaluation.outcome import Prediction, ScoreEstimate
 from finray.evaluation.result_cache import ResultCache
 from finray.evaluation.rows import EvaluationRows
-from finray.evaluation.scores.base import Answered, Score, blaming, score_named
+from finray.evaluation.scores.base import Answered, FloatArray, Score, blaming, score_named
 from finray.evaluation.statistics import Interval
 from finray.evaluation.subjects import Case, Subject
 from finray.evaluation.work import Work
@@ -45,6 +45,9 @@ def judge(case: Case) -> Judged:
         harness.require()
     require_engine(request.engine)
     rows = case.rows
+    are_pairs = rows is not None and rows.are_pairs
+    if are_pairs and settings.metrics == type(settings)().metrics and request.metrics is None:
+        scores, needs = {}, frozenset()
     if rows is not None and not rows.asks:
         if request.metrics:
             raise ConfigError(
@@ -53,25 +56,32 @@ def judge(case: Case) -> Judged:
                 repair="leave --metrics out: plain text is scored by its loss",
             )
         scores, needs = {}, frozenset()
-    choices = _choices(rows, scoring, case.config) if rows is not None and "choices" in needs else {}
-    columns = dict(rows.columns(case.config)) if rows is not None and "columns" in needs else {}
-    loss, task = Loss(), None if rows is None else _user_task(case)
+    choices = _choices(rows, scoring, case.reading) if rows is not None and "choices" in needs else {}
+    columns = dict(rows.columns(case.reading)) if rows is not None and "columns" in needs else {}
+    loss, task = Loss(), None if rows is None or are_pairs else _user_task(case)
     if task is not None:
         # It may be any number.
         loss.bounds = (None, None)
     made_by: dict[str, Any] = {"engine": [], "sampling": asdict(sampling), "metrics": list(settings.metrics)}
     made_by |= {"scoring": scoring.model_dump(), "harness": list(request.harness or ())}
     names = [subject.name for subject in case.subjects]
-    judged = Judged({**scores, "loss": loss}, {name: {} for name in names}, {name: {} for name in names})
+    totals = {**(pairs.SCORES if are_pairs else {}), **scores, "loss": loss}
+    judged = Judged(totals, {name: {} for name in names}, {name: {} for name in names})
     judged.made_by = made_by
     engines, answered = list[dict[str, str]](), dict[str, list[tuple[str, ...]]]()
+    of_pairs = dict[str, FloatArray]()
     for artifact, group in case.by_artifact():
         tokenizer, model_rows = load_tokenizer(artifact.tokenizer), case.rows_for(artifact)
         with _engine(case, artifact) as opened:
             for subject in group:
                 if model_rows is not None:
                     work = Work(subject, model_rows, case, sampling, opened, task)
-                    judged.statistics[subject.name]["loss"] = work.losses()
+                    losses_N2 = work.losses(following=int(are_pairs))
+                    if are_pairs:
+                        of_pairs[subject.name] = losses_N2.reshape(-1, 2, 2)
+                        judged.statistics[subject.name] |= pairs.likelihoods(of_pairs[subject.name])
+                        losses_N2 = losses_N2[::2]
+                    judged.statistics[subject.name]["loss"] = losses_N2
                     answers = work.answered(needs, attempts, choices, columns, tokenizer) if scores else []
                     answered[subject.name] = [row.answers for row in answers]
                     _score(case, judged, subject.name, scores, answers)
@@ -80,7 +90,8 @@ def judge(case: Case) -> Judged:
                     judged.harness[subject.name] = _harness(case, subject, engine := opened())
                     engines.append({"name": engine.name, "version": engine.version})
     made_by["engine"] = [name for place, name in enumerate(engines) if name not in engines[:place]]
-    if rows is not None and "answers" in needs:
+    _reward(case, judged, of_pairs)
+    if rows is not None and (are_pairs or "answers" in needs):
         judged.prediction = _shown(case, rows, answered, judged)
     return judged
 
@@ -119,6 +130,19 @@ def _score(case: Case, judged: Judged, model: str, scores: dict[str, Score], ans
             judged.counts.setdefault(model, {})[name] = dict(getattr(score, "counts", {}))
             shown = name.replace("_", " ")
             case.notes.extend(f"{model} {shown}: {note}" for note in getattr(score, "notes", ()))
+
+
+def _reward(case: Case, judged: Judged, of_pairs: dict[str, FloatArray]) -> None:
+    """Add the rewards of pairs by the run's objective: of the tuned model if they are relative to what the run began
+    from, else of all models."""
+    if not of_pairs or case.resolved is None or (is_relative := pairs.needs_reference(case.config)) is None:
+        return
+    reference = of_pairs.get(case.reference) if is_relative else None
+    if is_relative and reference is None:
+        case.notes.append(f"rewards are relative to `{case.reference}`: add --baseline {case.reference} for them")
+        return
+    for name in [case.tuned.name] if is_relative else of_pairs:
+        judged.statistics[name] |= pairs.rewards(case.config, case.resolved, of_pairs[name], reference)
 
 
 def _user_task(case: Case) -> type[CausalLM] | None:
@@ -208,8 +232,9 @@ def _shown(
             # Role markers are special tokens in most templates: without them the speakers cannot be told apart.
             tokenizer.decode(rows.prompt(index), skip_special_tokens=False),
             tokenizer.decode(rows.reference(index), skip_special_tokens=True),
-            {name: list(texts[index]) for name, texts in answered.items()},
+            {name: list(texts[index]) for name, texts in answered.items() if texts},
             judged.of_row(index),
+            tokenizer.decode(rows.reference(index, 1), skip_special_tokens=True) if rows.are_pairs else None,
         )
 
     return prediction

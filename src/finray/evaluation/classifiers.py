@@ -24,7 +24,7 @@ from finray.data.formats.labels import Label
 from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.classify import Classification, Classified, classify
-from finray.evaluation.estimates import Judged
+from finray.evaluation.estimates import Judged, Mean
 from finray.evaluation.outcome import Prediction, Rate, ScoreEstimate
 from finray.evaluation.result_cache import ResultCache
 from finray.evaluation.scores.base import Bounds, FloatArray, Score, SummedScore, bounds_of
@@ -45,15 +45,6 @@ _OF_ANSWERS += ["repetition_penalty", "batch_size"]
 COMMONEST = "commonest"
 # Classes that a note names.
 _NAMED = 5
-
-
-class Mean(SummedScore):
-    """A mean over the rows."""
-
-    def __init__(self, *, is_share: bool, higher_is_better: bool = True) -> None:
-        super().__init__()
-        self.is_share, self.higher_is_better = is_share, higher_is_better
-        self.bounds = (0.0, 1.0 if higher_is_better else None)
 
 
 class FromCounts(SummedScore):
@@ -159,7 +150,7 @@ def judge(case: Case) -> Judged:
     confusion = {
         name: model.scores.confusion for name, model in classified.items() if model.scores and model.scores.confusion
     }
-    totals |= {"roc_auc": Mean(is_share=False), "spearman": Pearson()}
+    totals |= {"roc_auc": Mean((0.0, 1.0)), "spearman": Pearson()}
     judged = Judged(totals, statistics, values, classes=labels.names, confusion=confusion, contrasts=contrasts)
     tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
     if labels.problem != "regression":
@@ -252,7 +243,7 @@ def _statistics(
     statistics: dict[str, dict[str, FloatArray]] = {name: {} for name in predictions}
     others: _Others = {name: {} for name in predictions}
     if sums.problem == "regression":
-        error = Mean(is_share=False, higher_is_better=False)
+        error = Mean((0.0, None), higher_is_better=False)
         y = np.array([_number(truth) for truth in truths])
         for name, predicted in predictions.items():
             x = np.array([_number(prediction.label) for prediction in predicted])
@@ -269,7 +260,7 @@ def _statistics(
     totals: dict[str, Score] = {"accuracy": Mean(is_share=True)}
     if has_counts:
         totals |= {name: FromCounts(name) if is_single else FromCases(name) for name in compared}
-    totals["eval_loss"] = Mean(is_share=False, higher_is_better=False)
+    totals["eval_loss"] = Mean((0.0, None), higher_is_better=False)
     for name, predicted in predictions.items():
         try:
             predicted_NC = _marked([prediction.label for prediction in predicted], place)

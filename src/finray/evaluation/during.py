@@ -45,10 +45,11 @@ class TrainingAnswers:
     ) -> dict[str, float]:
         """The metrics in ``evaluation.metrics`` by name; each rank answers every ``world_size``-th prompt.
 
-        Rows without a prompt are left out. Raises FinrayError: on every rank: no row has a prompt, a prompt has no
-        answer, or a metric fails.
+        Rows without a prompt are left out; of a pair, the chosen answer is the reference. Raises FinrayError: on every
+        rank: no row has a prompt, a prompt has no answer, or a metric fails.
         """
-        pairs = [pair for row in range(len(split)) if (pair := prompt_and_answer(*split.row(row)))[0]]
+        firsts = split.groups.starts[:-1].tolist()
+        pairs = [pair for row in firsts if (pair := prompt_and_answer(*split.row(row)))[0]]
         if not pairs:
             raise DataError(
                 "no held-out row has a prompt to answer",

@@ -30,6 +30,16 @@ class Loss(SummedScore):
         return float(sums_K[0] / sums_K[1])
 
 
+class Mean(SummedScore):
+    """A mean over the rows."""
+
+    def __init__(
+        self, bounds: Bounds | None = None, *, is_share: bool = False, higher_is_better: bool | None = True
+    ) -> None:
+        super().__init__()
+        self.bounds, self.is_share, self.higher_is_better = bounds, is_share, higher_is_better
+
+
 @dataclass(slots=True)
 class Judged:
     """Results of models on the rows; by model name, the evaluated one last."""

@@ -112,12 +112,14 @@ class Prediction:
     reference: str
     answers: dict[str, list[str]]
     scores: dict[str, dict[str, float]]
+    rejected: str | None = None  # of a pair, whose chosen answer is the reference
 
     def json(self) -> dict[str, Any]:
         """As JSON types; a single answer is a text."""
         answers = {name: texts[0] if len(texts) == 1 else texts for name, texts in self.answers.items()}
         head = {"row": self.row, "where": self.where, "prompt": self.prompt, "reference": self.reference}
-        return {**head, "answers": answers, "scores": self.scores}
+        pair = {} if self.rejected is None else {"rejected": self.rejected}
+        return {**head, **pair, "answers": answers, "scores": self.scores}
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +250,10 @@ class Comparison(Result):
             console.print(note, highlight=False, soft_wrap=True)
         for prediction in self.predictions[:samples]:
             answers = [(name, texts[0]) for name, texts in prediction.answers.items()]
-            print_labelled(console, [("prompt", prediction.prompt), ("expected", prediction.reference), *answers])
+            expected = [("expected", prediction.reference)]
+            if prediction.rejected is not None:
+                expected = [("chosen", prediction.reference), ("rejected", prediction.rejected)]
+            print_labelled(console, [("prompt", prediction.prompt), *expected, *answers])
         written = f"predictions: {self.folder / PREDICTIONS_FILE}"
         if not self.predictions:
             written = f"scores: {self.folder / METRICS_FILE} (these rows have no prompts)"

@@ -79,6 +79,11 @@ class EvaluationRows:
         return len(self.numbers)
 
     @property
+    def are_pairs(self) -> bool:
+        """Whether each row is the chosen answer of a pair, whose rejected one is the next row of the split."""
+        return self.dataset.kind(self.stream) == "preference"
+
+    @property
     def fingerprint(self) -> str:
         """A digest of the rows of the dataset, the name of the split, and how the split was chosen from them, if so."""
         return "/".join(filter(None, (self.dataset.content, self.name, self.split.chosen)))
@@ -87,9 +92,9 @@ class EvaluationRows:
         """Token ids up to the start of the last answer."""
         return prompt_and_answer(*self.split.row(self.numbers[index]))[0]
 
-    def reference(self, index: int) -> list[int]:
-        """Token ids of the last answer."""
-        return prompt_and_answer(*self.split.row(self.numbers[index]))[1]
+    def reference(self, index: int, following: int = 0) -> list[int]:
+        """Token ids of the last answer; of a row that follows if ``following`` is 1."""
+        return prompt_and_answer(*self.split.row(self.numbers[index] + following))[1]
 
     def keys(self) -> list[tuple[int, int]]:
         """A key per row, independent of the tokenizer: its source row, and its index among that row's rows."""

@@ -13,7 +13,7 @@ import torch
 
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
 from finray.config.load import Overrides, load_config
-from finray.config.objectives import OBJECTIVES, objective_spec, spec_of
+from finray.config.objectives import DPO, OBJECTIVES, spec_of
 from finray.config.paths import with_absolute_paths
 from finray.config.requests import EvaluationRequest
 from finray.config.resolved import Resolved
@@ -21,6 +21,7 @@ from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
 from finray.config.trust import is_in_run, of_stranger, require_trusted
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
+from finray.data.dataset.source_rows import SourceRows
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError, did_you_mean_path
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
@@ -149,7 +150,8 @@ class Case:
         if config.model.task == spec.name and config.train.objective in (None, *OBJECTIVES):
             spec_of(config).metric(config.evaluation)
         tuned = Subject("tuned" if run is not None else Path(model).name, artifact)
-        start: Subject | None = None
+        base: Subject | None = None
+        notes: list[str] = []
         # The base of a classifier's adapter has no head, and a random one says nothing.
         if not spec.reads_labels and (artifact.is_adapter or run is not None):
             began = artifact
@@ -158,17 +160,39 @@ class Case:
                 start_artifact = artifact_of(config.model.name, revision=config.model.revision)
                 section = config.model.model_copy(update={"task": start_artifact.model.task})
                 began = start_artifact if start_artifact.is_adapter else replace(start_artifact, began_as=section)
-            start = Subject("base", began, adapter=False)
-        named = request.baselines
-        subjects = (*_baselines(None if named is None else [str(name) for name in named], tuned, start), tuned)
+            base = Subject("base", began, adapter=False)
+        named = None if request.baselines is None else [str(name) for name in request.baselines]
+        start = None if run is None or spec.reads_labels else _start(config, named, notes)
+        subjects = (*_baselines(named, tuned, base, start), tuned)
         for subject in subjects:
             check_exists(subject.artifact.model.name)
-        return cls(request, run, config, spec, subjects, _folder(model, run, artifact, request), progress, spread)
+        folder = _folder(model, run, artifact, request)
+        return cls(request, run, config, spec, subjects, folder, progress, spread, notes)
 
     @property
     def tuned(self) -> Subject:
         """The evaluated model."""
         return self.subjects[-1]
+
+    @property
+    def reference(self) -> str:
+        """Name of the subject that the run began from: what rewards are relative to."""
+        return "base" if self.config.adapter.start_from is None else "start"
+
+    @cached_property
+    def reading(self) -> Config:
+        """The config with which rows are read. A file may have pairs, or prompts and answers, whatever the run learns
+        from; integers in it are ids of the run's classes."""
+        config = self.config
+        if self.request.file is None:
+            return config
+        if self.resolved is not None and self.resolved.labels:
+            section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
+            return config.model_copy(update={"classification": section})
+        learned = [] if self.spec.reads_labels else [config.train.objective, None, DPO.name]
+        trains = [config.train.model_copy(update={"objective": objective}) for objective in learned]
+        each = (config.model_copy(update={"train": train}) for train in trains)
+        return next(filter(_has_format, each), config)
 
     @cached_property
     def resolved(self) -> Resolved | None:
@@ -214,11 +238,12 @@ class Case:
             )
             raise DataError(f"{what} a classifier", where="data.format", repair=repair)
         prompted, kind = held.prompted, dataset.kind(stream)
-        asks = config.data.train_on != "all" and kind not in ("text", "labelled") and len(prompted) > 0
+        is_learned = config.data.train_on == "all" and kind != "preference"
+        asks = not is_learned and kind not in ("text", "labelled") and len(prompted) > 0
         asked = prompted if asks else np.arange(len(held))
         if not held.groups.is_single:
             asked = np.intersect1d(asked, held.groups.starts[:-1])
-            self.notes.append("of each pair the chosen answer is the reference")
+            self.notes.append("the loss is that of the chosen answers")
         numbers = tuple(asked[sample(len(asked), config.evaluation.max_rows, seed=config.run.seed)].tolist())
         if asks:
             sampled = len(numbers)
@@ -236,16 +261,9 @@ class Case:
 
     def _rows_of_file(self) -> tuple[PreparedSplit, PreparedDataset, PreparedSplit | None]:
         """The rows of the requested file, prepared, and those that were trained on, if they are there."""
-        run, config, train = self.run, self.config, None
+        run, config, train = self.run, self.reading, None
         # Beside the run's own.
         root = None if run is None else prepared_beside(run, config)
-        if self.resolved is not None and self.resolved.labels:
-            # Integers in a file are ids of the run's classes, as in its own data.
-            section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
-            config = config.model_copy(update={"classification": section})
-        if objective_spec(config).in_groups:
-            # A file has prompts and answers; pairs are held out by the run.
-            config = config.model_copy(update={"train": config.train.model_copy(update={"objective": None})})
         held, dataset = of_file(config, root=root)
         if run is not None:
             try:
@@ -269,7 +287,7 @@ class Case:
 
     def rows_for(self, artifact: Artifact) -> EvaluationRows | None:
         """The rows for a model's own tokenizer and chat template; shared if these are equal."""
-        rows, config = self.rows, self.config
+        rows, config = self.rows, self.reading
         is_shared = artifact is self.tuned.artifact or artifact.began_as is not None
         is_shared |= self.run is not None and str(artifact.folder) == config.model.name
         if rows is None or is_shared:
@@ -357,15 +375,44 @@ def _config_of(
     return load_config(config, evaluation={name: value for name, value in given.items() if value is not None})
 
 
-def _baselines(named: Sequence[str] | None, tuned: Subject, start: Subject | None) -> list[Subject]:
-    """The models to compare with: those given, else the model's ``own``."""
+def _has_format(config: Config) -> bool:
+    """Whether the columns of the source are those of what the objective learns from."""
+    try:
+        SourceRows(config, has_chat_template=False)
+    except DataError:
+        return False
+    return True
+
+
+def _start(config: Config, named: Sequence[str] | None, notes: list[str]) -> Subject | None:
+    """The adapter that a run began from: if it is ``named``, or the run learns from preferences.
+    Raises FinrayError: it is named, and is not there."""
+    folder, objective = config.adapter.start_from, OBJECTIVES.get(config.train.objective or "")
+    if folder is None or (named is None and (objective is None or objective.rows is None)):
+        return None
+    if named is not None and "start" not in named:
+        return None
+    try:
+        return Subject("start", artifact_of(folder))
+    except FinrayError as error:
+        if named is not None:
+            raise
+        notes.append(f"not compared with the adapter that the run began from: {error.message}")
+        return None
+
+
+def _baselines(
+    named: Sequence[str] | None, tuned: Subject, base: Subject | None, start: Subject | None = None
+) -> list[Subject]:
+    """The models to compare with: those given, else the model's own."""
+    own = {subject.name: subject for subject in (base, start) if subject is not None}
     if named is None:
-        named = [] if start is None else ["base"]
+        named = list(own)
     baselines: list[Subject] = []
     named = [name for name in named if name not in ("none", "")]
     for name in named:
-        if name == "base" and start is not None:
-            baselines.append(start)
+        if name in own:
+            baselines.append(own[name])
         else:
             short = Path(name).name if Path(name).name not in ("", "final") else str(name)
             baselines.append(Subject(short if short != tuned.name else name, artifact_of(name)))

@@ -39,13 +39,15 @@ class Work:
     # The engines that computed all of it, now or in an earlier call.
     made_by: list[dict[str, str]] = field(default_factory=list)
 
-    def losses(self) -> FloatArray:
-        """Summed loss in nats and number of tokens of each row's answers (N, 2)."""
+    def losses(self, following: int = 0) -> FloatArray:
+        """Summed loss in nats and number of tokens of each row's answers (N, 2); of as many ``following`` rows too,
+        after each (N * (1 + following), 2)."""
         rows, task = self.rows, self.task
         of_task = {} if task is None else {"task": self.case.config.model.task}
         cache = ResultCache(self.case.folder, "losses", {**self._cache_key(), **of_task})
         whole = self.subject.turns
-        with self._computing("loss", cache, list(rows.numbers)) as (parts, save):
+        numbers = [number + place for number in rows.numbers for place in range(1 + following)]
+        with self._computing("loss", cache, numbers) as (parts, save):
             for part in parts:
                 if task is not None:
                     engine = self.open()
@@ -61,7 +63,7 @@ class Work:
                     learned = np.array(pairs[likelihood.row][1])
                     nats = -np.array(likelihood.logprobs)[learned]
                     save(part[likelihood.row], [float(nats.sum()), int(learned.sum())], tokens=len(learned))
-        return np.array([cache.values[number] for number in rows.numbers], dtype=np.float64)
+        return np.array([cache.values[number] for number in numbers], dtype=np.float64)
 
     def answered(
         self,

@@ -217,10 +217,13 @@ def check_evaluation(config: Config) -> None:
     spec, evaluation = spec_of(config), config.evaluation
     spec.chosen(evaluation)
     name = "generate_rows" if evaluation.generate_rows is not None else "metrics"
-    if getattr(evaluation, name) != getattr(type(evaluation)(), name) and not spec.rows & {"chat", "completion"}:
+    if getattr(evaluation, name) != getattr(type(evaluation)(), name) and not spec.rows & {
+        "chat",
+        "completion",
+        "preference",
+    }:
         raise ConfigError(
-            f"{'a run that learns from pairs' if 'preference' in spec.rows else f'a model with the task {spec.name}'} "
-            "does not answer prompts",
+            f"a run with the objective {spec.objective} of the task {spec.name} does not answer prompts",
             where=f"evaluation.{name}",
             repair=f"leave it out; the task has its own metrics: {', '.join(spec.metrics or spec.best[:1])}",
         )

@@ -169,6 +169,8 @@ def _answered(file: Path, root: Path) -> Iterator[AnsweredRow]:
             ):
                 continue
             where, reference = str(plain.get("where", "")), str(plain.get("reference", ""))
+            if "rejected" in plain:
+                reference += f"\n\nrejected: {plain['rejected']}"
             # A source row may occur several times, and two files may have rows with the same name.
             count = seen[where, reference] = seen.get((where, reference), -1) + 1
             yield AnsweredRow(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from finray.data.sampling.groups import Groups
 from finray.errors import DataError, TrainingError
 from finray.evaluation import during
 from finray.evaluation.during import TrainingAnswers
@@ -29,6 +30,10 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def groups(self) -> Groups:
+        return Groups.single(len(self))
 
     def row(self, number: int) -> tuple[Any, Any]:
         ids, mask = self.rows[number]
