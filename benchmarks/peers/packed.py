@@ -1,8 +1,8 @@
 """Packed rows and rows of one length, for a tiny model of a family with random weights: tokens per CPU second of each.
 
-Both train the same shape in bf16, forward and backward pass, in turn in one process: packs of rows of any length, and
-the batches that a model which cannot be packed is given. A step is as many of them as hold some thousand tokens, which
-are drawn anew for each.
+Both train the same shape in bf16, forward and backward pass, in turn in one process, on the same steps of `finray
+train`'s own loader: packs of rows of any length, and the passes over rows of one length that it makes of them for a
+model which cannot be packed. Of these a micro-batch is the whole step, so that as many rows share a pass as can.
 
     OMP_NUM_THREADS=1 python packed.py '{"family": "llama", "lengths": [30, 12, ...], "rounds": 5}'
 """
@@ -10,21 +10,23 @@ are drawn anew for each.
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
 from finray.data.sampling.collate import Batch, collate
-from finray.data.sampling.packing import equal_length_batches, plan_packs
+from finray.data.sampling.order import Order
+from finray.data.sampling.packing import plan_packs
 from finray.models import attention
 from finray.tasks.causal_lm import CausalLM
+from finray.training.loader import StepData, StepLoader
 
 WIDTH, WORDS = 128, 2048
 SHARED = {
@@ -62,8 +64,9 @@ class PackedJob:
     family: str
     lengths: list[int]
     rounds: int = 5
-    tokens: int = 8000  # of a step
-    capacity: int = 1024  # of a pack
+    warmup: int = 4  # first rounds, in which the heap grows
+    packs: int = 8  # of a step: what `train.global_batch_size: auto` takes
+    capacity: int = 1024  # tokens of a pack
 
 
 def task_of(family: str, *, packed: bool) -> CausalLM:
@@ -80,49 +83,64 @@ def task_of(family: str, *, packed: bool) -> CausalLM:
     return CausalLM(model.train(), precision="bf16", attention_name=name, device=torch.device("cpu"))
 
 
-def drawn(job: PackedJob, plan: Any, seed: int) -> Iterator[Batch]:
-    """Batches of a plan in random order, until they hold the tokens of a step."""
-    words, left = np.random.default_rng(seed), job.tokens
-    for index in random.Random(seed).sample(range(len(plan)), len(plan)):
-        lengths = [job.lengths[row] for row in plan.pack(index)]
+def loader_of(job: PackedJob, *, packed: bool) -> StepLoader:
+    """The steps of a run over rows of these lengths, whose tokens are random."""
+    lengths = np.array(job.lengths)
+
+    def collated(rows: Sequence[int]) -> Batch:
         # The first fifth of a row is its prompt.
-        rows = [
-            (words.integers(0, WORDS, n).astype(np.int32), (np.arange(n) >= n // 5).astype(np.uint8)) for n in lengths
+        drawn = [
+            (
+                np.random.default_rng(row).integers(0, WORDS, n).astype(np.int32),
+                (np.arange(n) >= n // 5).astype(np.uint8),
+            )
+            for row, n in ((row, job.lengths[row]) for row in rows)
         ]
-        yield collate(rows, range(len(rows)))
-        left -= sum(lengths)
-        if left <= 0:
-            return
+        return collate(drawn, rows)
+
+    plan, supervised = plan_packs(lengths, job.capacity), lengths - np.maximum(lengths // 5, 1)
+    split: Any = SimpleNamespace(lengths=lengths, supervised=supervised)
+    return StepLoader(
+        split,
+        plan,
+        Order(len(plan), seed=17),
+        collate=collated,
+        weight=supervised.astype(np.float64),
+        global_batch_size=job.packs,
+        micro_batch_size=1 if packed else job.packs,
+        rows_apart=not packed,
+        rank=0,
+        world_size=1,
+    )
 
 
-def step(task: CausalLM, batches: list[Batch]) -> float:
-    """Forward and backward pass of each; tokens per CPU second."""
-    began = time.process_time()
-    for batch in batches:
+def step(task: CausalLM, data: StepData) -> tuple[float, float]:
+    """Forward and backward pass of each micro-batch; tokens per CPU second, and the loss."""
+    began, total = time.process_time(), 0.0
+    for _, batch in data.micro_batches:
         with task.packed.autocast():
-            loss = task.compute_loss(batch)
+            loss = task.compute_loss(batch)  # type: ignore[arg-type]
         loss.backward()
+        total += loss.item()
     task.model.zero_grad()
-    return sum(sum(batch.lengths) for batch in batches) / (time.process_time() - began)
+    return data.tokens / (time.process_time() - began), total / data.weight
 
 
 def main(job: PackedJob) -> dict[str, Any]:
-    """Medians, without the first round, and that of the ratios of rounds."""
-    sides: list[tuple[CausalLM, Callable[[Any, int], Any]]] = [
-        (task_of(job.family, packed=True), plan_packs),
-        (task_of(job.family, packed=False), equal_length_batches),
-    ]
-    plans = [plan(job.lengths, job.capacity) for _, plan in sides]
-    rates = [
-        [step(task, [*drawn(job, plan, seed)]) for (task, _), plan in zip(sides, plans, strict=True)]
-        for seed in range(job.rounds + 1)
-    ][1:]
-    packed, alike = zip(*rates, strict=True)
+    """Medians, without the first rounds, and that of the ratios of rounds. Raises RuntimeError: the losses differ."""
+    sides = [(task_of(job.family, packed=packed), loader_of(job, packed=packed)) for packed in (True, False)]
+    steps = [[loader.at(at * job.packs) for _, loader in sides] for at in range(job.warmup + job.rounds)]
+    rounds = [[step(task, data) for (task, _), data in zip(sides, pair, strict=True)] for pair in steps]
+    for (_, loss), (_, other) in rounds:
+        if abs(loss - other) > 1e-2 * other:
+            raise RuntimeError(f"the losses of one step are {loss} and {other}")
+    packed, alike = zip(*([rate for rate, _ in pair] for pair in rounds[job.warmup :]), strict=True)
     return {
         "packed": median(packed),
         "alike": median(alike),
-        "ratio": median(one / other for one, other in rates),
-        "rows": median(len(plans[1].pack(index)) for index in range(len(plans[1]))),
+        "ratio": median(one / other for one, other in zip(packed, alike, strict=True)),
+        "rows": median(len(data.samples) for data, _ in steps),
+        "passes": median(len(data.micro_batches) for _, data in steps),
     }
 
 

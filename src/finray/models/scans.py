@@ -200,13 +200,59 @@ def convolution(
     """As causal_conv1d's ``causal_conv1d_fn`` of packed rows (1, C, T)."""
     from transformers.activations import ACT2FN
 
-    reach, dtype = weight.shape[-1] - 1, hidden_1CT.dtype
-    rows = torch.split(hidden_1CT.to(weight.dtype), list(lengths), dim=2)
-    each = [
-        F.conv1d(row, weight[:, None], bias, padding=reach, groups=len(weight))[..., : row.shape[2]] for row in rows
-    ]
-    out = torch.cat(each, dim=2)
-    return (out if activation is None else ACT2FN[activation](out)).to(dtype)
+    out: torch.Tensor = _Convolution.apply(hidden_1CT[0].t(), weight, bias, tuple(lengths))  # type: ignore[no-untyped-call]
+    return (out if activation is None else ACT2FN[activation](out)).t()[None]
+
+
+@lru_cache(maxsize=8)
+def _places(lengths: tuple[int, ...], reach: int) -> npt.NDArray[np.int64]:
+    """Where each token is (T) if every row comes after so many places that are empty."""
+    return np.arange(sum(lengths)) + np.repeat(np.arange(1, len(lengths) + 1) * reach, lengths)
+
+
+class _Convolution(torch.autograd.Function):
+    """Of hidden states (T, C) over the tokens of each row before, by weights (C, K), in fp32: a product for each of K
+    distances, over all rows with empty places between them. oneDNN would compile a kernel for each length."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: tuple[int, ...]
+    ) -> torch.Tensor:
+        reach = weight.shape[-1] - 1
+        places = torch.from_numpy(_places(lengths, reach)).to(hidden.device, non_blocking=True)
+        ctx.save_for_backward(hidden, weight, places)
+        ctx.size, ctx.bias = sum(lengths) + reach * (len(lengths) - 1), None if bias is None else bias.dtype
+        apart, by = _Convolution.apart(hidden, places, ctx.size + 2 * reach), weight.to(_exact(hidden))
+        out = apart[reach : reach + ctx.size] * by[:, reach]
+        for back in range(reach):
+            out.addcmul_(apart[back : back + ctx.size], by[:, back])
+        out = out.index_select(0, places - reach)
+        return (out if bias is None else out.add_(bias)).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, places = ctx.saved_tensors
+        size, reach = ctx.size, weight.shape[-1] - 1
+        apart, grads = (_Convolution.apart(each, places, size + 2 * reach) for each in (hidden, grad))
+        by, of_weight = weight.to(apart.dtype), torch.empty_like(weight, dtype=apart.dtype)
+        of_hidden = grads[reach : reach + size] * by[:, reach]
+        for back in range(reach):
+            of_hidden.addcmul_(grads[2 * reach - back :][:size], by[:, back])
+        for back in range(reach + 1):
+            of_weight[:, back] = (apart[back : back + size] * grads[reach : reach + size]).sum(0)
+        of_bias = None if ctx.bias is None else grad.sum(0, dtype=apart.dtype).to(ctx.bias)
+        return of_hidden.index_select(0, places - reach).to(hidden.dtype), of_weight.to(weight.dtype), of_bias, None
+
+    @staticmethod
+    def apart(tensor: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
+        """In their places of so many."""
+        return tensor.new_zeros(count, tensor.shape[1], dtype=_exact(tensor)).index_copy_(
+            0, places, tensor.to(_exact(tensor))
+        )
+
+
+def _exact(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 # By the kernel that a function of Transformers stands for: the same for packed rows, given their lengths first.

@@ -59,13 +59,24 @@ def test_a_scan_is_the_recurrence_and_so_are_its_gradients(kind: str) -> None:
     assert not torch.allclose(scans.scan((sum(LENGTHS),), *given), expected, rtol=1e-3)
 
 
-def test_a_convolution_sees_no_other_row() -> None:
+def test_a_convolution_sees_no_other_row_and_neither_do_its_gradients() -> None:
     torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(1, 6, sum(LENGTHS)), torch.randn(6, 4), torch.randn(6)
-    found = scans.convolution(LENGTHS, hidden, weight, bias, "silu")
-    start = 0
-    for length in LENGTHS:
-        row = F.pad(hidden[..., start : start + length], (3, 0))
-        expected = F.silu(sum(weight[:, at, None] * row[..., at : at + length] for at in range(4)) + bias[:, None])
-        assert torch.allclose(found[..., start : start + length], expected, atol=1e-5)
-        start += length
+    shapes = [(1, 6, sum(LENGTHS)), (6, 4), (6,)]
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    hidden, weight, bias = given
+
+    def by_rows(rows: tuple[int, ...]) -> torch.Tensor:
+        padded = [F.pad(row, (3, 0)) for row in torch.split(hidden, rows, dim=2)]
+        sums = [
+            sum(weight[:, at, None] * row[..., at : row.shape[2] - 3 + at] for at in range(4)) + bias[:, None]
+            for row in padded
+        ]
+        return F.silu(torch.cat(sums, dim=2))
+
+    found, expected = scans.convolution(LENGTHS, hidden, weight, bias, "silu"), by_rows(LENGTHS)
+    weights = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((each * weights).sum(), given) for each in (found, expected)]
+    for actual, wanted in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert torch.allclose(actual, wanted, rtol=1e-10, atol=1e-11)
+    # Negative control: rows that are one row are not the same.
+    assert not torch.allclose(by_rows((sum(LENGTHS),)), expected, rtol=1e-3)
