@@ -345,6 +345,21 @@ def without_bitsandbytes() -> Iterator[None]:
             del sys.modules["bitsandbytes"]
 
 
+@contextmanager
+def with_adapter(model: Any, name: str | None) -> Iterator[None]:
+    """Within it a PEFT model computes with this adapter, or with none. PEFT's own methods decide anew which parameters
+    are trained, which those who shard them may not see."""
+    layers = [module for module in model.modules() if hasattr(module, "_active_adapter")]
+    before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters, layer._active_adapter = name is None, [name] if name else layer._active_adapter
+        yield
+    finally:
+        for layer, (disabled, active) in zip(layers, before, strict=True):
+            layer._disable_adapters, layer._active_adapter = disabled, active
+
+
 def names_of_experts(model: Any) -> frozenset[str]:
     """Endings of names that PEFT takes for experts of this model in ``target_modules``, whatever else has them: it
     rewrites adapters of earlier versions of Transformers, where experts were linear layers."""

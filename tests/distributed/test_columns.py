@@ -17,6 +17,7 @@ from tests.support.runs import Plain, changed
 
 LEASHED = {"train.objective": "tests.support.leashed:Leashed"}
 FULL = {"adapter.method": "none", "train.learning_rate": 0.002}
+IN_STEP = {"preference.reference_in_step": True}
 HELD_OUT = {"data.eval_ratio": 0.2, "evaluation.every_steps": 4}
 
 
@@ -31,16 +32,26 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain
     kinds |= {"full-fsdp": {**LEASHED, **FULL, "parallel.strategy": "fsdp"}}
     # The head is gathered for its logits, and again for their gradients.
     kinds |= {"full-zero3": {**LEASHED, **FULL, "parallel": {"strategy": "deepspeed", "zero_stage": 3}}}
+    # The reference in the step: without the adapter, with a frozen copy of the one that was continued, a second model.
+    continued = {"adapter": {"start_from": str(folder / "lora" / "checkpoint-000008"), "dropout": 0.0}}
+    kinds |= {"continued": {**LEASHED, **continued}, "continued-fsdp-step": {**LEASHED, **continued, **IN_STEP}}
+    kinds |= {f"{name}-step": {**kinds[name], **IN_STEP} for name in ("lora-fsdp", "full-fsdp", "full-zero3")}
+    # One by name is loaded before the model, and sharded like it.
+    named = {"preference.reference": plain["model"]["name"]}
+    kinds |= {"full-zero3-named": {**kinds["full-zero3"], **named}}
     made = {
         name: changed(plain, changes, {"prepare.dir": str(folder / f"data-{name}")}) for name, changes in kinds.items()
     }
-    for name in ("sft", "loose", "lora", "full"):
+    for name in ("sft", "loose", "lora", "full", "continued"):
         runs.run_alone(made[name], folder / name)
     run_all([(made[name], folder / name) for name in kinds if "-" in name], world_size=2)
     return folder
 
 
-@pytest.mark.parametrize("name", ["lora-ddp", "lora-fsdp", "full-fsdp", "full-zero3"])
+TWO = ["lora-ddp", "lora-fsdp", "full-fsdp", "full-zero3", "lora-fsdp-step", "full-fsdp-step", "full-zero3-step"]
+
+
+@pytest.mark.parametrize("name", [*TWO, "continued-fsdp-step", "full-zero3-named"])
 def test_two_workers_make_the_column_and_the_curve_of_one(done: Path, name: str) -> None:
     one = name.split("-")[0]
     runs.assert_same_curve(done / name, done / one)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -198,3 +199,56 @@ def test_without_a_reference_the_first_step_is_that_of_the_plain_model(
             losses.append(-better - 0.4 * F.logsigmoid(odds[0] - odds[1]))
     assert runs.values(tmp_path / "run", "loss") == pytest.approx([float(torch.stack(losses).mean())], rel=1e-5)
     assert not any("computing" in getattr(record, "message", "") for record in said)
+
+
+@pytest.fixture(scope="module")
+def adapter(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that a run may continue from."""
+    run_dir = tmp_path_factory.mktemp("adapter") / "run"
+    runs.run_alone(
+        changed(plain, {"adapter.method": "lora", "train.max_steps": 3, "train.learning_rate": 0.05}), run_dir
+    )
+    return run_dir / "checkpoint-000003"
+
+
+# What is trained, and the reference: `adapter` and `model` are the one above, and what a run has trained.
+REFERENCES = [("none", "start"), ("lora", "start"), ("adapter", "start"), ("adapter", "base"), ("lora", "adapter")]
+REFERENCES += [("adapter", "model"), ("none", "model")]
+
+
+@pytest.mark.parametrize(("trained", "reference"), REFERENCES)
+def test_a_reference_gives_the_same_losses_before_training_and_in_the_step(
+    plain: Plain, done: Path, adapter: Path, tmp_path: Path, trained: str, reference: str
+) -> None:
+    places = {"adapter": str(adapter), "model": str(done / "checkpoint-000008")}
+    own = {"start_from": str(adapter)} if trained == "adapter" else {"method": trained, "dropout": 0.2}
+    changes = {"preference.reference": places.get(reference, reference), "train.max_steps": 3, "run.seed": 8}
+    whole = changed({name: part for name, part in plain.items() if name != "adapter"}, {"adapter": own}, changes)
+    said: dict[bool, str] = {}
+    for in_step in (False, True):
+        heard: list[Any] = []
+        run = changed(whole, {"preference.reference_in_step": in_step, "prepare.dir": str(tmp_path / "data")})
+        runs.run_alone(run, tmp_path / str(in_step), notify=heard.append)
+        said[in_step] = " ".join(getattr(record, "message", "") for record in heard)
+    assert "computing `reference`" in said[False]
+    assert "computing" not in said[True]
+    losses, again = (runs.values(tmp_path / str(in_step), "loss") for in_step in (False, True))
+    assert again == pytest.approx(losses, rel=1e-6, abs=1e-6)
+    evaluated = [runs.records(tmp_path / str(in_step), "eval")[-1]["eval_loss"] for in_step in (False, True)]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6, abs=1e-6)
+
+    # The first step is that of plain Transformers and PEFT.
+    def loaded(name: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(places["model"] if name == "model" else plain["model"]["name"])
+        return PeftModel.from_pretrained(model, str(adapter)).eval() if name == "adapter" else model
+
+    tokenizer = AutoTokenizer.from_pretrained(plain["model"]["name"])
+    numbers = [row // 2 for row in runs.values(tmp_path / "True", "samples")[0][::2]]
+    begun, before = loaded(trained), loaded(trained if reference == "start" else reference)
+    with torch.no_grad():
+        first = of_pairs(begun, before, tokenizer, numbers)
+    for name in NAMES:
+        assert runs.values(tmp_path / "True", name)[0] == pytest.approx(float(first[name]), rel=1e-4, abs=1e-4)
+    # The control: another reference, or one that follows the model, would be seen.
+    assert (abs(float(first["margin"])) > 1e-2) == (reference != "start")
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-3)

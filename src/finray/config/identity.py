@@ -25,6 +25,7 @@ FREE = (
     "run.output_dir",
     "run.local_dir",
     "train.micro_batch_size",
+    "preference.reference_in_step",
     "train.gradient_checkpointing",
     "train.activation_offload",
     "train.profile",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from finray.config.adapter_files import SETTINGS
 from finray.config.extensions import load_named
-from finray.config.schema import Config
+from finray.config.resume_adapter import with_start
+from finray.config.schema import AdapterConfig, Config
 from finray.config.tasks import OF_RECORDS, TASK_OF, Mode, Output, TaskSpec, task_spec
 from finray.errors import ConfigError
 
@@ -26,7 +29,7 @@ class ObjectiveSpec:
     means: tuple[str, ...] = ()
     # Whether rows are learned from in groups (pairs), which no pass may tear.
     in_groups: bool = False
-    # Names of columns that a pass over the rows computes before training, with the model that the run begins from.
+    # Names of columns that the reference computes: by default the model that the run begins from, before training.
     columns: tuple[str, ...] = ()
     # Whether a head's one output is a number that the model gives a row, for which no labels are read.
     is_reward: bool = False
@@ -96,3 +99,31 @@ def spec_of(config: Config) -> TaskSpec:
         reads_labels=task.reads_labels and not objective.is_reward,
         objective=objective.name,
     )
+
+
+def reference_run(config: Config) -> Config | None:
+    """The config of a run that begins from the reference, where that is a model of its own in memory; None where it is
+    the run's model, with its adapter as it was or without.
+    Raises ConfigError: the adapter that is named cannot be continued."""
+    settings, adapter, model = config.preference, config.adapter, config.model
+    if not objective_spec(config).columns:
+        return None
+    if not settings.names_model:
+        # The first values of other methods may change the model.
+        changes = adapter.start_from is None and adapter.method not in ("lora", "rslora", "dora", "pissa")
+        own = adapter.method == "none" or (changes and settings.reference == "start")
+        return config if settings.reference_in_step and own else None
+    folder = Path(settings.reference).expanduser()
+    if any((place / SETTINGS).is_file() for place in (folder, folder / "final")):
+        return with_start(config.model_copy(update={"adapter": AdapterConfig(start_from=settings.reference)}))
+    # Under a new adapter the weights are stored, and the layers computed, as the run's own are.
+    plain = AdapterConfig(method="none") if adapter.method == "none" else AdapterConfig(rank=1)
+    named = model.model_copy(update={"name": settings.reference, "revision": None})
+    return config.model_copy(update={"model": named, "adapter": plain})
+
+
+def keeps_start(config: Config) -> bool:
+    """Whether a frozen copy of the adapter that the run begins from is the reference in its steps."""
+    settings, start = config.preference, config.adapter.start_from
+    has_columns = bool(objective_spec(config).columns)
+    return has_columns and settings.reference_in_step and settings.reference == "start" and start is not None

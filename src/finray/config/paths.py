@@ -103,6 +103,7 @@ def with_absolute_paths(config: Config) -> Config:
             "data": data,
             "evaluation": config.evaluation.model_copy(update={"scoring": scoring}),
             "model": _absolute(config.model, "name", "chat_template"),
+            "preference": _absolute(config.preference, *(["reference"] if config.preference.names_model else [])),
             "parallel": config.parallel.model_copy(
                 update={"deepspeed_config": absolute(config.parallel.deepspeed_config)}
             ),

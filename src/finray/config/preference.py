@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from finray.config.section import Section
 
@@ -12,7 +12,8 @@ from finray.config.section import Section
 BETA = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 # Which of the fields an objective takes.
 TAKEN = {
-    "dpo": frozenset({"beta", "loss", "label_smoothing", "length_normalized", "chosen_weight"}),
+    "dpo": frozenset({"beta", "loss", "label_smoothing", "length_normalized", "chosen_weight"})
+    | {"reference", "reference_in_step"},
     "orpo": frozenset({"beta"}),
     "simpo": frozenset({"beta", "label_smoothing", "gamma", "chosen_weight"}),
     "reward": frozenset({"margins", "centering"}),
@@ -60,3 +61,28 @@ class PreferenceConfig(Section):
         description="`reward`: weight of the square of a pair's summed rewards, which keeps rewards around 0; 0.01 is "
         "usual.",
     )
+    reference: str = Field(
+        "start",
+        min_length=1,
+        description="`dpo`: the model that answers are compared with. `start` is what the run begins from; `base` is "
+        "that without the adapter of `adapter.start_from`; or name another model, with the same tokens: a directory, a "
+        "Hub id, an adapter or a finished run.",
+    )
+    reference_in_step: bool = Field(
+        False,
+        description="`dpo`: compute the reference in every step, instead of once before training. It needs no pass and "
+        "no files, costs a forward pass per step, and, unless the reference is this model under an adapter, the memory "
+        "of a second model.",
+    )
+
+    @property
+    def names_model(self) -> bool:
+        """Whether the reference is another model than the run's, by its name."""
+        return self.reference not in ("start", "base")
+
+    @field_validator("reference")
+    @classmethod
+    def _names_a_model(cls, value: str) -> str:
+        if value == "in_step":
+            raise ValueError("this names a model (start, base or another); write reference_in_step: true beside it")
+        return value

@@ -65,7 +65,7 @@ class Section(BaseModel):
 
 # Fields that may hold a local path.
 _PATHS = frozenset(
-    ("output_dir", "name", "chat_template", "start_from", "source", "eval_source", "dir", "local_dir")
+    ("output_dir", "name", "chat_template", "start_from", "source", "eval_source", "dir", "local_dir", "reference")
 ) | {"deepspeed_config", "encoder"}
 _VARIABLE = re.compile(r"(?:^|/)(\$(?:[A-Za-z_]\w*|\{\w+\}))")
 NO_TEXT = re.compile("[\x00\ud800-\udfff]")

@@ -156,6 +156,7 @@ def brought(config: Config) -> list[tuple[str, str]]:
         *((f"data.mix.{number}.source", entry.source) for number, entry in enumerate(data.mix)),
         ("model.name", model.name),
         ("adapter.start_from", config.adapter.start_from),
+        ("preference.reference", config.preference.reference if config.preference.names_model else None),
         ("evaluation.scoring.encoder", None if scoring is None else scoring.encoder),
     ]
     named += [(field, name) for field, name in places if name is not None and _is_place(name)]

@@ -384,8 +384,9 @@ def _notes(config: Config, machines: Machines, taken: Mapping[str, str]) -> list
     for source in sources:
         if source and not is_url(source) and not _is_in(source, *there) and _is_file(source):
             notes.append(f"data.source {source} is a file: it must be at this path on every machine")
-    if config.model.name.startswith((".", "/")) and not _is_in(config.model.name, machines.shared):
-        notes.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
+    for name, model in (("model.name", config.model.name), ("preference.reference", config.preference.reference)):
+        if model.startswith((".", "/")) and not _is_in(model, machines.shared):
+            notes.append(f"{name} {model} is a directory: it must be at this path on every machine")
     scoring, given, template = config.evaluation.scoring, config.parallel.deepspeed_config, config.model.chat_template
     files = {
         "parallel.deepspeed_config": given if isinstance(given, str) else None,

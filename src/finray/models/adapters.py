@@ -18,7 +18,7 @@ from finray.errors import FinrayError, ModelError, unmatched
 from finray.files import first_line
 from finray.models.adapter_methods import adapter_method, first_values
 from finray.models.classifier import modules_to_save
-from finray.models.saved_layout import NAME, PISSA_RESIDUAL, SavedLayout
+from finray.models.saved_layout import NAME, PISSA_RESIDUAL, REFERENCE, SavedLayout
 from finray.models.targets import adapter_targets, expert_names
 from finray.pretrained.weights import stored_weights
 from finray.sharding import load_local, rows_of, shape_of
@@ -35,6 +35,7 @@ def add_lora(
     new_tokens: tuple[int, ...] = (),
     task_type: str = CAUSAL_LM.peft_type,
     revision: str | None = None,
+    keeps_start: bool = False,
 ) -> Any:
     """Wrap a model with an adapter; trained weights are fp32, and their initial values depend only on ``seed``.
 
@@ -47,6 +48,7 @@ def add_lora(
         new_tokens: ids whose rows of the embedding, and of an untied head, are trained too.
         task_type: PEFT's name of the task; the head of a classifier is trained and saved in full.
         revision: of the base model, recorded for loading the saved adapter.
+        keeps_start: whether to add a second, frozen copy of ``adapter.start_from``, which is not active.
 
     Raises:
         ModelError: the target modules or ``modules_to_save`` match nothing (the message lists the available ones), or
@@ -77,6 +79,8 @@ def add_lora(
                 for module in wrapped.modules():
                     if isinstance(module, LoraLayer):
                         module.set_adapter([NAME, PISSA_RESIDUAL])
+            if keeps_start:
+                PeftModel.add_adapter(wrapped, REFERENCE, copy.copy(config))
     except (ValueError, TypeError) as error:
         raise ModelError(
             f"the adapter cannot be added: {str(error).splitlines()[0]}",
@@ -88,8 +92,11 @@ def add_lora(
         on_meta |= parameter.is_meta
         if f".{PISSA_RESIDUAL}." in name:
             parameter.requires_grad_(False)
-        if parameter.requires_grad or ".lora_" in name:
+        is_reference = REFERENCE in name.split(".")
+        if parameter.requires_grad or ".lora_" in name or is_reference:
             parameter.data = parameter.data.float()
+        if is_reference:
+            parameter.requires_grad_(False)
     if not on_meta:
         start(wrapped, adapter, seed=seed, weight_of=lambda name: modules[name].base_layer.weight.detach())
     return wrapped
@@ -148,7 +155,8 @@ def start(model: Any, adapter: AdapterConfig, *, seed: int, weight_of: Callable[
         ModelError: ``adapter.start_from`` does not fit.
     """
     if adapter.start_from is not None:
-        SavedLayout(model).load(Path(adapter.start_from))
+        for name in {NAME, REFERENCE} & model.peft_config.keys():
+            SavedLayout(model, name).load(Path(adapter.start_from))
         return
     modules = dict(model.named_modules())
 

@@ -17,7 +17,7 @@ from finray import compat
 from finray.models.frozen import is_one_pass
 from finray.models.quantized import QuantizedLinear
 from finray.models.reordered import linear
-from finray.models.saved_layout import NAME, PISSA_RESIDUAL
+from finray.models.saved_layout import NAME, PISSA_RESIDUAL, REFERENCE
 
 # Marks layers whose output must not be modified in place.
 _NO_INPLACE = "_finray_no_inplace"
@@ -37,7 +37,7 @@ def fuse(model: Any) -> int:
         is_weight = type(module) is ParamWrapper and module.parameter_name == "weight"
         if type(module) is not Linear and not is_weight:
             continue
-        names, dropout = list(module.lora_A), module.lora_dropout[NAME]
+        names, dropout = [name for name in module.lora_A if name != REFERENCE], module.lora_dropout[NAME]
         if (
             type(module.base_layer) in (torch.nn.Linear, QuantizedLinear)
             # With dropout, the two adapters of PiSSA read different inputs.
@@ -67,8 +67,8 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
         x = x.to(torch.get_autocast_dtype(device))
     dropout = self.lora_dropout[NAME]
     dropped = dropout(x) if isinstance(dropout, torch.nn.Dropout) and self.training else None
-    base = self.base_layer
-    down, up = self.lora_A[NAME].weight, self.lora_B[NAME].weight
+    base, name = self.base_layer, REFERENCE if self.active_adapters == [REFERENCE] else NAME
+    down, up = self.lora_A[name].weight, self.lora_B[name].weight
     if PISSA_RESIDUAL in self.lora_A:
         down = torch.cat([down, self.lora_A[PISSA_RESIDUAL].weight])
         up = torch.cat([up, self.lora_B[PISSA_RESIDUAL].weight], dim=1)
@@ -76,7 +76,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
         if base.weight.is_mkldnn:
             # Only in inference: the same sum, rounded once.
             low = (x if dropped is None else dropped) @ down.to(x.dtype).T
-            return linear(x, base.weight, base.bias, plus=low * self.scaling[NAME] @ up.to(x.dtype).T)
+            return linear(x, base.weight, base.bias, plus=low * self.scaling[name] @ up.to(x.dtype).T)
         # Flattened here, because torch 2.11 cannot compile an autograd function that reads the shapes of its inputs.
         result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
             x.flatten(0, -2),
@@ -85,7 +85,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             base.bias,
             down,
             up,
-            self.scaling[NAME],
+            self.scaling[name],
             base.unpack if isinstance(base, QuantizedLinear) else None,
             getattr(self, _NO_INPLACE, False),
         )

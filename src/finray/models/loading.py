@@ -275,6 +275,7 @@ def build_model(
     on_meta: bool = False,
     weights: str = "fp32",
     labels: LabelSet | None = None,
+    keeps_start: bool = False,
 ) -> Any:
     """Load a model and add adapters: the PEFT model, or the Transformers model itself.
 
@@ -293,6 +294,7 @@ def build_model(
         on_meta: whether to build it on the meta device.
         weights: dtype of the weights of a model without an adapter.
         labels: label set of a classifier's head.
+        keeps_start: see :func:`finray.models.adapters.add_lora`.
 
     Raises:
         ModelError: it cannot be loaded, or the adapter cannot be added.
@@ -315,6 +317,7 @@ def build_model(
             new_tokens=new_ids(model),
             task_type=task_spec(model.task).peft_type,
             revision=model.revision,
+            keeps_start=keeps_start,
         )
         fused_lora.fuse(loaded)
     loaded.config.use_cache = False

@@ -24,9 +24,11 @@ from finray.errors import ModelError
 from finray.pretrained.weights import stored_weights
 from finray.sharding import Read, load_local, rows_of, shape_of
 
-# Names of adapters in a model: the trained one, and the initial value of a PiSSA adapter.
+# Names of adapters in a model: the trained one, the initial value of a PiSSA adapter, and that of a continued adapter,
+# which an objective compares with.
 NAME = "default"
 PISSA_RESIDUAL = "pissa_residual"
+REFERENCE = "finray_reference"
 
 
 def without_adapter(model: Any) -> Any:
@@ -39,10 +41,13 @@ class SavedLayout:
 
     Attributes:
         stem: file name of the weights, without suffix.
+
+    Args:
+        adapter: of a PEFT model, which one.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, adapter: str = NAME) -> None:
+        self._model, self._name = model, adapter
         self._is_adapter = hasattr(model, "get_base_model")
         self._has_residual = self._is_adapter and PISSA_RESIDUAL in model.peft_config
         self.stem = Path(WEIGHTS).stem if self._is_adapter else "model"
@@ -62,7 +67,7 @@ class SavedLayout:
         from peft import get_peft_model_state_dict
 
         names = partial(get_peft_model_state_dict, self._model, state_dict=named, save_embedding_layers=False)
-        state: dict[str, torch.Tensor] = names(adapter_name=NAME)
+        state: dict[str, torch.Tensor] = names(adapter_name=self._name)
         if self._has_residual:
             residual = names(adapter_name=PISSA_RESIDUAL)
             state = state | {f"{name}:{PISSA_RESIDUAL}": tensor for name, tensor in residual.items()}

@@ -20,7 +20,7 @@ from finray.models import adapters, vocabulary
 from finray.models.classifier import labels_in, may_be_new, new_values, stored_name
 from finray.models.loading import load_model
 from finray.models.quantized import QuantizedLinear
-from finray.models.saved_layout import NAME, without_adapter
+from finray.models.saved_layout import NAME, REFERENCE, without_adapter
 from finray.pretrained.tokenizers import new_tokens
 from finray.pretrained.weights import StoredWeights, folder_of, like_scales, require_numbers, stored_weights
 from finray.sharding import load_local, rows_of, shape_of
@@ -33,7 +33,7 @@ def base_name(name: str) -> str:
     name = name.removeprefix("base_model.model.")
     # Two adapters of one layer's experts are around each other.
     name = name.replace(".token_adapter.", ".").replace(".base_layer", "")
-    for around in (".original_module.", f".modules_to_save.{NAME}."):
+    for around in (".original_module.", f".modules_to_save.{NAME}.", f".modules_to_save.{REFERENCE}."):
         name = name.replace(around, ".")
     return name
 

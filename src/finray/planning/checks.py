@@ -19,7 +19,7 @@ from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from finray.config.adapter_files import matching_none, read_settings
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import TABLES, load_named
-from finray.config.objectives import spec_of
+from finray.config.objectives import reference_run, spec_of
 from finray.config.paths import is_url
 from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM, task_spec
@@ -27,8 +27,10 @@ from finray.data.dataset.prepare import check_inputs
 from finray.errors import ConfigError, FinrayError, ModelError, explained, unmatched
 from finray.evaluation.scores.base import score_named
 from finray.files import FileKind
+from finray.models.packing_cache import packing_of
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.findings import refuse
+from finray.pretrained.tokenizers import check_exists, load_tokenizer
 from finray.pretrained.weights import stored_weights
 from finray.publishing.hub import Hub, Target, public_name
 
@@ -66,6 +68,7 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
         check_output,
         check_stored_model,
         check_start,
+        check_reference,
         deepspeed_config.check,
         check_quantization,
         check_shards,
@@ -320,6 +323,32 @@ def check_start(config: Config) -> None:
             f"beside the adapter, the file holds weights of its base model, such as {of_base[0]}",
             where=f"adapter.start_from={folder}",
             repair="save it without them if they are the base's (PEFT: `save_embedding_layers=False`)",
+        )
+
+
+def check_reference(config: Config) -> None:
+    """Check that a reference that is named takes the run's rows: it has the same tokens, and is of the same family.
+    Raises FinrayError: it does not, or cannot be loaded."""
+    named, where = reference_run(config), f"preference.reference={config.preference.reference}"
+    if named is None or not config.preference.names_model:
+        return
+    if named.adapter.start_from is not None:
+        check_start(named)
+        return
+    try:
+        check_exists(named.model.name)
+        ours, theirs = (load_tokenizer(model).get_vocab() for model in (config.model, named.model))
+        family, other = (packing_of(model).family for model in (config.model, named.model))
+    except FinrayError as error:
+        own = error.where == f"model.name={config.model.name}"
+        raise error if own else ModelError(error.message, where=where, repair=error.repair) from None
+    odd = [token for token, number in ours.items() if theirs.get(token) != number]
+    if odd or family != other:
+        text = f"{len(odd):,} of {len(ours):,} tokens are others in the reference, such as `{min(odd, default=None)}`"
+        raise ModelError(
+            text if odd else f"the reference is a {other}, and the model a {family}",
+            where=where,
+            repair="take one of the same family with the same tokenizer",
         )
 
 

@@ -32,7 +32,10 @@ _PRIVATE = (
 )
 # Fields that hold texts, and those that hold paths; in other fields a path is known by its form.
 _TEXTS = (*NAMED_BY_DATA, "system", "input_template", "output_template", "new_tokens", "labels", "choices")
-_PATHS = ("name", "chat_template", "start_from", "source", "eval_source", "deepspeed_config", "encoder", "local_dir")
+_PATHS = (
+    *("name", "chat_template", "start_from", "reference", "source", "eval_source", "deepspeed_config", "encoder"),
+    "local_dir",
+)
 _TAGS = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
 
 

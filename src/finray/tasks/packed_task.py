@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from finray.config.objectives import objective_class, objective_name, objective_spec
+from finray.config.objectives import keeps_start, objective_class, objective_name, objective_spec
 from finray.config.resolved import Execution, LabelSet
 from finray.config.schema import Config
 from finray.models.loading import build_model
@@ -45,6 +45,7 @@ def built(
         on_meta=on_meta,
         weights=execution.weights,
         labels=labels,
+        keeps_start=keeps_start(config),
     )
 
 
@@ -53,12 +54,15 @@ class PackedTask:
 
     Attributes:
         adapted: what the adapter is on, where that is not all linear layers.
+        in_step: as :class:`finray.training.task.Task` has it.
 
     Args:
         packed: the model.
         objective: what it is trained for.
         compute: what is called with a batch inside of what a strategy wraps.
     """
+
+    in_step: Callable[[Any], Any] | None = None
 
     def __init__(self, packed: PackedModel, objective: Objective, compute: Callable[[Any], torch.Tensor]) -> None:
         self.packed = packed

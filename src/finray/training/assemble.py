@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 import uuid
@@ -32,6 +33,7 @@ from finray.models.sharded import cut_model, left_out, materialize
 from finray.models.towers import loaded_with
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.parallel.ddp import DDPStrategy
+from finray.parallel.fsdp import FSDPStrategy
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import stored_weights
 from finray.records import EvalRecord, Note, RunHeader
@@ -201,6 +203,15 @@ def _load(
     with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
         # While the model loads, each rank checks the digests of a share of the prepared files.
         opening = pool.submit(opened)
+        load = partial(_frozen, execution=execution, strategy=strategy, warn=warn)
+        if config.preference.names_model and not config.preference.reference_in_step:
+            # Before the model is loaded: never are both in memory.
+            dataset, run, _ = on_all_ranks(strategy, opening.result)
+            on_all_ranks(strategy, lambda: dataset.require_kind(spec_of(config)))
+            rows = on_all_ranks(strategy, lambda: dataset.splits(config.data, seed=config.run.seed))
+            splits = [rows.train, *([] if rows.eval is None else [rows.eval])]
+            add_columns(config, run.resolved, None, dataset, splits, strategy, say, load)
+            gc.collect()
         task, optimizer = _model(config, execution, strategy, warn)
         model_at = clock()
         dataset, run, data_at = on_all_ranks(strategy, opening.result)
@@ -209,7 +220,7 @@ def _load(
     loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, run.resolved, task, dataset, strategy))
     splits = [loader.split, *([] if held_out is None else [held_out])]
     # Of the model as the run begins, before a checkpoint is restored.
-    add_columns(config, run.resolved, task, dataset, splits, strategy, say)
+    add_columns(config, run.resolved, task, dataset, splits, strategy, say, load)
     # Not of data behind a URL, all of which would be fetched before the first step.
     local = [] if dataset.folder.is_remote else [loader.split, held_out]
     tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, local) if strategy.rank == 0 else None)
@@ -220,8 +231,27 @@ def _load(
 
 def _model(config: Config, execution: Execution, strategy: Strategy, warn: Warn) -> tuple[Task, NamedOptimizer]:
     """The task with its model sharded by the strategy, and the optimizer. A collective."""
-    train, device, seed = config.train, strategy.device, derive_key(config.run.seed, "adapter")
+    train, task = config.train, _sharded(config, execution, strategy, warn)
+    ratio, roles = config.adapter.lora_plus_ratio, roles_of(task.model)
+    rounding = derive_key(config.run.seed, "rounding")
+    made = Optimizer(task.trainable(), train, lora_plus_ratio=ratio, roles=roles, seed=rounding)
+    task.module, optimizer = strategy.prepare(task.module, made)
+    return task, optimizer
 
+
+def _frozen(config: Config, *, execution: Execution, strategy: Strategy, warn: Warn) -> Task:
+    """The task of a reference, whose model is not trained: FSDP shards it, whatever shards the run's. A collective."""
+    around: Strategy = DDPStrategy(strategy.device)
+    if strategy.shards_weights:
+        around = FSDPStrategy(strategy.device, config.parallel, precision=execution.precision)
+    task = _sharded(config, execution, around, warn)
+    task.model.requires_grad_(False).eval()
+    return task
+
+
+def _sharded(config: Config, execution: Execution, strategy: Strategy, warn: Warn) -> Task:
+    """The task with its model sharded by the strategy. A collective."""
+    device, seed = strategy.device, derive_key(config.run.seed, "adapter")
     task = on_all_ranks(
         strategy, lambda: _task(config, execution, device=device, seed=seed, on_meta=strategy.shards_weights, warn=warn)
     )
@@ -236,11 +266,7 @@ def _model(config: Config, execution: Execution, strategy: Strategy, warn: Warn)
             "the weights have different names in the model's files and in the model, so every worker had to read all "
             "of them"
         )
-    ratio, roles = config.adapter.lora_plus_ratio, roles_of(task.model)
-    rounding = derive_key(config.run.seed, "rounding")
-    made = Optimizer(task.trainable(), train, lora_plus_ratio=ratio, roles=roles, seed=rounding)
-    task.module, optimizer = strategy.prepare(task.module, made)
-    return task, optimizer
+    return task
 
 
 def _task(config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool, warn: Warn) -> Task:
@@ -302,7 +328,8 @@ def evaluate_checkpoint(
     dataset = PreparedDataset(prepared.location, local_dir=local_dir_of(config))
     held_out = dataset.splits(config.data, seed=config.run.seed).eval
     assert held_out is not None
-    add_columns(config, resolved, task, dataset, [held_out], strategy, lambda message: None)
+    load = partial(_frozen, execution=resolved, strategy=strategy, warn=lambda message: None)
+    add_columns(config, resolved, task, dataset, [held_out], strategy, lambda message: None, load)
     if checkpoint is not None:
         task.layout.load(checkpoint, [entry["path"] for entry in manifest.verify(checkpoint)["files"]])
     loader = _held_out(config, resolved, task, held_out, strategy)

@@ -1,12 +1,15 @@
-"""A pass over the data before training: columns that the objective reads, computed by the model that a run begins from.
+"""The reference: the model that an objective compares with, by default the one that a run begins from.
 
-What costs a forward pass and does not change during training is data: it is computed once, by all workers, and kept
-beside the prepared rows for every run and every resume that begins from the same model.
+What costs a forward pass and does not change during training is data: a pass over the rows, before training and by all
+workers, computes the columns that the objective reads. They are kept beside the prepared rows for every run and every
+resume with the same reference. With ``preference.reference_in_step`` each step computes them instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from finray import compat
+from finray.config.objectives import keeps_start, objective_spec, reference_run
 from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.data.dataset.columns import ColumnFiles, Floats
@@ -21,6 +26,7 @@ from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.groups import Groups
 from finray.data.sampling.packing import IntArray, PackPlan, equal_length_batches, plan_packs
 from finray.data.storage import Digests
+from finray.models.saved_layout import REFERENCE
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.weights import folder_of
 from finray.training.task import Task
@@ -29,32 +35,70 @@ from finray.training.task import Task
 _WEIGHTS = (".safetensors", ".bin", ".gguf", "config.json")
 
 
+class Reference:
+    """Computes columns, without gradients.
+
+    Args:
+        task: the run's, or that of another model.
+        adapter: with which the model computes; None for none, and "" for the one that is trained.
+    """
+
+    def __init__(self, task: Task, adapter: str | None = "") -> None:
+        self.task, self._adapter = task, adapter
+
+    @torch.no_grad()
+    def column(self, name: str, batch: Any) -> torch.Tensor:
+        """A column's numbers (fp32) for the K targets of a batch. A collective where weights are sharded."""
+        model = self.task.model
+        is_training = model.training
+        model.eval()
+        with nullcontext() if self._adapter == "" else compat.with_adapter(model, self._adapter):
+            outputs = self.task.outputs(batch)
+        model.train(is_training)
+        return self.task.objective.column(name, outputs, batch).float()
+
+    def __call__(self, batch: Any) -> Any:
+        """The batch with all columns of its objective."""
+        columns = {name: self.column(name, batch) for name in self.task.objective.spec.columns}
+        return replace(batch, values={**batch.values, **columns})
+
+
 def add_columns(
     config: Config,
     execution: Execution,
-    task: Task,
+    task: Task | None,
     dataset: PreparedDataset,
     splits: list[PreparedSplit],
     strategy: Strategy,
     say: Callable[[str], None],
+    load: Callable[[Config], Task],
 ) -> None:
-    """Give the splits of a run the columns of its objective, and compute what of them is missing. A collective.
+    """Give the splits of a run the columns of its objective, and compute what of them is missing; or have ``task``
+    compute them in the step. A collective.
 
     Args:
-        task: with the weights that the run begins from.
+        task: with the weights that the run begins from; None before it is loaded, for a reference by name.
         splits: of the run; those taken from them later have the columns too.
         say: called with a message, where something is computed.
+        load: loads the frozen model of a run as it begins. A collective.
 
     Raises:
         DataError: a column cannot be written, or was changed.
+        ModelError: the reference cannot be loaded.
     """
-    spec = task.objective.spec
+    spec, settings, other = objective_spec(config), config.preference, reference_run(config)
     if not spec.columns:
         return
+    adapter = REFERENCE if keeps_start(config) else None if _drops_adapter(config) else ""
+    if settings.reference_in_step:
+        assert task is not None
+        task.in_step = Reference(task, adapter) if other is None else Reference(load(other))
+        return
+    reference = None if task is None else Reference(task, adapter)
     cache = None if dataset.folder.is_remote else Path(dataset.folder.root).parent / ".digests.jsonl"
     first = strategy.rank == 0
     made_by = strategy.broadcast_object(
-        on_all_ranks(strategy, lambda: begins_from(config, execution, Digests(cache)) if first else {})
+        on_all_ranks(strategy, lambda: begins_from(other or config, execution, Digests(cache)) if first else {})
     )
     for name in sorted({split.name for split in splits}):
         rows = dataset.all_rows(name)
@@ -64,23 +108,39 @@ def add_columns(
             files = ColumnFiles(dataset.folder, dataset.manifest, name, made)
             missing = strategy.broadcast_object(on_all_ranks(strategy, files.missing if first else list))
             if missing:
-                say(f"computing `{column}` of {len(rows):,} rows with the model that the run begins from, once")
+                model = "the base model" if adapter is None else "the model that the run begins from"
+                model = model if other is None else settings.reference
+                say(f"computing `{column}` of {len(rows):,} rows with {model}, once")
+                if reference is None:
+                    assert other is not None
+                    reference = Reference(load(other))
             pack = plan_packs if execution.packs else equal_length_batches
             for at in range(0, len(missing), strategy.world_size):
+                assert reference is not None
                 parts = missing[at : at + strategy.world_size]
-                _compute(column, files, parts, task, rows, strategy, pack, config.data.max_length)
+                _compute(column, files, parts, reference, rows, strategy, pack, config.data.max_length)
             read = on_all_ranks(strategy, files.read)
             for split in splits:
                 if split.name == name:
                     split.columns[column] = read
 
 
-@torch.no_grad()
+def _drops_adapter(config: Config) -> bool:
+    """Whether the reference is the model without its adapter. Before the first step a new LoRA changes no bit of it."""
+    settings, adapter = config.preference, config.adapter
+    if settings.names_model or adapter.method == "none":
+        return False
+    is_new = adapter.start_from is None
+    if settings.reference_in_step:
+        return settings.reference == "base" or is_new
+    return settings.reference == "base" and not (is_new and adapter.method in ("lora", "rslora"))
+
+
 def _compute(
     column: str,
     files: ColumnFiles,
     parts: list[int],
-    task: Task,
+    reference: Reference,
     rows: PreparedSplit,
     strategy: Strategy,
     pack: Callable[[IntArray, int], PackPlan],
@@ -96,16 +156,14 @@ def _compute(
         plans.append([[numbers.start + at for at in plan.pack(number)] for number in range(len(plan))])
     own = plans[strategy.rank] if strategy.rank < len(plans) else []
     others: list[list[int]] = max(plans, key=len) if strategy.lockstep else []
-    task.model.eval()
     for some, dummy in zip_longest(own, others):
         numbers_S = some or dummy
-        batch: Any = task.collate(rows, numbers_S).to(strategy.device)
+        batch: Any = reference.task.collate(rows, numbers_S).to(strategy.device)
         # The other ranks communicate in every forward pass, so this one takes part.
-        outputs = task.objective.column(column, task.outputs(batch), batch)
+        outputs = reference.column(column, batch)
         if some:
-            each = np.split(outputs.float().cpu().numpy(), np.cumsum(batch.targets_per_row)[:-1])
+            each = np.split(outputs.cpu().numpy(), np.cumsum(batch.targets_per_row)[:-1])
             values |= dict(zip(some, each, strict=True))
-    task.model.train()
 
     def write() -> None:
         if own:
@@ -122,6 +180,7 @@ def begins_from(config: Config, execution: Execution, digests: Digests) -> dict[
     began = None if adapter.start_from is None else _files_of(adapter.start_from, Path(adapter.start_from), digests)
     # The first values of other methods are not zero, and come from the seed.
     is_base = began is None and adapter.method in ("none", "lora", "rslora")
+    began = "none" if _drops_adapter(config) else began
     settings = adapter.model_dump(mode="json", exclude={"start_from", "dropout"})
     return {
         "model": _files_of(model.name, folder_of(model), digests),

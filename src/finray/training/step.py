@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ def train_step(
     for index, batch in data.micro_batches:
         reseed(state.random_key, state.step, index)
         with parts("forward"):
-            batch = batch.to(strategy.device)
+            batch = _given(task, batch, strategy.device)
             loss = objective.loss_sum(task.outputs(batch), batch, total[named:])
         left -= 1
         with parts("backward"):
@@ -104,7 +104,7 @@ def train_step(
     for batch in data.dummy_batches:
         # The other ranks communicate in every forward and backward pass, so this one takes part; it adds nothing.
         left -= 1
-        batch = batch.to(strategy.device)
+        batch = _given(task, batch, strategy.device)
         ignored = torch.zeros_like(total[named:])
         strategy.backward(objective.loss_sum(task.outputs(batch), batch, ignored) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
@@ -131,7 +131,13 @@ def evaluate(
     sums = torch.zeros(objective.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
     for number, (batch, counts) in enumerate(loader.batches()):
         on_progress(number / loader.passes)
-        batch = batch.to(strategy.device)
+        batch = _given(task, batch, strategy.device)
         objective.score(task.outputs(batch), batch, sums if counts else torch.zeros_like(sums))
     total = strategy.all_reduce(sums).tolist()
     return objective.metrics(total), objective.confusion(total)
+
+
+def _given(task: Task, batch: Any, device: torch.device) -> Any:
+    """A batch on the device, with what the reference makes of it, if that is computed in the step."""
+    batch = batch.to(device)
+    return batch if task.in_step is None else task.in_step(batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -56,6 +56,7 @@ class Task(Protocol):
         model: the Transformers or PEFT model, whose parameters are counted and saved.
         module: called for a forward pass; a strategy may wrap it.
         layout: the saved tensors of the model.
+        in_step: adds to a batch what the reference makes of it in the step (``preference.reference_in_step``).
     """
 
     spec: TaskSpec
@@ -63,6 +64,7 @@ class Task(Protocol):
     model: Any
     module: torch.nn.Module
     layout: CheckpointLayout
+    in_step: Callable[[Any], Any] | None
 
     @classmethod
     def build(cls, config: Config, execution: Execution, *, device: torch.device, seed: int, on_meta: bool) -> Self:

@@ -225,3 +225,23 @@ def test_an_encoder_without_a_task_is_proposed_one(
             check(config)
         assert "set model.task=sequence_classification" in str(caught.value.repair)
     check_task(with_fields(plain, model={"name": str(folder), "task": "sequence_classification"}))
+
+
+def test_a_reference_must_read_the_tokens_of_the_rows(plain: dict[str, Any], tmp_path: Path) -> None:
+    def problems(reference: str) -> str:
+        own = {"train.objective": "dpo", "preference.reference": reference}
+        return " ".join(map(str, quick_problems(runs.config_of(runs.changed(plain, own)))))
+
+    model = Path(plain["model"]["name"])
+    same, other, kind = (Path(shutil.copytree(model, tmp_path / name)) for name in ("same", "other", "kind"))
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (kind / "config.json").write_text((model / "config.json").read_text().replace('"llama"', '"qwen2"'))
+    assert [problems(str(name)) for name in ("start", "base", model, same)] == [""] * 4
+    assert "2 of 384 tokens are others in the reference, such as `a`" in problems(str(other))
+    assert "the reference is a qwen2, and the model a llama" in problems(str(kind))
+    assert f"preference.reference={tmp_path}/no: the model does not exist" in problems(f"{tmp_path}/no")
+    with pytest.raises(ConfigError, match="write reference_in_step: true"):
+        problems("in_step")

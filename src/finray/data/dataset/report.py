@@ -86,6 +86,10 @@ _OF_PAIRS = {
     **dict.fromkeys(_PROMPTS, "the model is not given it"),
     **dict.fromkeys(_ANSWERS, "it is another answer, which is not learned"),
 }
+_OF_PREFERENCES = dict.fromkeys(
+    ("chosen_model", "chosen-model", "model", "generator"),
+    "answers that another model wrote teach more after supervised fine-tuning on the better ones",
+)
 _OF_KEYS: dict[str, str] = {
     **_MEANINGS,
     **dict.fromkeys((*_FLAGS, *_WEIGHTS), "only answers are learned (data.train_on)"),
@@ -143,6 +147,7 @@ def unread_fields(stats: SplitStats) -> list[str]:
     for stream in stats.streams:
         kind = stream.format.partition(" ")[0]
         columns = {**_OF_COLUMNS, **(_OF_PAIRS if kind in ("prompt_completion", "alpaca", "template") else {})}
+        columns |= _OF_PREFERENCES if stats.kind in ("preference", "unpaired") else {}
         for name, rows in stream.unread.items():
             key = name.removeprefix("messages[].")
             meaning = (columns if key == name else _OF_KEYS).get(key)
