@@ -12,11 +12,12 @@ import numpy.typing as npt
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
 from finray.config.trust import require_trusted
+from finray.data.dataset.columns import ColumnFiles
 from finray.data.dataset.manifest import PartEntry, SplitStats
 from finray.data.dataset.plan import PrepareSettings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.dataset.report import pair_remarks, unread_fields, without_rows
+from finray.data.dataset.report import pair_remarks, reference_remark, unread_fields, without_rows
 from finray.data.dataset.run_data import run_data
 from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Chat, Completion, Example, Label, Preference
@@ -105,6 +106,7 @@ def inspect(
     inspector = Inspector(
         config.data, splits, counters, tokenizer, tokens, data.plan, cut_at, labels, places, are_pairs=are_pairs
     )
+    checks += _references(dataset, rows.train) if are_pairs else ()
     checks += tuple(
         Check(name, "warning", text, count, len(rows.train.groups), where)
         for name, text, count, where in pair_remarks(rows, dataset.kind())
@@ -120,6 +122,19 @@ def inspect(
         examples=inspector.examples(examples, chosen),
         classes=classes,
     )
+
+
+def _references(dataset: PreparedDataset, rows: PreparedSplit) -> tuple[Check, ...]:
+    """How far references prefer the chosen answers, if a run has computed any; a single one is shown with the rows."""
+    checks = []
+    stored = ColumnFiles.stored(dataset.folder, dataset.manifest, rows.name, "reference")
+    for column in stored:
+        rows.columns["reference"] = column
+        text, is_unknown = reference_remark(rows)
+        checks.append(Check("Reference", "warning" if is_unknown else "note", text))
+    if len(stored) > 1:
+        del rows.columns["reference"]
+    return tuple(checks)
 
 
 def _file_checks(config: Config, counted: Mapping[str, SplitStats]) -> list[Check]:

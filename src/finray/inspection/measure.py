@@ -132,6 +132,12 @@ class RowView:
     tokens: tuple[TokenView, ...]
     label: str | None = None
     side: str | None = None
+    reference: float | None = None  # of a pair, log-probability of the answer (nats), where a run has computed it
+
+    @property
+    def title(self) -> str:
+        """Of an answer: its side, and how likely the reference finds it."""
+        return f"{self.side}" + (f", {self.reference:.1f} nats" if self.reference is not None else "")
 
     @property
     def supervised(self) -> int:
@@ -207,7 +213,9 @@ class Inspector:
             tokens = token_views(ids.tolist(), mask.tolist(), self.tokenizer, self.tokens.special)
             label = label_text(self.labels[split][number]) if self.labels else None
             side = ("chosen", "rejected")[number % 2] if self.are_pairs else None
-            views.append(RowView(split, number, rows.where(number), tokens, label, side))
+            has_reference = self.are_pairs and "reference" in rows.columns
+            reference = float(rows.column("reference", number).sum()) if has_reference else None
+            views.append(RowView(split, number, rows.where(number), tokens, label, side, reference))
         return tuple(views)
 
     def split_views(self) -> tuple[SplitView, ...]:

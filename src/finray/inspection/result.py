@@ -164,8 +164,8 @@ class Inspection(Result):
                     for side in (view, other)
                 ]
                 table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold", expand=True)
-                for name in (view.side, other.side):
-                    table.add_column(name, ratio=1)
+                for side in (view, other):
+                    table.add_column(side.title, ratio=1)
                 table.add_row(*map(AsIs, answers))
                 console.print(table)
 

@@ -50,9 +50,9 @@ def test_several_rows_that_a_converter_made_of_one_are_not_more_than_all() -> No
 
 def test_rows_that_were_cut_off_or_lost_their_answer_are_named() -> None:
     lost = said(answers_lost=1_111, answers_lost_at=("a.jsonl:4", "b.jsonl:1"))[-1]
-    assert lost.endswith("rows lost their whole answer at data.max_length, such as a.jsonl:4, b.jsonl:1")
+    assert lost.endswith(f"rows {COUNTERS['answers_lost']}, such as a.jsonl:4, b.jsonl:1")
     cut = said(truncated=1_111, truncated_at=("a.jsonl:2",), answers_lost_at=("a.jsonl:4",))[-1]
-    assert cut.endswith("rows were cut off at data.max_length, such as a.jsonl:2")
+    assert cut.endswith(f"rows {COUNTERS['truncated']}, such as a.jsonl:2")
 
 
 def test_the_balance_of_labels_names_the_largest_ten_classes() -> None:

@@ -9,13 +9,17 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from finray.config.load import build_config
+from finray.data.dataset.columns import ColumnFiles
+from finray.data.dataset.prepared import PreparedDataset
 from finray.data.tokenize import chat
 from finray.errors import DataError
 from finray.inspection.inspect import generation_stops, inspect
+from finray.inspection.page import page
 from finray.inspection.result import findings
 from finray.pretrained import tokenizers
 from tests.support import tiny
@@ -203,11 +207,14 @@ def test_pairs_are_shown_side_by_side_and_what_is_odd_about_them_is_named(tiny_m
     ]
     swapped = {"prompt": "what is 4", "chosen": good[4]["rejected"], "rejected": good[4]["chosen"]}
     same, lost = {"prompt": "hm", "chosen": "x", "rejected": "x"}, {**good[0], "prompt": "how " * 80}
+    cut = {"prompt": "go on", "chosen": "tea", "rejected": "rain " * 80}
     longer = [
         {"prompt": f"tell {number}", "chosen": "it is " + "rain " * 4, "rejected": "rain"} for number in range(40)
     ]
     names = ("Answers lost (train)", "Equal answers (train)", "Pairs that contradict each other", "Length predicts")
-    for number, (rows, odd) in enumerate(([good, []], [[*good, swapped, same, lost], names[:3]], [longer, names[3:]])):
+    names = (*names, "One answer cut off")
+    cases = ([good, []], [[*good, swapped, same, lost], names[:3]], [longer, names[3:4]], [[*good, cut], names[4:]])
+    for number, (rows, odd) in enumerate(cases):
         file = tmp_path / f"{number}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         section = {"source": str(file), "max_length": 64}
@@ -221,9 +228,67 @@ def test_pairs_are_shown_side_by_side_and_what_is_odd_about_them_is_named(tiny_m
         half = found.splits[0].rows // 4
         assert sides[:2] == [("chosen", f"{number}.jsonl:1", 0), ("rejected", f"{number}.jsonl:1", 1)]
         assert [index for _, _, index in sides[2:]] == [2 * half, 2 * half + 1]
+        if cut in rows:
+            assert of[names[4]].where == (f"{number}.jsonl:10",)
+            assert of[names[4]].finding.startswith("1 of 10 pairs compare a whole answer with one that is cut off")
         if swapped in rows:
             assert of[names[2]].where == (f"{number}.jsonl:5 = {number}.jsonl:10",)
             assert found.splits[0].rows == 2 * (len(rows) - 1), "the pair that lost its answers is none"
             out = StringIO()
             found.print(Console(file=out, width=100))
             assert re.search(r"chosen +rejected *\n⟦a cat<\|im_end\|>⟧ +⟦no rain<\|im_end\|>⟧", out.getvalue())
+
+
+def test_a_page_has_both_answers_beside_each_other_and_how_far_a_reference_prefers_the_chosen_one(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    file, shares = tmp_path / "pairs.jsonl", [-0.5, -2.0, -1.5, -1.0, -0.25]
+    rows = [{"prompt": f"what is {number}", "chosen": "a cat", "rejected": "the old red fox"} for number in range(5)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain = {"model": {"name": str(tiny_model_dir)}, "data": {"source": str(file)}, "train": {"objective": "dpo"}}
+    config = build_config({**plain, "run": {"output_dir": str(tmp_path)}}, source="test")
+
+    def reference() -> tuple[list[str], list[float | None], str, str]:
+        found, out = inspect(config, examples=2), StringIO()
+        found.print(Console(file=out, width=100))
+        lines = [check.finding for check in findings(found) if check.name == "Reference"]
+        return lines, [view.reference for view in found.examples], page(found), out.getvalue()
+
+    lines, nats, html, _ = reference()
+    assert (lines, nats) == ([], [None] * 4)
+    for side in ("chosen", "rejected"):
+        assert f"<b>{side}</b>" in html
+    # The prompt once, and both answers.
+    assert html.count('aria-label="Tokens"') == 2
+    assert html.count('aria-label="Tokens of the chosen answer"') == html.count("tokens of prompt") == 2
+
+    dataset = PreparedDataset(inspect(config).prepared)
+    split = dataset.all_rows("train")
+    assert split is not None
+
+    def computed(model: str, factor: float) -> None:
+        """Each chosen token has the pair's number, and each rejected one has -1."""
+        values = [
+            np.full(targets, -1.0 if row % 2 else factor * shares[row // 2], dtype=np.float32)
+            for row, targets in enumerate(split.supervised.tolist())
+        ]
+        made_by = {"column": "reference", "objective": "dpo", "model": model}
+        ColumnFiles(dataset.folder, dataset.manifest, "train", made_by).write(0, values)
+
+    computed("a", 1.0)
+    chosen, rejected = split.supervised[:2].tolist()
+    ahead = [share * chosen + rejected for share in shares]
+    lines, nats, html, shown = reference()
+    assert lines == [
+        f"the reference finds the chosen answer the more likely one in {sum(x > 0 for x in ahead) / 5:.1%} of 5 pairs, "
+        f"by {sum(ahead) / 5:.3g} nats in the mean; chosen answers have {-sum(shares) / 5:.3g} nats per token"
+    ]
+    assert nats == [shares[0] * chosen, -rejected, shares[2] * chosen, -rejected]
+    assert f"chosen, {shares[2] * chosen:.1f} nats" in html
+    assert f"chosen, {shares[2] * chosen:.1f} nats" in shown
+    # Of two references both are named, and no row's numbers; one that does not know such answers is a warning.
+    computed("b", 3.0)
+    (dataset.folder.sub("columns/odd")).write("made_by.json", b"[1")
+    lines, nats, _, shown = reference()
+    assert sorted("fine-tune it on the chosen answers first" in line for line in lines) == [False, True]
+    assert nats == [None] * 4

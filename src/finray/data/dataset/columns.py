@@ -56,6 +56,22 @@ class ColumnFiles:
         self._folder = folder.sub(f"{FOLDER}/{fingerprint(self._shape)}")
         self._rows = manifest.splits[split].rows
 
+    @classmethod
+    def stored(cls, folder: Folder, manifest: Manifest, split: str, name: str) -> list[Column]:
+        """Every whole column of a split that was made under this name, by whatever model.
+        Raises DataError: a file was changed."""
+        columns = []
+        for place in sorted({path.split("/")[0] for path, _ in folder.sub(FOLDER).files()}):
+            content = folder.read(f"{FOLDER}/{place}/made_by.json") or b"{}"
+            try:
+                made: dict[str, Any] = dict(json.loads(content))
+            except (ValueError, TypeError, RecursionError):
+                continue
+            if fingerprint(made) == place and (made.get("split"), made.get("column")) == (split, name):
+                files = cls(folder, manifest, split, made)
+                columns += [files.read()] if not files.missing() else []
+        return columns
+
     def rows(self, part: int) -> range:
         """The rows of a file."""
         return range(part * ROWS, min((part + 1) * ROWS, self._rows))

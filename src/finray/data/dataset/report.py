@@ -7,16 +7,18 @@ from collections.abc import Collection
 import numpy as np
 
 from finray.data.dataset.manifest import NAMED_ROWS, Manifest, SplitStats
-from finray.data.dataset.prepared import BAD_ROWS, Splits
+from finray.data.dataset.prepared import BAD_ROWS, PreparedSplit, Splits
 from finray.data.formats.preference_checks import contradictions, length_bias
 from finray.data.sources.resolve import listed
 from finray.limits import cut
 
 _CLASSES = 10
+# Nats per token from which on answers are not what a reference would write: what models write themselves has about one.
+_UNKNOWN = 3.0
 # Counters of rows, and what they mean for a row; `finray inspect` says the same.
 COUNTERS: dict[str, str] = {
-    "truncated": "were cut off at data.max_length",
-    "answers_lost": "lost their whole answer at data.max_length",
+    "truncated": "were cut off at data.max_length: raise it, or set data.on_too_long to drop",
+    "answers_lost": "lost their whole answer at data.max_length: raise it, or shorten what stands before the answer",
     "dropped_too_long": "were dropped: longer than data.max_length",
     "unlearnable": "were dropped: no token to learn",
     "bad_rows": f"are bad and were left out; they are listed in {BAD_ROWS}",
@@ -36,7 +38,8 @@ COUNTERS: dict[str, str] = {
     "special_in_prompts": "have text in their prompt that the tokenizer reads as special tokens, which can end or "
     "begin a turn; a server reads it in the same way",
     "numbers_as_text": "have numbers, true or false where text belongs: learned as JSON writes them",
-    "equal_answers": "have the same text as the better and as the worse answer: nothing can be learned from them",
+    "equal_answers": "have the same text as the better and as the worse answer: nothing is learned from them; leave "
+    "them out",
     "inverted_margins": "have a worse answer with a better score: exchange the answers, or the scores",
     "unwanted_answers": "say that their answer is not wanted (as in data for KTO), and it is learned like the others",
 }
@@ -190,6 +193,7 @@ def pair_remarks(splits: Splits, kind: str) -> list[tuple[str, str, int, tuple[s
     some = (rows for rows in (splits.train, splits.eval, splits.test) if rows is not None)
     each = [(rows, first) for rows in some for first in rows.groups.starts[:-1].tolist()]
     digests = [(int(rows.digests[first]), int(rows.digests[first + 1])) for rows, first in each]
+    longest = {rows.name: int(rows.lengths.max()) for rows, _ in each}
     remarks = []
     if opposite := contradictions(*zip(*digests, strict=True)):
         where = tuple(" = ".join(each[at][0].where(each[at][1]) for at in pair) for pair in opposite[:NAMED_ROWS])
@@ -198,6 +202,21 @@ def pair_remarks(splits: Splits, kind: str) -> list[tuple[str, str, int, tuple[s
             "exchanged: remove one of them"
         )
         remarks.append(("Pairs that contradict each other", text, len(opposite), where))
+    # A row that was cut off is as long as any, and does not end as the other one does.
+    cut_off = [
+        (rows, first)
+        for rows, first in each
+        if len(set(lengths := rows.lengths[first : first + 2].tolist())) == 2
+        and max(lengths) == longest[rows.name]
+        and rows.row(first)[0][-1] != rows.row(first + 1)[0][-1]
+    ]
+    if cut_off:
+        text = (
+            f"{len(cut_off):,} of {len(each):,} pairs compare a whole answer with one that is cut off at "
+            "data.max_length: raise it, or set data.on_too_long to drop"
+        )
+        where = tuple(rows.where(first) for rows, first in cut_off[:NAMED_ROWS])
+        remarks.append(("One answer cut off", text, len(cut_off), where))
     learned = splits.train.supervised[splits.train.groups.starts[:-1, None] + [0, 1]]
     bias = length_bias(learned[:, 0], learned[:, 1])
     if bias.is_telling:
@@ -209,6 +228,24 @@ def pair_remarks(splits: Splits, kind: str) -> list[tuple[str, str, int, tuple[s
         )
         remarks.append(("Length predicts the preference", text, bias.pairs, ()))
     return remarks
+
+
+def reference_remark(rows: PreparedSplit) -> tuple[str, bool]:
+    """How far a reference prefers the chosen answers of pairs already, and whether it does not know such answers."""
+    firsts = rows.groups.starts[:-1].tolist()
+    sums_P2 = np.array([[rows.column("reference", first + at).sum() for at in (0, 1)] for first in firsts], float)
+    ahead_P, targets_P = sums_P2[:, 0] - sums_P2[:, 1], rows.supervised[firsts]
+    nats = -float(sums_P2[:, 0].sum() / targets_P.sum())
+    text = (
+        f"the reference finds the chosen answer the more likely one in {np.mean(ahead_P > 0):.1%} of {len(firsts):,} "
+        f"pairs, by {ahead_P.mean():.3g} nats in the mean; chosen answers have {nats:.3g} nats per token"
+    )
+    if nats > _UNKNOWN:
+        text += (
+            ": it is not the model that they came from, and does not write like that; fine-tune it on the chosen "
+            "answers first, and go on from there (adapter.start_from)"
+        )
+    return text, nats > _UNKNOWN
 
 
 def balance(stats: SplitStats) -> str:
