@@ -127,6 +127,8 @@ def test_a_killed_run_goes_on_to_the_bit_without_another_pass_of_the_reference(
     again = changed(plain, {"prepare.dir": str(tmp_path / "data"), "train.max_steps": 1})
     runs.run_alone(again, tmp_path / "again", notify=lambda record: said.append(getattr(record, "message", "")))
     assert sum("computing `reference`" in message for message in said) == 2
+    of = [message.split(": the reference finds")[0] for message in said if "finds the chosen answer" in message]
+    assert of == ["eval", "train"], "said once, of each split"
 
 
 @pytest.mark.parametrize("other", [{"train.micro_batch_size": 3}, {"data.packing": False}])

@@ -137,11 +137,9 @@ def _reward(case: Case, judged: Judged, of_pairs: dict[str, FloatArray]) -> None
     from, else of all models."""
     if not of_pairs or case.resolved is None or (is_relative := pairs.needs_reference(case.config)) is None:
         return
-    named = case.config.preference.reference
-    named = case.reference if named == "start" else named
-    reference = of_pairs.get(named) if is_relative else None
+    reference = of_pairs.get(case.reference) if is_relative else None
     if is_relative and reference is None:
-        case.notes.append(f"rewards are relative to `{named}`: add --baseline {named} for them")
+        case.notes.append(f"rewards are relative to `{case.reference}`: add --baseline {case.reference} for them")
         return
     for name in [case.tuned.name] if is_relative else of_pairs:
         judged.statistics[name] |= pairs.rewards(case.config, case.resolved, of_pairs[name], reference)

@@ -162,8 +162,8 @@ class Case:
                 began = start_artifact if start_artifact.is_adapter else replace(start_artifact, began_as=section)
             base = Subject("base", began, adapter=False)
         named = None if request.baselines is None else [str(name) for name in request.baselines]
-        start = None if run is None or spec.reads_labels else _start(config, named, notes)
-        subjects = (*_baselines(named, tuned, base, start), tuned)
+        others = [] if run is None or spec.reads_labels else _began_from(config, named, notes)
+        subjects = (*_baselines(named, tuned, base, others), tuned)
         for subject in subjects:
             check_exists(subject.artifact.model.name)
         folder = _folder(model, run, artifact, request)
@@ -176,8 +176,9 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """Name of the subject that the run began from: what rewards are relative to."""
-        return "base" if self.config.adapter.start_from is None else "start"
+        """Name of the subject that rewards are relative to: what the run began from, or what it names."""
+        named = "reference" if self.config.preference.names_model else self.config.preference.reference
+        return "base" if named == "start" and self.config.adapter.start_from is None else named
 
     @cached_property
     def reading(self) -> Config:
@@ -384,28 +385,32 @@ def _has_format(config: Config) -> bool:
     return True
 
 
-def _start(config: Config, named: Sequence[str] | None, notes: list[str]) -> Subject | None:
-    """The adapter that a run began from: if it is ``named``, or the run learns from preferences.
-    Raises FinrayError: it is named, and is not there."""
-    folder, objective = config.adapter.start_from, OBJECTIVES.get(config.train.objective or "")
-    if folder is None or (named is None and (objective is None or objective.rows is None)):
-        return None
-    if named is not None and "start" not in named:
-        return None
-    try:
-        return Subject("start", artifact_of(folder))
-    except FinrayError as error:
-        if named is not None:
-            raise
-        notes.append(f"not compared with the adapter that the run began from: {error.message}")
-        return None
+def _began_from(config: Config, named: Sequence[str] | None, notes: list[str]) -> list[Subject]:
+    """The adapter that a run began from, and a reference that is another model: those that are ``named``, or all if the
+    run learns from preferences.
+    Raises FinrayError: one is named, and is not there."""
+    reference = config.preference.reference if config.preference.names_model else None
+    objective, subjects = OBJECTIVES.get(config.train.objective or ""), list[Subject]()
+    usual = () if objective is None or objective.rows is None else ("start", "reference")
+    wanted = usual if named is None else named
+    for name, place in (("start", config.adapter.start_from), ("reference", reference)):
+        if place is None or name not in wanted:
+            continue
+        try:
+            require_trusted(config, "preference.reference")
+            subjects.append(Subject(name, artifact_of(place)))
+        except FinrayError as error:
+            if named is not None:
+                raise
+            notes.append(f"not compared with the {name} of the run: {error.message}")
+    return subjects
 
 
 def _baselines(
-    named: Sequence[str] | None, tuned: Subject, base: Subject | None, start: Subject | None = None
+    named: Sequence[str] | None, tuned: Subject, base: Subject | None, others: Sequence[Subject] = ()
 ) -> list[Subject]:
     """The models to compare with: those given, else the model's own."""
-    own = {subject.name: subject for subject in (base, start) if subject is not None}
+    own = {subject.name: subject for subject in (base, *others) if subject is not None}
     if named is None:
         named = list(own)
     baselines: list[Subject] = []

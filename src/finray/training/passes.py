@@ -23,6 +23,7 @@ from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.data.dataset.columns import ColumnFiles, Floats
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
+from finray.data.dataset.report import reference_remark
 from finray.data.sampling.groups import Groups
 from finray.data.sampling.packing import IntArray, PackPlan, equal_length_batches, plan_packs
 from finray.data.storage import Digests
@@ -123,6 +124,9 @@ def add_columns(
             for split in splits:
                 if split.name == name:
                     split.columns[column] = read
+            if missing and "preference" in (spec.rows or ()):
+                rows.columns[column] = read
+                say(f"{name}: {reference_remark(rows, column)[0]}")
 
 
 def _drops_adapter(config: Config) -> bool:

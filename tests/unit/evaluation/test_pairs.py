@@ -65,7 +65,7 @@ def plain(model: Any, tokenizer: Any, row: dict[str, str], side: str) -> tuple[f
 
 
 def test_scores_are_those_of_plain_models_and_the_last_record_of_the_run(
-    found: Comparison, dpo: Path, run_dir: Path, tiny_model_dir: Path
+    found: Comparison, dpo: Path, run_dir: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     tokenizer, rows = AutoTokenizer.from_pretrained(tiny_model_dir), PAIRS[16:]
     of_sides: dict[str, torch.Tensor] = {}
@@ -99,6 +99,10 @@ def test_scores_are_those_of_plain_models_and_the_last_record_of_the_run(
     assert abs(scores["reward_margin"] - float(margins["base"].mean())) > 1e-3
     assert scores["reward_accuracy"] == float((margins["start"] > 0).double().mean())
     assert not any(name.startswith("reward") for model in found.models[:-1] for name in model.scores)
+    named = evaluate(
+        dpo, [f"preference.reference={tiny_model_dir}"], baselines=["reference"], output=tmp_path / "named"
+    )
+    assert named.tuned.scores["reward_margin"].value == pytest.approx(float(margins["base"].mean()), rel=1e-3)
     # And those of the evaluation in training, which another forward pass computed.
     last = runs.records(dpo, "eval")[-1]
     for record, score in {

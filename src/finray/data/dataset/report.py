@@ -230,10 +230,11 @@ def pair_remarks(splits: Splits, kind: str) -> list[tuple[str, str, int, tuple[s
     return remarks
 
 
-def reference_remark(rows: PreparedSplit) -> tuple[str, bool]:
-    """How far a reference prefers the chosen answers of pairs already, and whether it does not know such answers."""
+def reference_remark(rows: PreparedSplit, column: str = "reference") -> tuple[str, bool]:
+    """How far a reference prefers the chosen answers of pairs already, by a column of log-probabilities, and whether it
+    does not know such answers."""
     firsts = rows.groups.starts[:-1].tolist()
-    sums_P2 = np.array([[rows.column("reference", first + at).sum() for at in (0, 1)] for first in firsts], float)
+    sums_P2 = np.array([[rows.column(column, first + at).sum() for at in (0, 1)] for first in firsts], float)
     ahead_P, targets_P = sums_P2[:, 0] - sums_P2[:, 1], rows.supervised[firsts]
     nats = -float(sums_P2[:, 0].sum() / targets_P.sum())
     text = (
