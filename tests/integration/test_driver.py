@@ -129,3 +129,28 @@ def test_little_data_makes_a_sensible_run_which_is_continued_alike(
     driver.train(runs.config_of(named), handle=said.append)
     warnings = [record.message for record in said if isinstance(record, Note) and record.level == "warning"]
     assert any("the run is a single step" in warning and "auto" in warning for warning in warnings)
+
+
+def test_kto_from_a_yaml_file_and_pairs(tiny_run: Callable[..., runs.Plain], ray_cluster: str, tmp_path: Path) -> None:
+    """Planned, trained by two workers, and evaluated; each pair is an answer that is desirable and one that is not."""
+    rows = [{"prompt": f"say {at}", "chosen": f"yes {at}", "rejected": "no" + " no" * (at % 4)} for at in range(24)]
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data": {"source": str(source), "eval_ratio": 0.25}, "cluster.num_workers": 2}
+    plain = tiny_run({**changes, "train": {"objective": "kto", "max_steps": 4}, "preference.desirable_weight": 2.0})
+    file = runs.write_config(plain, tmp_path / "run.yaml")
+    code, out, err = runs.finray("plan", file)
+    assert code == 0, err
+    assert "two forward passes over all rows" in out
+    assert "4 steps of 4 rows" in out
+    assert "set preference.undesirable_weight between 1.5 and 2" in out
+    code, out, err = runs.finray("train", file)
+    assert code == 0, err
+    run_dir = Path(plain["run"]["output_dir"]) / "run"
+    assert runs.values(run_dir, "loss")[0] == pytest.approx(0.75, abs=0.3)
+    last = runs.records(run_dir, "eval")[-1]
+    assert last["margin"] == pytest.approx(last["desirable_reward"] - last["undesirable_reward"])
+    assert {"kl", "accuracy", "eval_loss"} <= last.keys()
+    code, out, err = runs.finray("evaluate", run_dir, "--json")
+    assert code == 0, err
+    assert "the loss is that of the desirable answers" in out

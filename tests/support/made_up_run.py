@@ -96,9 +96,10 @@ class Run:
                 score=score,
                 metrics=lambda sums: {best[0]: sums[0]},
                 confusion=lambda sums: [],
+                recorded=lambda sums, weight: {},
             ),
         )
-        evaluation: Any = SimpleNamespace(batches=batches, weight=77, rows=4, passes=1)
+        evaluation: Any = SimpleNamespace(batches=batches, batches_before=list, weight=77, rows=4, passes=1)
         optimizer: Any = SimpleNamespace(parameters={"w": weight}, rates=[])
 
         def update(rate: float, *, found_inf: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ TABLES: dict[str, dict[str, str]] = {
         "orpo": "finray.objectives.preferences:ORPO",
         "simpo": "finray.objectives.preferences:SimPO",
         "reward": "finray.objectives.reward:Reward",
+        "kto": "finray.objectives.kto:KTO",
     },
     "finray.strategies": {
         "ddp": "finray.parallel.ddp:DDPStrategy",

@@ -343,20 +343,19 @@ _REWARDS = "training of reward models"
 _REINFORCEMENT = "reinforcement learning"
 _SWEEPS = "sweeps over settings"
 METHODS: dict[str, str] = {
-    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo"), _PAIRS),
-    **dict.fromkeys(("kto", "cpo", "bco", "sppo"), _PREFERENCES),
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), _PAIRS),
+    **dict.fromkeys(("cpo", "bco", "sppo"), _PREFERENCES),
     **dict.fromkeys(("rm", "prm", "reward", "reward_model", "reward_modeling", "process_reward_model"), _REWARDS),
     **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo", "online_dpo", "rl", "rlhf", "reinforce"), _REINFORCEMENT),
     **dict.fromkeys(("tune", "sweep", "sweeps", "hpo", "search"), _SWEEPS),
     **dict.fromkeys(("distill", "distillation", "kd", "gkd"), "distillation"),
 }
 _METHODS_SETTINGS: dict[str, str] = {
-    **dict.fromkeys(("pref_", "dpo_", "simpo_", "orpo_", "rpo_", "precompute_ref"), _PAIRS),
-    **dict.fromkeys(("kto_", "cpo_"), _PREFERENCES),
+    **dict.fromkeys(("pref_", "dpo_", "kto_", "simpo_", "orpo_", "rpo_", "precompute_ref"), _PAIRS),
+    "cpo_": _PREFERENCES,
     **dict.fromkeys(("ref_model", "rl_", "ppo_", "grpo_", "reward_funcs", "trl", "vllm_server"), _REINFORCEMENT),
     **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards"), _REWARDS),
-    **dict.fromkeys(("ref_", "dpo", "orpo"), _PAIRS),
-    "kto": _PREFERENCES,
+    **dict.fromkeys(("ref_", "dpo", "kto", "orpo"), _PAIRS),
     "kd_": "distillation",
 }
 HERE_IS = "finray trains on prompts and answers, conversations, pairs of answers, plain text, and texts with labels"
@@ -384,7 +383,7 @@ def not_yet(method: str) -> str:
 
 def _sentence(method: str) -> str:
     if method == _PAIRS:
-        return "write `train.objective: dpo` (or `orpo`, `simpo`), and its numbers into the section `preference`"
+        return "write `train.objective: dpo` (or `kto`, `orpo`, `simpo`), and its numbers into the section `preference`"
     return f"finray has no {method} yet" if method else ""
 
 

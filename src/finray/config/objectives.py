@@ -33,6 +33,10 @@ class ObjectiveSpec:
     columns: tuple[str, ...] = ()
     # Whether a head's one output is a number that the model gives a row, for which no labels are read.
     is_reward: bool = False
+    # Names of sums over the global batch that a pass without gradients computes before the losses of a step.
+    before: tuple[str, ...] = ()
+    # Whether a step takes so many rows, which are then packed, and not so many packs.
+    counts_rows: bool = False
 
 
 SFT = ObjectiveSpec("sft", reads="cross_entropy")
@@ -50,7 +54,21 @@ ORPO = ObjectiveSpec(
 SIMPO = replace(ORPO, name="simpo")
 DPO = replace(ORPO, name="dpo", columns=("reference",))
 REWARD = replace(ORPO, name="reward", reads="logits", metrics=("eval_loss", *_REWARDS), means=_REWARDS, is_reward=True)
-OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION, DPO, ORPO, SIMPO, REWARD)}
+_OF_ANSWERS = (
+    *("desirable_reward", "undesirable_reward", "margin", "accuracy", "kl"),
+    *("desirable_logprob", "undesirable_logprob"),
+)
+KTO = ObjectiveSpec(
+    "kto",
+    reads="log_probabilities",
+    rows=frozenset({"unpaired"}),
+    metrics=("eval_loss", *_OF_ANSWERS),
+    means=_OF_ANSWERS,
+    columns=("reference",),
+    before=("kl", "answers"),
+    counts_rows=True,
+)
+OBJECTIVES = {spec.name: spec for spec in (SFT, CLASSIFICATION, DPO, ORPO, SIMPO, REWARD, KTO)}
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:

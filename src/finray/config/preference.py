@@ -1,4 +1,4 @@
-"""The section ``preference``: what the objectives that learn from pairs of answers have in common."""
+"""The section ``preference``: what the objectives that learn from pairs or labelled answers have in common."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pydantic import Field, field_validator
 from finray.config.section import Section
 
 # Default of ``preference.beta`` by objective.
-BETA = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+BETA = {"dpo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
 # Which of the fields an objective takes.
+_REFERENCE = frozenset({"reference", "reference_in_step"})
 TAKEN = {
-    "dpo": frozenset({"beta", "loss", "label_smoothing", "length_normalized", "chosen_weight"})
-    | {"reference", "reference_in_step"},
+    "dpo": frozenset({"beta", "loss", "label_smoothing", "length_normalized", "chosen_weight"}) | _REFERENCE,
+    "kto": frozenset({"beta", "desirable_weight", "undesirable_weight"}) | _REFERENCE,
     "orpo": frozenset({"beta"}),
     "simpo": frozenset({"beta", "label_smoothing", "gamma", "chosen_weight"}),
     "reward": frozenset({"margins", "centering"}),
@@ -21,13 +22,13 @@ TAKEN = {
 
 
 class PreferenceConfig(Section):
-    """Learning from pairs of answers, with `train.objective` `dpo`, `orpo`, `simpo` or `reward`."""
+    """Learning from pairs of answers (`train.objective` `dpo`, `orpo`, `simpo`, `reward`), or single ones (`kto`)."""
 
     beta: float | None = Field(
         None,
         gt=0,
-        description="`dpo`: how close the model stays to the reference; more is closer. `orpo`: weight of the odds "
-        "ratio. `simpo`: scale of the difference. null is 0.1, for `simpo` 2.",
+        description="`dpo` and `kto`: how close the model stays to the reference; more is closer. `orpo`: weight of "
+        "the odds ratio. `simpo`: scale of the difference. null is 0.1, for `simpo` 2.",
     )
     loss: Literal["sigmoid", "ipo", "hinge", "robust"] = Field(
         "sigmoid",
@@ -61,18 +62,20 @@ class PreferenceConfig(Section):
         description="`reward`: weight of the square of a pair's summed rewards, which keeps rewards around 0; 0.01 is "
         "usual.",
     )
+    desirable_weight: float = Field(1.0, ge=0, description="`kto`: weight of the loss of a desirable answer.")
+    undesirable_weight: float = Field(1.0, ge=0, description="`kto`: weight of the loss of an undesirable answer.")
     reference: str = Field(
         "start",
         min_length=1,
-        description="`dpo`: the model that answers are compared with. `start` is what the run begins from; `base` is "
-        "that without the adapter of `adapter.start_from`; or name another model, with the same tokens: a directory, a "
-        "Hub id, an adapter or a finished run.",
+        description="`dpo` and `kto`: the model that answers are compared with. `start` is what the run begins from; "
+        "`base` is that without the adapter of `adapter.start_from`; or name another model, with the same tokens: a "
+        "directory, a Hub id, an adapter or a finished run.",
     )
     reference_in_step: bool = Field(
         False,
-        description="`dpo`: compute the reference in every step, instead of once before training. It needs no pass and "
-        "no files, costs a forward pass per step, and, unless the reference is this model under an adapter, the memory "
-        "of a second model.",
+        description="`dpo` and `kto`: compute the reference in every step, instead of once before training. It needs "
+        "no pass and no files, costs a forward pass per step, and, unless the reference is this model under an "
+        "adapter, the memory of a second model.",
     )
 
     @property

@@ -62,8 +62,8 @@ class TrainConfig(Section):
     objective: Annotated[str, AfterValidator(named("finray.objectives"))] | None = Field(
         None,
         description="What is learned: `sft` (the tokens of the answers), `classification`, from pairs of answers "
-        "`dpo`, `orpo`, `simpo` or `reward` (a reward model), or your own as `package.module:Name`. null is the "
-        "task's: `sft` for `causal_lm`.",
+        "`dpo`, `orpo`, `simpo` or `reward` (a reward model), from single ones `kto`, or your own as "
+        "`package.module:Name`. null is the task's: `sft` for `causal_lm`.",
     )
     epochs: float | None = Field(
         None,

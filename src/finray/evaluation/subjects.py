@@ -239,19 +239,24 @@ class Case:
             )
             raise DataError(f"{what} a classifier", where="data.format", repair=repair)
         prompted, kind = held.prompted, dataset.kind(stream)
-        is_learned = config.data.train_on == "all" and kind != "preference"
+        is_learned = config.data.train_on == "all" and kind not in ("preference", "unpaired")
         asks = not is_learned and kind not in ("text", "labelled") and len(prompted) > 0
         asked = prompted if asks else np.arange(len(held))
         if not held.groups.is_single:
             asked = np.intersect1d(asked, held.groups.starts[:-1])
             self.notes.append("the loss is that of the chosen answers")
+        every = len(held.groups)
+        if kind == "unpaired":
+            asked = np.flatnonzero(held.values("label") > 0)
+            every = len(asked)
+            self.notes.append("the loss is that of the desirable answers")
         numbers = tuple(asked[sample(len(asked), config.evaluation.max_rows, seed=config.run.seed)].tolist())
         if asks:
             sampled = len(numbers)
             numbers = tuple(number for number in numbers if prompt_and_answer(*held.row(number))[0])
             if not numbers:
                 raise DataError("no row has a prompt to answer", where="data.source", repair="give rows with prompts")
-            if without := len(held.groups) - len(asked) + sampled - len(numbers):
+            if without := every - len(asked) + sampled - len(numbers):
                 self.notes.append(
                     f"{without:,} rows without a prompt were skipped: they have neither answers nor losses"
                 )

@@ -17,10 +17,10 @@ from finray.data.dataset.manifest import PartEntry, SplitStats
 from finray.data.dataset.plan import PrepareSettings, remarks_on_files
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.dataset.report import pair_remarks, reference_remark, unread_fields, without_rows
+from finray.data.dataset.report import preference_remarks, reference_remark, unread_fields, without_rows
 from finray.data.dataset.run_data import run_data
 from finray.data.dataset.source_rows import SourceRows
-from finray.data.formats.examples import Chat, Completion, Example, Label, Preference
+from finray.data.formats.examples import Chat, Completion, Example, Label, Preference, Unpaired
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError, FinrayError
 from finray.inspection.checks import Check
@@ -102,14 +102,15 @@ def inspect(
         classes = class_balance(dataset.label_set, labels)
         checks = label_checks(splits, labels, classes)
     places = {name: stats.places for name, stats in counted.items()}
-    are_pairs = dataset.kind() == "preference"
+    kind, plan = dataset.kind(), data.plan if data.joined is None else None
+    desirable = {name: split.values("label") > 0 for name, split in splits.items()} if kind == "unpaired" else {}
     inspector = Inspector(
-        config.data, splits, counters, tokenizer, tokens, data.plan, cut_at, labels, places, are_pairs=are_pairs
+        config.data, splits, counters, tokenizer, tokens, plan, cut_at, labels, places, kind == "preference", desirable
     )
-    checks += _references(dataset, rows.train) if are_pairs else ()
+    checks += _references(dataset, rows.train) if kind == "preference" else ()
     checks += tuple(
         Check(name, "warning", text, count, len(rows.train.groups), where)
-        for name, text, count, where in pair_remarks(rows, dataset.kind())
+        for name, text, count, where in preference_remarks(rows, dataset.kind(), config.preference)
     )
     return Inspection(
         config=config,
@@ -201,7 +202,9 @@ def _served_rows(
 
 
 def _sides(example: Example) -> list[Example]:
-    """The two answers of a pair; any other example itself."""
+    """The two answers of a pair, the answer of a label; any other example itself."""
+    if isinstance(example, Unpaired):
+        return [example.answer]
     return [example.chosen, example.rejected] if isinstance(example, Preference) else [example]
 
 

@@ -123,8 +123,8 @@ class SplitView:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """A row, token by token; ``label`` is that of labelled text, which has no token to learn, and ``side`` is
-    ``chosen`` or ``rejected`` for the rows of a pair, which follow each other."""
+    """A row, token by token; ``label`` is that of labelled text, which has no token to learn, or of an answer that is
+    ``desirable`` or not, and ``side`` is ``chosen`` or ``rejected`` for the rows of a pair, which follow each other."""
 
     split: str
     index: int
@@ -160,11 +160,12 @@ class Inspector:
         counters: split name to the counters of its preparation.
         tokenizer: the Transformers tokenizer.
         tokens: its special tokens.
-        plan: how the training rows form packs.
+        plan: how the training rows form packs; None if a step packs its own.
         cut_at: split name to some rows that were cut off.
         labels: split name to the labels of labelled text; nothing for other rows.
         places: split name to some rows of each counter.
         are_pairs: whether two rows each are a pair.
+        desirable: split name to which of its answers are desirable; nothing for other rows.
     """
 
     data: DataConfig
@@ -172,11 +173,12 @@ class Inspector:
     counters: Mapping[str, Mapping[str, int]]
     tokenizer: Any
     tokens: SpecialTokens
-    plan: PackPlan
+    plan: PackPlan | None
     cut_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels: Mapping[str, Sequence[Label]] = field(default_factory=dict)
     places: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     are_pairs: bool = False
+    desirable: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def _read(self, name: str, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Tokens of a row, and which are learned; labelled text has token types there, and no token to learn."""
@@ -212,6 +214,8 @@ class Inspector:
             ids, mask = self._read(split, number)
             tokens = token_views(ids.tolist(), mask.tolist(), self.tokenizer, self.tokens.special)
             label = label_text(self.labels[split][number]) if self.labels else None
+            if self.desirable:
+                label = "desirable" if self.desirable[split][number] else "undesirable"
             side = ("chosen", "rejected")[number % 2] if self.are_pairs else None
             has_reference = self.are_pairs and "reference" in rows.columns
             reference = float(rows.column("reference", number).sum()) if has_reference else None
@@ -225,7 +229,7 @@ class Inspector:
             low, median, high, top = np.quantile(rows.lengths, [0, 0.5, 0.95, 1], method="lower").tolist()
             longest, shortest = (np.argsort(key, kind="stable")[:_EXTREMES] for key in (-rows.lengths, rows.lengths))
             # Only the first split is trained on.
-            packed = self.data.packing and not views and not self.are_pairs
+            plan = self.plan if self.data.packing and not views else None
             view = SplitView(
                 name=name,
                 rows=len(rows),
@@ -234,7 +238,7 @@ class Inspector:
                 quantiles=(low, median, high, top),
                 counts=dict(self.counters.get(name, {})),
                 histogram=histogram(rows.lengths),
-                packing=packing(rows.lengths, self.plan) if packed else None,
+                packing=None if plan is None else packing(rows.lengths, plan),
                 longest=tuple(self._summary(name, int(number)) for number in longest),
                 shortest=tuple(self._summary(name, int(number)) for number in shortest),
                 cut_at=self.cut_at.get(name, ()),

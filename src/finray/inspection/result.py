@@ -145,8 +145,8 @@ class Inspection(Result):
             console.print(AsIs(stretches_text(difference.excerpt())), soft_wrap=True)
         each = iter(self.examples)
         for view in each:
-            learned = f"{view.supervised:,} learned" if view.label is None else f"label {view.label}"
-            size = f"{len(view.tokens):,} tokens, {learned}"
+            learned = f", {view.supervised:,} learned" if view.label is None or view.supervised else ""
+            size = f"{len(view.tokens):,} tokens{learned}{'' if view.label is None else f', label {view.label}'}"
             other = next(each) if view.side is not None else None
             if other is not None:
                 size = f"{view.supervised:,} and {other.supervised:,} tokens of answers"

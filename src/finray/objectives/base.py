@@ -6,7 +6,8 @@ The loop and the step know no objective by name.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from finray.config.objectives import ObjectiveSpec
 from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.data.dataset.prepared import PreparedSplit
-from finray.data.sampling.collate import Values
+from finray.data.sampling.collate import Row, Values
 from finray.records import Confusion
 
 WeightArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
@@ -28,9 +29,12 @@ class Objective(Protocol):
 
     Attributes:
         spec: what is known of it without torch.
+        known: the sums of :attr:`ObjectiveSpec.before` over the global batch (fp64 scalars on the device), by name; the
+            same on every rank. In an evaluation the global batch is all of its rows.
     """
 
     spec: ObjectiveSpec
+    known: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     @classmethod
     @abstractmethod
@@ -48,6 +52,21 @@ class Objective(Protocol):
         names = [name for name in self.spec.columns if name in split.columns]
         return {name: np.concatenate([split.column(name, row) for row in rows]) for name in names}
 
+    def row_before(self, split: PreparedSplit, row: int) -> Row:
+        """Token ids and loss mask that are read instead of a row in the pass before a step, for
+        :meth:`add_before`; by default the row itself."""
+        return split.row(row)
+
+    def values_before(self, split: PreparedSplit, rows: Sequence[int]) -> Values:
+        """As :meth:`values`, for that pass: by default the columns, of what it reads."""
+        names = [name for name in self.spec.columns if of_before(name) in split.columns]
+        return {name: np.concatenate([split.column(of_before(name), row) for row in rows]) for name in names}
+
+    def add_before(self, outputs: torch.Tensor, batch: Any, sums: torch.Tensor) -> None:  # noqa: ARG002
+        """Add a batch's contribution to the sums that :attr:`ObjectiveSpec.before` names (fp64, on the device). The
+        outputs have no gradient and are without dropout. Called only if the spec names some."""
+        assert not self.spec.before, f"{self.spec.name} names sums and adds nothing to them"
+
     def column(self, name: str, outputs: torch.Tensor, batch: Any) -> torch.Tensor:  # noqa: ARG002
         """A column's numbers for the K targets of a batch, from what the model gives that a run begins from. By default
         the outputs themselves: log-probabilities of a reference."""
@@ -62,6 +81,10 @@ class Objective(Protocol):
             batch: the rows, with their values.
             sums: fp64, one for each name of :attr:`ObjectiveSpec.means`, on the device: the batch's are added.
         """
+
+    def recorded(self, sums: Sequence[float], weight: float) -> dict[str, float]:
+        """What records have of the named sums over rows of this weight: by default each divided by it."""
+        return {name: value / weight for name, value in zip(self.spec.means, sums, strict=True)}
 
     @abstractmethod
     def metric_count(self, rows: int) -> int:
@@ -79,6 +102,11 @@ class Objective(Protocol):
     def confusion(self, sums: Sequence[float]) -> Confusion:  # noqa: ARG002
         """The confusion matrix, by class and predicted class, from the same sums; empty for objectives without one."""
         return []
+
+
+def of_before(column: str) -> str:
+    """The name of a column's numbers for what :meth:`Objective.row_before` gives."""
+    return f"{column}_before"
 
 
 class MeanObjective(Objective):
@@ -106,5 +134,4 @@ class MeanObjective(Objective):
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """Means over the rows' weight."""
         loss, weight, *named = sums
-        means = dict(zip(self.spec.means, (value / weight for value in named), strict=True))
-        return {"eval_loss": loss / weight, **means}
+        return {"eval_loss": loss / weight, **self.recorded(named, weight)}

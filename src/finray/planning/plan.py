@@ -322,8 +322,8 @@ def _data(
     notes = () if before else chosen_notes(train, steps, rate)
     objective = objective_spec(config)
     first = [
-        f"before the first step, one forward pass over all rows with the model that the run begins from computes "
-        f"`{column}`; it is kept with the prepared data"
+        f"before the first step, {'two forward passes' if objective.before else 'one forward pass'} over all rows with "
+        f"the model that the run begins from give `{column}`, which is kept with the prepared data"
         for column in objective.columns
     ]
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
@@ -336,6 +336,7 @@ def _data(
         seen_tokens=round(passes * report.tokens),
         labelled=spec_of(config).reads_labels,
         is_pairs=objective.in_groups,
+        counts_rows=objective.counts_rows,
     )
     return plan, steps
 
@@ -343,8 +344,9 @@ def _data(
 def _rows(config: Config, report: DataReport | None, data: DataPlan | None, steps: Steps) -> RowSample:
     """What memory depends on in the data; rows as long as they may be where the data are not known."""
     if report is None or data is None:
-        longest = 2 * config.data.max_length if objective_spec(config).in_groups else None
-        return RowSample(steps=steps, joined=longest)
+        objective = objective_spec(config)
+        rows = 2 if objective.in_groups else int(objective.counts_rows)
+        return RowSample(steps=steps, joined=rows * config.data.max_length or None)
     learned = data.supervised / max(1, data.tokens)
     return RowSample(report.lengths, data.longest, learned, data.steps, steps, report.joined)
 

@@ -42,6 +42,7 @@ class DataPlan:
     seconds: float  # that the examination took
     labelled: bool = False  # whether each row has a label, and no token is a target
     is_pairs: bool = False  # whether two rows each are a pair, and steps take pairs
+    counts_rows: bool = False  # whether steps take so many rows, which are then packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +174,13 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield "context", "unlimited" if model.context is None else f"{model.context:,} tokens"
     if data is not None:
         part = "" if data.complete else " in the part that was read"
-        unit = "pair" if data.is_pairs else "pack"
+        unit = "pair" if data.is_pairs else "row" if data.counts_rows else "pack"
+        rows, packs = f"{data.rows:,} rows", several(data.packs, unit)
         learned = "" if data.labelled else f" ({data.supervised / max(1, data.tokens):.0%} learned)"
         yield (
             "data",
-            f"{several(data.packs, unit) if data.is_pairs else f'{data.rows:,} rows'}, {data.tokens:,} tokens{learned}"
-            f"{part}, {'' if data.is_pairs else f'{several(data.packs, unit)}, '}longest row {data.longest:,}; read in "
+            f"{rows if unit == 'pack' else packs}, {data.tokens:,} tokens{learned}"
+            f"{part}, {f'{packs}, ' if unit == 'pack' else ''}longest row {data.longest:,}; read in "
             f"{duration(data.seconds)}",
         )
         for note in data.notes:

@@ -92,7 +92,8 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     splits = data.splits
     lengths = np.sort(splits.train.groups.sums(splits.train.lengths))
     ends = unserved_ends(dataset.manifest, generation_stops(config.model))
-    lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *shared_rows(splits, dataset.kind())]
+    remarks = shared_rows(splits, dataset.kind(), config.preference)
+    lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *remarks]
     problems: list[FinrayError] = []
     try:
         dataset.require_kind(spec_of(config))

@@ -58,7 +58,7 @@ def choose_learning_rate(config: Config, *, hidden_size: int | None, before: Exe
         rate *= 10 * min(1.0, 32 / adapter.alpha)
     if task_spec(config.model.task).reads_labels:
         rate *= 0.4
-    elif objective_spec(config).in_groups:
+    elif (objective := objective_spec(config)).in_groups or objective.counts_rows:
         rate *= 0.1
     return float(f"{rate:.1e}")
 
@@ -76,7 +76,9 @@ def step_warnings(
     """
     train, workers, where = config.train, config.cluster.max_workers, "train.global_batch_size"
     size = steps.global_batch_size
-    unit = "pairs" if objective_spec(config).in_groups else "packs" if config.data.packing else "rows"
+    objective = objective_spec(config)
+    in_packs = config.data.packing and not objective.counts_rows
+    unit = "pairs" if objective.in_groups else "packs" if in_packs else "rows"
     another = _ANOTHER if continued else ""
     if packs is not None and size > packs:
         what = "the run is a single step" if total == 1 else "it sees some of them again"

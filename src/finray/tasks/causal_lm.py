@@ -50,8 +50,11 @@ class CausalLM(PackedTask):
             made.router_loss = config.train.router_loss
         return made
 
-    def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
+    def collate(self, split: PreparedSplit, rows: Sequence[int], *, before: bool = False) -> Batch:
         """Packed rows, without padding; rows of a group with their common prompt once, if the model can."""
+        if before:
+            read = [self.objective.row_before(split, row) for row in rows]
+            return collate(read, rows, self.objective.values_before(split, rows))
         tokens, values = [split.row(row) for row in rows], self.objective.values(split, rows)
         if self.objective.spec.in_groups and self.packed.shares_prompts:
             return collate_branches(tokens, rows, values, split.group_sizes(rows))

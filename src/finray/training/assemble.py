@@ -44,7 +44,7 @@ from finray.training import extending
 from finray.training.checkpointing import CheckpointWriter, find_latest, open_store, restore
 from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.evaluator import AnswerMetrics, CheckpointScores, Evaluator
-from finray.training.loader import EvalLoader, StepLoader
+from finray.training.loader import Collate, EvalLoader, StepLoader
 from finray.training.loop import Loop
 from finray.training.memory import Memory, MemoryWriter, fetch_newest, remove_left
 from finray.training.optim.optimizer import Optimizer, warnings_of
@@ -481,12 +481,20 @@ def _data(
         micro_batch_size=config.train.micro_batch_size,
         rows_apart=not resolved.packs,
         joined=data.joined,
+        before=_before(task, rows),
         pin=strategy.device.type == "cuda",
         rank=strategy.rank,
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
     )
     return loader, data.splits.eval, data.total_steps
+
+
+def _before(task: Task, rows: PreparedSplit) -> tuple[Callable[[int], int], Collate] | None:
+    """Of the pass that the objective asks for before a step: the tokens that are read instead of a row, and batches."""
+    if not task.objective.spec.before:
+        return None
+    return lambda row: len(task.objective.row_before(rows, row)[0]), partial(task.collate, rows, before=True)
 
 
 def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None]) -> Any:
@@ -534,9 +542,11 @@ def _held_out(
     sampled = held_out.sample(config.evaluation.max_rows, seed=config.run.seed)
     lengths = sampled.groups.sums(sampled.lengths)
     capacity = max(config.data.max_length, int(lengths.max(initial=0)))
+    # Packed even if training is not: the loss of a row does not depend on its neighbours.
+    pack, before = plan_packs if resolved.packs else equal_length_batches, _before(task, sampled)
     return EvalLoader(
-        # Packed even if training is not: the loss of a row does not depend on its neighbours.
-        plan=(plan_packs if resolved.packs else equal_length_batches)(lengths, capacity).in_rows(sampled.groups),
+        plan=pack(lengths, capacity).in_rows(sampled.groups),
+        before=before and (pack([before[0](row) for row in range(len(sampled))], capacity), before[1]),
         collate=partial(task.collate, sampled),
         rows=len(sampled),
         held_out=len(held_out),

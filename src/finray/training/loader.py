@@ -25,6 +25,8 @@ class StepData:
     Attributes:
         micro_batches: (index of the micro-batch within the step, batch).
         dummy_batches: batches whose result is ignored, if all ranks must run the same number of forward passes.
+        before: batches of the pass without gradients that the objective asks for; False marks one whose result is
+            ignored.
         weight: of the whole step, over all ranks: the divisor of the loss.
         supervised: targets of the whole step.
         tokens: tokens of the whole step.
@@ -39,6 +41,7 @@ class StepData:
     samples: tuple[int, ...]
     items: int
     dummy_batches: tuple[TaskBatch, ...] = ()
+    before: tuple[tuple[TaskBatch, bool], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -85,7 +88,9 @@ class StepLoader:
         lockstep: whether every process must run the same number of forward passes.
         rows_apart: whether a forward pass only has rows of one length (see ``finray.models.packing_check``). The rows
             of a step stay the same.
-        joined: of rows in groups: the groups of a step are joined into packs of so many tokens; None leaves each alone.
+        joined: the groups (or rows) of a step are joined into packs of so many tokens; None leaves each alone.
+        before: of the pass that the objective asks for before a step: the tokens that are read instead of a row, and
+            collate; None if it asks for none.
         pin: whether batches are put in pinned memory.
     """
 
@@ -101,6 +106,7 @@ class StepLoader:
     lockstep: bool = False
     rows_apart: bool = False
     joined: int | None = None
+    before: tuple[Callable[[int], int], Collate] | None = None
     pin: bool = False
 
     is_ahead: ClassVar[bool] = True
@@ -125,26 +131,44 @@ class StepLoader:
         items = self.order.batch(position, self.global_batch_size)
         packs = [self.plan.pack(item) for item in items]
         samples = [row for pack in packs for row in pack]
-        if self.joined is not None:
-            sizes = [int(self.split.lengths[list(rows)].sum()) for rows in packs]
-            joined = plan_packs(sizes, self.joined)
-            packs = [tuple(row for at in joined.pack(pack) for row in packs[at]) for pack in range(len(joined))]
-        # Every rank computes the passes of all ranks, which saves communication.
-        passes = [self._passes(packs, rank) for rank in range(self.world_size)]
-        own_passes = passes[self.rank]
-        missing = max(map(len, passes)) - len(own_passes) if self.lockstep else 0
-        dummy = [self._batch(samples[:1] if self.rows_apart else packs[0])] * missing if missing else []
+        batches, dummy = self._share(packs, lambda row: int(self.split.lengths[row]), self.collate)
+        before = list[tuple[TaskBatch, bool]]()
+        if self.before is not None:
+            counted, idle = self._share(packs, *self.before)
+            before = [*((batch, True) for _, batch in counted), *((batch, False) for batch in idle)]
         return StepData(
-            micro_batches=[(index, self._batch(rows)) for index, rows in own_passes],
+            micro_batches=batches,
             weight=float(self.weight[samples].sum()),
             supervised=int(self.split.supervised[samples].sum()),
             tokens=int(self.split.lengths[samples].sum()),
             samples=tuple(samples),
             items=len(items),
             dummy_batches=tuple(dummy),
+            before=tuple(before),
         )
 
-    def _passes(self, packs: list[tuple[int, ...]], rank: int) -> list[tuple[int, tuple[int, ...]]]:
+    def _share(
+        self, packs: list[tuple[int, ...]], length: Callable[[int], int], collate: Collate
+    ) -> tuple[list[tuple[int, TaskBatch]], list[TaskBatch]]:
+        """This rank's batches of a step, with their indices, and those whose result is ignored."""
+        if self.joined is not None:
+            joined = plan_packs([sum(map(length, rows)) for rows in packs], self.joined)
+            packs = [tuple(row for at in joined.pack(pack) for row in packs[at]) for pack in range(len(joined))]
+        # Every rank computes the passes of all ranks, which saves communication.
+        passes = [self._passes(packs, length, rank) for rank in range(self.world_size)]
+        own_passes = passes[self.rank]
+        missing = max(map(len, passes)) - len(own_passes) if self.lockstep else 0
+
+        def batch(rows: Sequence[int]) -> TaskBatch:
+            made = collate(rows)
+            return made.pin_memory() if self.pin else made
+
+        dummy = [batch(packs[0][:1] if self.rows_apart else packs[0])] * missing if missing else []
+        return [(index, batch(rows)) for index, rows in own_passes], dummy
+
+    def _passes(
+        self, packs: list[tuple[int, ...]], length: Callable[[int], int], rank: int
+    ) -> list[tuple[int, tuple[int, ...]]]:
         """A rank's forward passes: an index that is unique in the step over all ranks, and rows."""
         size, everything = self.micro_batch_size, list(range(len(packs)))
         passes: list[tuple[int, tuple[int, ...]]] = []
@@ -154,15 +178,11 @@ class StepLoader:
                 before = sum(map(len, packs[: micro_batch.index * size]))
                 alike: dict[int, list[int]] = {}
                 for row in rows:
-                    alike.setdefault(int(self.split.lengths[row]), []).append(row)
+                    alike.setdefault(length(row), []).append(row)
                 passes += [(before + at, tuple(same_length)) for at, same_length in enumerate(alike.values())]
             else:
                 passes.append((micro_batch.index, rows))
         return passes
-
-    def _batch(self, rows: Sequence[int]) -> TaskBatch:
-        batch = self.collate(rows)
-        return batch.pin_memory() if self.pin else batch
 
 
 class Prefetcher:
@@ -214,6 +234,7 @@ class EvalLoader:
         rows: number of evaluated rows, over all ranks.
         weight: total weight of these rows.
         held_out: number of rows in the split; ``evaluation.max_rows`` may exclude some.
+        before: packs and batches of the pass that the objective asks for before any loss; None if it asks for none.
     """
 
     plan: PackPlan
@@ -224,6 +245,7 @@ class EvalLoader:
     rows: int
     weight: int
     held_out: int
+    before: tuple[PackPlan, Collate] | None = None
 
     @property
     def passes(self) -> int:
@@ -232,8 +254,15 @@ class EvalLoader:
 
     def batches(self) -> Iterator[tuple[TaskBatch, bool]]:
         """Batches; False marks a dummy batch, which is only there because other ranks have one more."""
-        own_packs = range(self.rank, len(self.plan), self.world_size)
+        return self._share(self.plan, self.collate)
+
+    def batches_before(self) -> Iterator[tuple[TaskBatch, bool]]:
+        """Likewise, of :attr:`before`."""
+        return iter(()) if self.before is None else self._share(*self.before)
+
+    def _share(self, plan: PackPlan, collate: Collate) -> Iterator[tuple[TaskBatch, bool]]:
+        own_packs = range(self.rank, len(plan), self.world_size)
         for pack in own_packs:
-            yield self.collate(self.plan.pack(pack)), True
-        if self.lockstep and len(own_packs) < self.passes:
-            yield self.collate(self.plan.pack(0)), False
+            yield collate(plan.pack(pack)), True
+        if self.lockstep and len(own_packs) < -(-len(plan) // self.world_size):
+            yield collate(plan.pack(0)), False

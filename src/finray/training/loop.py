@@ -346,7 +346,7 @@ class Loop:
                 loss_scale=self.state.loss_scale,
                 skipped=self.state.skipped if scaled else None,
                 samples=tuple(window.samples) if self.config.tracking.record_samples else None,
-                means=dict(zip(self.task.objective.spec.means, numbers.means, strict=True)),
+                means=self.task.objective.recorded(numbers.sums, window.weight),
             )
         )
 
@@ -493,16 +493,16 @@ class _Numbers(NamedTuple):
     last_loss: float
     grad_norm: float
     signals: Signals
-    means: tuple[float, ...]
+    sums: tuple[float, ...]
 
 
 @dataclass
 class _Window:
-    """Means and sums since the last record; the loss stays on the device."""
+    """Means and sums since the last record; the loss and the named sums stay on the device."""
 
     loss: torch.Tensor | None = None
     first_loss: torch.Tensor | None = None
-    means: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
     weight: float = 0.0
     supervised: int = 0
     tokens: int = 0
@@ -515,12 +515,12 @@ class _Window:
         self.supervised += data.supervised
         if self.loss is None:
             self.loss = self.first_loss = result.loss
-            self.means = result.means
+            self.sums = result.sums
         else:
             # A running mean: for a window of one step it equals that step's loss to the last bit.
-            assert self.means is not None
+            assert self.sums is not None
             self.loss = self.loss + (result.loss - self.loss) * (data.weight / self.weight)
-            self.means = self.means + (result.means - self.means) * (data.weight / self.weight)
+            self.sums = self.sums + result.sums
         self.tokens += data.tokens
         self.waited += waited
         self.samples.extend(data.samples)
@@ -528,8 +528,8 @@ class _Window:
     def read(self, result: StepResult) -> _Numbers:
         assert self.loss is not None
         assert self.first_loss is not None
-        assert self.means is not None
-        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), *result.signals, *self.means]
+        assert self.sums is not None
+        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), *result.signals, *self.sums]
         loss, first_loss, last_loss, grad_norm, *others = torch.stack(values).tolist()
         count = len(result.signals)
         return _Numbers(loss, first_loss, last_loss, grad_norm, Signals(*others[:count]), tuple(others[count:]))

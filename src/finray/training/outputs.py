@@ -92,8 +92,8 @@ def save_extras(
 ) -> Callable[[Path], None]:
     """A function that writes the tokenizer, and what later commands need to know, into a checkpoint."""
     kind = dataset.kind()
-    if kind == "preference":
-        # The answers of pairs are asked for as these were learned.
+    if kind in ("preference", "unpaired"):
+        # Answers are asked for as these were learned.
         kind = "chat" if config.data.format == "auto" and tokenizer.chat_template else "completion"
     notes = {
         "base_model": config.model.name,
@@ -157,7 +157,7 @@ def make_header(
         eval_rows=0 if evaluation is None else evaluation.rows,
         held_out=0 if evaluation is None else evaluation.held_out,
         epochs=(loader.order.total or state.total_steps * loader.global_batch_size) / len(loader.plan),
-        packing=config.data.packing and loader.split.groups.is_single,
+        packing=config.data.packing and loader.joined is None,
         in_groups=not loader.split.groups.is_single,
         packs=len(loader.plan),
         fill=loader.plan.fill,

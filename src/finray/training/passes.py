@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from finray.data.sampling.groups import Groups
 from finray.data.sampling.packing import IntArray, PackPlan, equal_length_batches, plan_packs
 from finray.data.storage import Digests
 from finray.models.saved_layout import REFERENCE
+from finray.objectives.base import of_before
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.weights import folder_of
 from finray.training.task import Task
@@ -104,14 +106,16 @@ def add_columns(
     for name in sorted({split.name for split in splits}):
         rows = dataset.all_rows(name)
         assert rows is not None
-        for column in spec.columns:
-            made = {**made_by, "column": column, "objective": spec.name}
+        each = [(column, before) for before in (False, True)[: 1 + bool(spec.before)] for column in spec.columns]
+        for column, before in each:
+            key = of_before(column) if before else column
+            made = {**made_by, "column": key, "objective": spec.name}
             files = ColumnFiles(dataset.folder, dataset.manifest, name, made)
             missing = strategy.broadcast_object(on_all_ranks(strategy, files.missing if first else list))
             if missing:
                 model = "the base model" if adapter is None else "the model that the run begins from"
                 model = model if other is None else settings.reference
-                say(f"computing `{column}` of {len(rows):,} rows with {model}, once")
+                say(f"computing `{key}` of {len(rows):,} rows with {model}, once")
                 if reference is None:
                     assert other is not None
                     reference = Reference(load(other))
@@ -119,14 +123,14 @@ def add_columns(
             for at in range(0, len(missing), strategy.world_size):
                 assert reference is not None
                 parts = missing[at : at + strategy.world_size]
-                _compute(column, files, parts, reference, rows, strategy, pack, config.data.max_length)
+                _compute(column, files, parts, reference, rows, strategy, pack, config.data.max_length, before=before)
             read = on_all_ranks(strategy, files.read)
             for split in splits:
                 if split.name == name:
-                    split.columns[column] = read
+                    split.columns[key] = read
             if missing and "preference" in (spec.rows or ()):
-                rows.columns[column] = read
-                say(f"{name}: {reference_remark(rows, column)[0]}")
+                rows.columns[key] = read
+                say(f"{name}: {reference_remark(rows, key)[0]}")
 
 
 def _drops_adapter(config: Config) -> bool:
@@ -149,20 +153,27 @@ def _compute(
     strategy: Strategy,
     pack: Callable[[IntArray, int], PackPlan],
     capacity: int,
+    *,
+    before: bool,
 ) -> None:
     """Compute and write parts of a column, each rank one; there may be fewer than ranks. A collective."""
     plans, values = list[list[list[int]]](), dict[int, Floats]()
+    task = reference.task
+    collate: Callable[..., Any] = partial(task.collate, before=True) if before else task.collate
     for part in parts:
         numbers = files.rows(part)
         groups = Groups(np.cumsum([0, *rows.group_sizes(numbers)]))
-        lengths = groups.sums(rows.lengths[numbers.start : numbers.stop])
+        each_row = rows.lengths[numbers.start : numbers.stop]
+        if before:
+            each_row = np.array([len(task.objective.row_before(rows, number)[0]) for number in numbers])
+        lengths = groups.sums(each_row)
         plan = pack(lengths, max(capacity, int(lengths.max()))).in_rows(groups)
         plans.append([[numbers.start + at for at in plan.pack(number)] for number in range(len(plan))])
     own = plans[strategy.rank] if strategy.rank < len(plans) else []
     others: list[list[int]] = max(plans, key=len) if strategy.lockstep else []
     for some, dummy in zip_longest(own, others):
         numbers_S = some or dummy
-        batch: Any = reference.task.collate(rows, numbers_S).to(strategy.device)
+        batch = collate(rows, numbers_S).to(strategy.device)
         # The other ranks communicate in every forward pass, so this one takes part.
         outputs = reference.column(column, batch)
         if some:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Parts, no_parts
 from finray.training.pulse import Pulse
 from finray.training.state import TrainState
-from finray.training.task import Task
+from finray.training.task import Task, TaskBatch
 
 
 def reseed(key: int, step: int, micro_batch: int) -> None:
@@ -58,7 +59,7 @@ class StepResult:
     loss: torch.Tensor  # fp64, mean over the global batch
     grad_norm: torch.Tensor  # before clipping
     signals: torch.Tensor  # fp64, the fields of `Signals`, summed over the ranks
-    means: torch.Tensor  # fp64, of the names in `ObjectiveSpec.means`, over the global batch
+    sums: torch.Tensor  # fp64, of the names in `ObjectiveSpec.means`, over the global batch
 
 
 def train_step(
@@ -85,6 +86,8 @@ def train_step(
     rank has finished its part.
     """
     objective = task.objective
+    with parts("forward"):
+        compute_before(task, strategy, data.before)
     # The loss comes first: a ring sums the first element in the same order, however many follow.
     named = 1 + len(signals)
     total = torch.zeros(named + len(objective.spec.means), dtype=torch.float64, device=strategy.device)
@@ -118,7 +121,25 @@ def train_step(
     mean = total[0] / data.weight
     with parts("optimizer"):
         optimizer.step(learning_rate, found_inf=guard.observe(state.step + 1, mean, norm, data.samples))
-    return StepResult(mean, norm.detach(), total[1:named], total[named:] / data.weight)
+    return StepResult(mean, norm.detach(), total[1:named], total[named:])
+
+
+def compute_before(task: Task, strategy: Strategy, batches: Iterable[tuple[TaskBatch, bool]]) -> None:
+    """Give the objective the sums over the global batch that its losses depend on, from this rank's batches; False
+    marks one that adds nothing. A collective, without gradients and dropout; nothing if the objective asks for none.
+    """
+    objective, names = task.objective, task.objective.spec.before
+    if not names:
+        return
+    sums = torch.zeros(len(names), dtype=torch.float64, device=strategy.device)
+    is_training = task.model.training
+    task.model.eval()
+    with torch.no_grad():
+        for batch, counts in batches:
+            batch = _given(task, batch, strategy.device)
+            objective.add_before(task.outputs(batch), batch, sums if counts else torch.zeros_like(sums))
+    task.model.train(is_training)
+    objective.known = dict(zip(names, strategy.all_reduce(sums), strict=True))
 
 
 @torch.no_grad()
@@ -128,6 +149,7 @@ def evaluate(
     """The objective's metrics and confusion matrix over all ranks' evaluation rows; only sums are kept on the device
     and all-reduced. ``on_progress`` is given the share of this rank's forward passes that are done."""
     objective = task.objective
+    compute_before(task, strategy, loader.batches_before())
     sums = torch.zeros(objective.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
     for number, (batch, counts) in enumerate(loader.batches()):
         on_progress(number / loader.passes)

@@ -84,8 +84,9 @@ class Task(Protocol):
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""
 
-    def collate(self, split: PreparedSplit, rows: Sequence[int]) -> TaskBatch:
-        """Collate rows of a prepared split into a micro-batch."""
+    def collate(self, split: PreparedSplit, rows: Sequence[int], *, before: bool = False) -> TaskBatch:
+        """Collate rows of a prepared split into a micro-batch; ``before``: for the pass before a step, where the
+        objective asks for one."""
 
     def outputs(self, batch: Any) -> torch.Tensor:
         """What a forward pass over a batch gives: what :attr:`ObjectiveSpec.reads` of its objective names."""

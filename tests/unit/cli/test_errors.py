@@ -238,7 +238,7 @@ def test_a_number_that_is_too_wide_for_its_column_continues_below() -> None:
     ("words", "said"),
     [
         (["dpo", "run.yaml"], "write `train.objective: dpo`"),
-        (["plan", "smollm2-lora", "train.objective=kto"], "finray has no training on preferences of this kind yet"),
+        (["plan", "smollm2-lora", "train.objective=cpo"], "finray has no training on preferences of this kind yet"),
         (["tune"], "finray has no sweeps over settings yet"),
         (["sft", "run.yaml"], "Did you mean 'train'?"),
         (["merge", "runs/x"], "Did you mean 'export'?"),

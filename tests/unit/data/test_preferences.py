@@ -275,6 +275,8 @@ def test_a_pair_of_which_one_answer_is_too_long_is_none() -> None:
     assert cut.together
     unpaired = encoded("chatml", Unpaired(pair.chosen, False))
     assert [row.values for row in unpaired.rows] == [{"label": 0.0}]
+    short = encoded("chatml", Unpaired(pair.rejected, True), max_length=12, on_too_long="truncate")
+    assert [(row.truncated, row.values) for row in short.rows] == [(True, {"label": 1.0})]
     assert not unpaired.together
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -72,6 +73,34 @@ def test_rows_come_back_as_they_were(tokenizer: Any, run: Run) -> None:
         assert learned == rows[number]["messages"][1]["content"] + "<|im_end|>"
         assert split.lengths[number] == len(ids)
         assert split.supervised[number] == mask[1:].sum()
+
+
+def test_a_prompt_with_the_answer_to_another_one_depends_on_the_row_alone(tokenizer: Any, run: Run) -> None:
+    # Neighbours with one prompt, half of all rows with another.
+    asked = [f"what is {number // 3}" if number < 30 else "say" for number in range(60)]
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"{number} of {text}"}]}
+        for number, text in enumerate(asked)
+    ]
+    split = split_of(run(rows)).train
+    answers = set()
+    for number, text in enumerate(asked):
+        (ids, mask), (own, learned) = split.mismatched(number, most=64), split.row(number)
+        prompt = int(learned.argmax())
+        assert ids[:prompt].tolist() == own[:prompt].tolist()
+        said = tokenizer.decode(ids[mask == 1]).removesuffix("<|im_end|>")
+        assert int(mask.argmax()) == prompt
+        other = int(said.split()[0])
+        assert said == f"{other} of {asked[other]}"
+        assert asked[other] != text
+        answers.add(other)
+        some = split.take(np.array([number]))
+        short = [part.tolist() for part in some.mismatched(0, most=prompt + 1)]
+        assert short == [part[: prompt + 1].tolist() for part in (ids, mask)]
+    assert len(answers) > 25
+    # Where there is no other prompt, any answer.
+    only = split_of(run(rows[30:], cache="d")).train
+    assert tokenizer.decode(only.mismatched(3, most=64)[0]).count(" of say") == 1
 
 
 def test_equal_inputs_give_equal_bytes_and_are_prepared_once(run: Run) -> None:

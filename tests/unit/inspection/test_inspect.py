@@ -292,3 +292,40 @@ def test_a_page_has_both_answers_beside_each_other_and_how_far_a_reference_prefe
     lines, nats, _, shown = reference()
     assert sorted("fine-tune it on the chosen answers first" in line for line in lines) == [False, True]
     assert nats == [None] * 4
+
+
+def test_single_answers_are_shown_with_their_label_and_what_is_odd_about_labels_is_named(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    good = [{"prompt": f"what is {number}", "completion": "a cat", "kto_tag": number % 2 > 0} for number in range(8)]
+    opposite = {**good[2], "kto_tag": True}
+    few = [{**row, "kto_tag": number < 2} for number, row in enumerate(good)]
+    names = ("Labels that contradict each other", "One label", "Labels out of balance")
+    cases: list[tuple[list[Any], dict[str, float], list[str]]] = [
+        ([*good, opposite], {}, [names[0]]),
+        ([row for row in good if row["kto_tag"]], {}, [names[1]]),
+        (few, {}, [names[2]]),
+        # With the weight that it names: three undesirable answers to each desirable one.
+        (few, {"desirable_weight": 3.5}, []),
+        (good, {"undesirable_weight": 0.7}, [names[2]]),
+    ]
+    for number, (rows, preference, odd) in enumerate(cases):
+        file = tmp_path / f"{number}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        plain = {"model": {"name": str(tiny_model_dir)}, "data": {"source": str(file), "max_length": 64}}
+        plain |= {"train": {"objective": "kto"}, "preference": preference, "run": {"output_dir": str(tmp_path)}}
+        found = inspect(build_config(plain, source="test"), examples=2)
+        of = {check.name: check for check in findings(found) if check.level in ("warning", "problem")}
+        assert [name for name in names if name in of] == odd
+        assert (found.parity.rows, found.parity.holds) == (len(rows), True)
+        assert found.splits[0].packing is None
+        if opposite in rows:
+            assert of[names[0]].where == (f"{number}.jsonl:9 = {number}.jsonl:3",)
+            assert [view.label for view in found.examples] == ["undesirable", "undesirable"]
+            out = StringIO()
+            found.print(Console(file=out, width=100))
+            assert "3 learned, label undesirable" in out.getvalue()
+        elif number == 2:
+            assert "desirable_weight between 3 and 4" in of[names[2]].finding
+        elif odd == [names[2]]:
+            assert "undesirable_weight between 0.75 and 1" in of[names[2]].finding

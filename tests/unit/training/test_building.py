@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from finray.config.load import build_config
+from finray.config.objectives import SFT
 from finray.config.resolved import Resolved
 from finray.data.sampling.groups import Groups
 from finray.errors import DataError
@@ -61,7 +62,8 @@ class Rows:
 
 
 TASK: Any = SimpleNamespace(
-    collate=lambda split, rows: (split.name, tuple(rows)), objective=SimpleNamespace(weight=lambda split: split.lengths)
+    collate=lambda split, rows: (split.name, tuple(rows)),
+    objective=SimpleNamespace(weight=lambda split: split.lengths, spec=SFT),
 )
 
 

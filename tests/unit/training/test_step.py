@@ -73,10 +73,11 @@ def test_an_evaluation_sums_over_ranks_what_counts() -> None:
         score=score,
         metrics=lambda sums: {"sum": sums[0]},
         confusion=lambda sums: [[int(sums[1])]],
+        spec=SimpleNamespace(before=()),
     )
     task: Any = SimpleNamespace(objective=objective, outputs=lambda value: 2 * value)
     batches = [(batch(2.0), True), (batch(100.0), False), (batch(3.5), True), (batch(1.0), True)]
-    loader: Any = SimpleNamespace(rows=2, passes=4, batches=lambda: iter(batches))
+    loader: Any = SimpleNamespace(rows=2, passes=4, batches=lambda: iter(batches), batches_before=lambda: iter(()))
     # One of two ranks; the other gives the same.
     strategy: Any = SimpleNamespace(device=CPU, all_reduce=lambda values: values * 2)
     assert evaluate(task, strategy, loader, told.append) == ({"sum": 13.0}, [[13]])

@@ -24,7 +24,7 @@ from finray.data.dataset.manifest import MANIFEST, DataFile, Manifest, StreamEnt
 from finray.data.dataset.plan import ROWS_PER_BATCH
 from finray.data.formats.labels import Label, LabelSet
 from finray.data.sampling.groups import Groups
-from finray.data.sampling.order import mix
+from finray.data.sampling.order import derive_key, mix
 from finray.data.sampling.splits import hold_out, mixed, sample, sizes_of_mix
 from finray.data.storage import Folder
 from finray.errors import DataError
@@ -35,6 +35,8 @@ KINDS = ("chat", "completion", "text", "labelled", "preference", "unpaired")
 # Begins the names of columns of values in the index.
 VALUE = "value:"
 IntArray = npt.NDArray[np.int64]
+# Rows with the same prompt that a search for another prompt passes.
+_MOST_PASSED = 1000
 
 
 class PreparedSplit:
@@ -158,7 +160,29 @@ class PreparedSplit:
 
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Token ids, and loss mask or (for labelled text) token types of a row, as views of the mapped file."""
-        part, within = self._find(number)
+        return self._row(int(self._rows[number]))
+
+    def mismatched(self, number: int, *, most: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """As :meth:`row`, the row's prompt with the answer to another prompt, cut off after ``most`` tokens.
+
+        The answer is that of any row that was prepared for the split. Which one depends on nothing but the row's number
+        among these, so it is the same in every run and epoch, whichever rows were taken.
+        """
+        row = int(self._rows[number])
+        ids, mask = self._row(row)
+        prompt, count = ids[: int(mask.argmax())], int(self._starts[-1])
+        first = derive_key("mismatched", row) % count
+        for at in range(min(count, _MOST_PASSED)):
+            other_ids, other_mask = self._row((first + at) % count)
+            begin = int(other_mask.argmax())
+            if not np.array_equal(other_ids[:begin], prompt):
+                break
+        joined = np.concatenate([prompt, other_ids[begin:]]), np.concatenate([mask[: len(prompt)], other_mask[begin:]])
+        return joined[0][:most], joined[1][:most]
+
+    def _row(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """As :meth:`row`, by number among all prepared rows."""
+        part, within = self._place(row)
         ids, mask, offsets = self._batches(part)[within // ROWS_PER_BATCH]
         at = within % ROWS_PER_BATCH
         span = slice(offsets[at], offsets[at + 1])
@@ -206,14 +230,15 @@ class PreparedSplit:
     def values(self, name: str) -> npt.NDArray[np.float64]:
         """What a column of values says of each row. Raises DataError: the rows have no such column."""
         column = f"{VALUE}{name}"
-        if (lacking := next((table for table in self._index if column not in table.column_names), None)) is not None:
+        tables = [table for table in self._index if len(table)]
+        if (lacking := next((table for table in tables if column not in table.column_names), None)) is not None:
             file = self._parts[self._index.index(lacking)].pieces[0].file
             raise DataError(
                 f"the rows have no values `{name}`, which the objective reads",
                 where=file,
                 repair="prepare data whose rows have them, or change train.objective or its settings",
             )
-        every = np.concatenate([table.column(column).to_numpy() for table in self._index])
+        every = np.concatenate([np.empty(0), *(table.column(column).to_numpy() for table in tables)])
         return every[self._rows].astype(np.float64)
 
     def prefetch(self, rows: Iterable[int]) -> None:
@@ -227,7 +252,9 @@ class PreparedSplit:
 
     def _find(self, number: int) -> tuple[int, int]:
         """A row's part, and its index in the part."""
-        row = int(self._rows[number])
+        return self._place(int(self._rows[number]))
+
+    def _place(self, row: int) -> tuple[int, int]:
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
         return part, row - int(self._starts[part])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from finray.config.preference import PreferenceConfig
 from finray.data.dataset.manifest import NAMED_ROWS, Manifest, SplitStats
 from finray.data.dataset.prepared import BAD_ROWS, PreparedSplit, Splits
-from finray.data.formats.preference_checks import contradictions, length_bias
+from finray.data.formats.preference_checks import balancing, contradictions, length_bias, only_class
 from finray.data.sources.resolve import listed
 from finray.limits import cut
 
@@ -171,11 +172,11 @@ def without_rows(stats: SplitStats) -> str:
     return f"{len(files):,} file{'' if len(files) == 1 else 's'} without rows: {listed(files)}"
 
 
-def shared_rows(splits: Splits, kind: str) -> list[str]:
-    """Warnings about held-out rows that are trained on too, by their tokens, and about pairs."""
+def shared_rows(splits: Splits, kind: str, preference: PreferenceConfig) -> list[str]:
+    """Warnings about held-out rows that are trained on too, by their tokens, and about preferences."""
     lines = [
         f"warning: {text}" + (f", such as {', '.join(where)}" if where else "")
-        for _, text, _, where in pair_remarks(splits, kind)
+        for _, text, _, where in preference_remarks(splits, kind, preference)
     ]
     for name, rows in (("eval", splits.eval), ("test", splits.test)):
         if rows is not None and (count := int(np.isin(rows.digests, splits.train.digests).sum())):
@@ -185,16 +186,45 @@ def shared_rows(splits: Splits, kind: str) -> list[str]:
     return lines
 
 
-def pair_remarks(splits: Splits, kind: str) -> list[tuple[str, str, int, tuple[str, ...]]]:
-    """What no objective can learn from the pairs of all splits, or learns wrongly: name, sentence, number of pairs, and
-    the first of them as ``file:row``. Nothing for rows of another kind than `preference`."""
-    if kind != "preference":
-        return []
-    some = (rows for rows in (splits.train, splits.eval, splits.test) if rows is not None)
+Remark = tuple[str, str, int, tuple[str, ...]]
+
+
+def preference_remarks(splits: Splits, kind: str, preference: PreferenceConfig) -> list[Remark]:
+    """What no objective can learn from preferences, or learns wrongly: name, sentence, number of pairs or answers, and
+    the first of them as ``file:row``. Nothing for rows of other kinds."""
+    some = [rows for rows in (splits.train, splits.eval, splits.test) if rows is not None]
+    return _of_pairs(some) if kind == "preference" else _of_answers(some, preference) if kind == "unpaired" else []
+
+
+def _of_answers(some: Sequence[PreparedSplit], preference: PreferenceConfig) -> list[Remark]:
+    """Of single answers, desirable or not; those to train on come first."""
+    desirable, remarks = [rows.values("label") > 0 for rows in some], list[Remark]()
+    digests, wanted = np.concatenate([rows.digests for rows in some]), np.concatenate(desirable)
+    if len(both := np.intersect1d(digests[wanted], digests[~wanted])):
+        places = [(rows, number) for rows in some for number in range(len(rows))]
+        firsts = [(np.argmax((digests == one) & side) for side in (wanted, ~wanted)) for one in both[:NAMED_ROWS]]
+        where = tuple(" = ".join(places[at][0].where(places[at][1]) for at in two) for two in firsts)
+        text = f"{len(both):,} answers are desirable in one row and undesirable in another: remove one of the two"
+        remarks.append(("Labels that contradict each other", text, len(both), where))
+    counts = int(desirable[0].sum()), int((~desirable[0]).sum())
+    if (only := only_class(desirable[0])) is not None:
+        text = f"all {sum(counts):,} answers are {'' if only else 'un'}desirable: nothing says what to prefer to them"
+        remarks.append(("One label", text, sum(counts), ()))
+    elif (repair := balancing(*counts, preference.desirable_weight, preference.undesirable_weight)) is not None:
+        ratio, name, low, high = repair
+        text = (
+            f"{counts[0]:,} answers are desirable and {counts[1]:,} undesirable: with their weights {ratio:.2f} to 1; "
+            f"from 1 to 4/3 is recommended: set preference.{name} between {low:.3g} and {high:.3g}"
+        )
+        remarks.append(("Labels out of balance", text, sum(counts), ()))
+    return remarks
+
+
+def _of_pairs(some: Sequence[PreparedSplit]) -> list[Remark]:
     each = [(rows, first) for rows in some for first in rows.groups.starts[:-1].tolist()]
     digests = [(int(rows.digests[first]), int(rows.digests[first + 1])) for rows, first in each]
     longest = {rows.name: int(rows.lengths.max()) for rows, _ in each}
-    remarks = []
+    train, remarks = some[0], list[Remark]()
     if opposite := contradictions(*zip(*digests, strict=True)):
         where = tuple(" = ".join(each[at][0].where(each[at][1]) for at in pair) for pair in opposite[:NAMED_ROWS])
         text = (
@@ -217,7 +247,7 @@ def pair_remarks(splits: Splits, kind: str) -> list[tuple[str, str, int, tuple[s
         )
         where = tuple(rows.where(first) for rows, first in cut_off[:NAMED_ROWS])
         remarks.append(("One answer cut off", text, len(cut_off), where))
-    learned = splits.train.supervised[splits.train.groups.starts[:-1, None] + [0, 1]]
+    learned = train.supervised[train.groups.starts[:-1, None] + [0, 1]]
     bias = length_bias(learned[:, 0], learned[:, 1])
     if bias.is_telling:
         which = "longer" if bias.share > 0.5 else "shorter"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from finray.config.objectives import objective_spec
 from finray.config.resolved import Steps
 from finray.config.schema import Config, TrainConfig
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
@@ -32,7 +33,7 @@ class RunData:
     steps: Steps  # how the packs form steps
     total_steps: int  # optimizer steps of the run
     total_items: int | None  # packs (or rows) in all of them; None if ``train.max_steps`` decides
-    # Where rows are in groups, a step is counted in these and then packed: tokens of such a pack; None without packing.
+    # Where a step is counted in rows, or groups of them, and then packed: tokens of such a pack; None without packing.
     joined: int | None
 
 
@@ -58,10 +59,11 @@ def run_data(
         pack_length = decided.pack_length
     else:
         pack_length = pack_length_of(config, lengths) if is_whole else None
-    if not groups.is_single:
+    is_counted = objective_spec(config).counts_rows or not groups.is_single
+    if is_counted:
         # Each row has at most `data.max_length` tokens, and all of a group are in one pass.
         pack_length, joined = None, max(config.data.max_length, int(lengths.max())) if config.data.packing else None
-    pack = plan_packs if config.data.packing and groups.is_single else one_row_each
+    pack = plan_packs if config.data.packing and not is_counted else one_row_each
     plan = pack(lengths, pack_length or config.data.max_length).in_rows(groups)
     steps = decide_steps(config.train, packs=len(plan) if is_whole else None, pack_length=pack_length, before=decided)
     total, items = total_steps(max(1, len(plan)), steps, max_steps=config.train.max_steps)

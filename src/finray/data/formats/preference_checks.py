@@ -51,6 +51,22 @@ def contradictions(better: Iterable[Hashable], worse: Iterable[Hashable]) -> lis
     return opposite
 
 
+def balancing(
+    desirable: int, undesirable: int, of_desirable: float, of_undesirable: float
+) -> tuple[float, str, float, float] | None:
+    """Of numbers of answers and their weights: the ratio of both sides as they are weighted, and the weight that mends
+    it, with its range. None if it is from 1 to 4/3, as KTO's paper recommends, or if a side counts nothing."""
+    if not min(desirable, undesirable, of_desirable, of_undesirable):
+        return None
+    ratio = desirable * of_desirable / (undesirable * of_undesirable)
+    # A weight may be rounded.
+    if 0.99 <= ratio <= 1.01 * 4 / 3:
+        return None
+    if ratio < 1:
+        return ratio, "desirable_weight", of_desirable / ratio, of_desirable / ratio * 4 / 3
+    return ratio, "undesirable_weight", of_undesirable * ratio * 3 / 4, of_undesirable * ratio
+
+
 def only_class(wanted: Sequence[bool] | npt.NDArray[np.bool_]) -> bool | None:
     """Whether all answers are wanted (True), or none is (False), from which nothing can be told apart; None if there
     are both, or no answers."""

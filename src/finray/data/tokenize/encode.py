@@ -537,7 +537,7 @@ class Tokenizer:
                 repair="raise data.max_length, or set data.on_too_long to truncate or drop",
             )
         kept = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
-        return [Tokens(row.ids[:limit], kept, truncated=True)]
+        return [replace(row, ids=row.ids[:limit], spans=kept, truncated=True)]
 
 
 def _prompt_of(row: Tokens) -> list[int]:
