@@ -123,7 +123,7 @@ def add_columns(
             for at in range(0, len(missing), strategy.world_size):
                 assert reference is not None
                 parts = missing[at : at + strategy.world_size]
-                _compute(column, files, parts, reference, rows, strategy, pack, config.data.max_length, before=before)
+                _compute(column, files, parts, reference, rows, strategy, pack, config.data.max_length, before)
             read = on_all_ranks(strategy, files.read)
             for split in splits:
                 if split.name == name:
@@ -153,7 +153,6 @@ def _compute(
     strategy: Strategy,
     pack: Callable[[IntArray, int], PackPlan],
     capacity: int,
-    *,
     before: bool,
 ) -> None:
     """Compute and write parts of a column, each rank one; there may be fewer than ranks. A collective."""

@@ -176,4 +176,4 @@ def test_rows_with_labels_are_answers_that_are_wanted_or_not(tmp_path: Path) -> 
     for wanted in (True, False):
         row = {"talk": [SAID[0], {"from": "gpt", "value": "A"}], "fine": wanted}
         (answer,) = converter_of(choice.decide(row), has_chat_template=True)(row)
-        assert answer.wanted is wanted  # type: ignore[union-attr]
+        assert answer.is_wanted is wanted  # type: ignore[union-attr]
