@@ -89,6 +89,7 @@ class Run:
             model=model,
             layout=None,
             outputs=lambda batch: None,
+            in_step=None,
             objective=SimpleNamespace(
                 spec=SFT,
                 metric_count=lambda rows: 1,
