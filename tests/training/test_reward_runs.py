@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.testclient import TestClient
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from finray.evaluation.artifacts import export_model
+from finray.serving.models import ServeSettings
+from finray.serving.server import ApiServer
 from tests.support import runs, tiny
-from tests.support.runs import Plain
+from tests.support.runs import Plain, changed
 
 THINGS = ("a cat", "the old red fox", "tea", "seven small stones in a row", "bread and butter", "rain")
+SYSTEM = "<|im_start|>system\nbe brief<|im_end|>\n"
 CENTERING, EPSILON, RATE = 0.07, 1e-2, 0.005
 NAMES = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward")
 
@@ -49,9 +54,9 @@ def done(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def reward(model: Any, tokenizer: Any, question: str, answer: str) -> torch.Tensor:
+def reward(model: Any, tokenizer: Any, question: str, answer: str, system: str = "") -> torch.Tensor:
     """Of an answer to a question, alone in its pass."""
-    text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
+    text = f"{system}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>"
     tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     return model(input_ids=tokens).logits[0, 0].double()
 
@@ -97,3 +102,42 @@ def test_a_run_is_the_plain_loop(plain: Plain, done: Path) -> None:
     # It learns something. The control: the answers change places.
     assert steps[-1]["margin"] > 0 > steps[0]["margin"]
     assert last["eval_loss"] != pytest.approx(float(swapped["loss"]), rel=1e-2)
+
+
+def test_the_exported_and_the_served_model_score_answers_as_plain_transformers(plain: Plain, tmp_path: Path) -> None:
+    own = changed(
+        plain,
+        {
+            "adapter": {"method": "lora", "target_modules": "all-linear"},
+            "data": {"system": "be brief", "max_length": 64},
+        },
+    )
+    runs.run_alone(changed(own, {"train.max_steps": 4, "train.learning_rate": 0.05}), tmp_path / "run")
+    export_model(tmp_path / "run" / "checkpoint-000004", tmp_path / "out", dtype="fp32")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    base = AutoModelForSequenceClassification.from_pretrained(plain["model"]["name"], dtype=torch.float32)
+    question, answers = "what is 3", ["it is tea", "rain", "the old red fox"]
+    with torch.no_grad():
+        expected = [float(reward(model, tokenizer, question, answer, SYSTEM)) for answer in answers]
+        before = [float(reward(base, tokenizer, question, answer, SYSTEM)) for answer in answers]
+    assert expected != pytest.approx(before, abs=1e-2)
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answers[0]}]
+    for place in ("run/checkpoint-000004", "out"):
+        server = ApiServer(ServeSettings(str(tmp_path / place), dtype="fp32", name="rm"), lambda line: None)
+        with TestClient(server.app(), base_url="http://127.0.0.1:8000") as http:
+            for path, names in {"/v1/score": ("queries", "documents"), "/score": ("text_1", "text_2")}.items():
+                asked = {"model": "rm", names[0]: question, names[1]: answers}
+                scored = http.post(path, json=asked).json()["data"]
+                assert [(each["index"], each["object"]) for each in scored] == [(at, "score") for at in range(3)]
+                assert [each["score"] for each in scored] == pytest.approx(expected, abs=1e-5)
+            for path, body in {
+                "/v1/classify": {"messages": turns},
+                "/classify": {"input": [[question, answers[0]]]},
+            }.items():
+                (found,) = http.post(path, json={"model": "rm", **body}).json()["data"]
+                assert found["probs"] == pytest.approx(expected[:1], abs=1e-5)
+            odd = {"model": "rm", "queries": [question] * 2, "documents": answers}
+            assert http.post("/v1/score", json=odd).json()["error"]["message"].startswith("there are 2 prompts for 3")
+            odd = {"model": "rm", "messages": turns[:1]}
+            assert "does not end with an answer" in http.post("/classify", json=odd).json()["error"]["message"]

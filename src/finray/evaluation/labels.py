@@ -18,11 +18,14 @@ from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir, saved_config
 from finray.config.adapter_files import read_notes
 from finray.config.schema import NO_TEXT, ModelConfig
 from finray.config.tasks import SPECS
-from finray.data.formats.examples import detect
+from finray.data.formats.examples import Chat, Completion, Message, detect
+from finray.data.formats.messages import messages_of
+from finray.data.formats.preferences import unpaired_of
 from finray.data.sampling.collate import Row
 from finray.data.sources.pieces import read_file
 from finray.data.sources.resolve import TABLES
 from finray.data.storage import file_suffix
+from finray.data.tokenize.encode import Tokenizer
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import inference_device, inference_dtype
 from finray.evaluation.classify import Classification, Classified, classify
@@ -32,7 +35,7 @@ from finray.files import FileKind
 from finray.models.artifacts import Artifact, load_artifact, require_finite, task_of
 from finray.models.packing_cache import packing_of
 from finray.models.saved_layout import without_adapter
-from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.tokenizers import generation_stops, load_tokenizer
 from finray.results import RowsResult
 
 _CONFIGS = FileKind(ModelError, repair="download the model again", links=True)
@@ -116,7 +119,22 @@ class TextClassifier:
         self._packs, self._labels = packing.is_told, artifact.labels
         self._model = load_artifact(artifact, dtype=dtype or inference_dtype(None, device)).to(device)
         require_finite(self._model, str(artifact.folder))
-        self._tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
+        self._tokenizer, notes = load_tokenizer(ModelConfig(name=str(artifact.folder))), artifact.notes
+        self.is_reward, self._system, self._is_chat = (
+            artifact.is_reward,
+            notes.get("system"),
+            notes.get("rows") == "chat",
+        )
+        if self.is_reward:
+            self._encoder = Tokenizer(
+                self._tokenizer,
+                train_on="completion",
+                max_length=2**31,
+                on_too_long="drop",
+                template_arguments=notes.get("chat_template_arguments"),
+                tool_format=notes.get("tool_format", "plain"),
+                stops=generation_stops(artifact.model),
+            )
         inner = without_adapter(self._model)
         named = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
@@ -125,10 +143,29 @@ class TextClassifier:
         )
 
     def row(self, texts: Sequence[str]) -> Row:
-        """Token ids and token types of a text, or of a pair."""
+        """Token ids and token types of a text, or of a pair; of a reward model, a prompt and its answer.
+        Raises DataError: the chat template refuses them."""
+        if self.is_reward and len(texts) == 2:
+            turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+            return self.conversation(turns) if self._is_chat else self._answered(Completion(texts[0], texts[1]))
         encoded = self._tokenizer(*texts)
         ids = encoded["input_ids"]
         return np.asarray(ids), np.asarray(encoded.get("token_type_ids") or [0] * len(ids))
+
+    def conversation(self, turns: Sequence[Any]) -> Row:
+        """Token ids of a conversation up to the end of its last answer, with those that a reward model was trained on.
+        Raises DataError: it ends without an answer, or the model was not trained on conversations."""
+        if not (self.is_reward and self._is_chat):
+            raise DataError("the model was not trained on conversations", repair="give texts")
+        messages = messages_of(turns, "messages")
+        if self._system and messages[0].role not in ("system", "developer"):
+            messages = (Message("system", self._system), *messages)
+        return self._answered(Chat(messages))
+
+    def _answered(self, example: Chat | Completion) -> Row:
+        (encoded,) = self._encoder.encode([unpaired_of(example, True)])
+        ids = np.asarray(encoded.rows[0].ids)
+        return ids, np.zeros_like(ids)
 
     def classify(self, rows: Sequence[Row]) -> Classified:
         """Labels of rows. Raises ModelError: the logits of one are not finite."""

@@ -53,6 +53,11 @@ class Artifact:
         return self.base is not None
 
     @property
+    def is_reward(self) -> bool:
+        """Whether its one output is how good an answer is."""
+        return "objective" in self.notes
+
+    @property
     def model(self) -> ModelConfig:
         """The model to load first: the adapter's base, or the whole model."""
         return self.base or self.began_as or ModelConfig(name=str(self.folder), task=task_of(self.notes))

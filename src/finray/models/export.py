@@ -41,6 +41,7 @@ _KEPT = (
     "task",
     "auto_class",
     "problem",
+    "objective",
     "labels",
     "system",
     "tool_format",

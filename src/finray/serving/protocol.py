@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from finray.config.schema import NO_TEXT
 from finray.files import first_line
@@ -128,10 +128,48 @@ class CompletionRequest(GenerateRequest):
 
 
 class ClassifyRequest(Request):
-    """The body of `/v1/classify`; an input is a text, or a pair of them."""
+    """The body of `/v1/classify`; an input is a text, or a pair of them. A reward model takes a conversation, too."""
 
-    input: str | list[str | tuple[str, str] | list[str]] = Field(description="a text, or a list of texts and pairs")
+    input: str | list[str | tuple[str, str] | list[str]] = Field([], description="a text, or a list of texts and pairs")
+    messages: list[dict[str, Any]] | None = Field(None, description="a list of objects with `role` and `content`")
     user: str | None = Field(None, description="a text")
+
+    def texts(self) -> tuple[str, list[Sequence[Any]]]:
+        """The name of the field, and one or two texts each, or the conversation.
+        Raises ApiError: both fields are there."""
+        if self.messages is None:
+            inputs = [self.input] if isinstance(self.input, str) else self.input
+            return "input", [(text,) if isinstance(text, str) else text for text in inputs]
+        if self.input:
+            raise ApiError(400, "give either `input` or `messages`", param="messages")
+        return "messages", [self.messages]
+
+
+# vLLM's other names of the fields of a request for scores.
+_SCORED = {"text_1": "queries", "data_1": "queries"} | dict.fromkeys(("text_2", "data_2", "items"), "documents")
+
+
+class ScoreRequest(Request):
+    """The body of `/v1/score`: one prompt for all answers, or one for each."""
+
+    queries: str | list[str] = Field(description="a prompt, or a list with one for each of `documents`")
+    documents: str | list[str] = Field(description="an answer, or a list of answers")
+    user: str | None = Field(None, description="a text")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, raw: Any) -> Any:
+        return {_SCORED.get(name, name): value for name, value in raw.items()} if isinstance(raw, dict) else raw
+
+    def texts(self) -> tuple[str, list[Sequence[Any]]]:
+        """The name of a field, and prompts with their answers.
+        Raises ApiError: there are neither one nor as many prompts as answers."""
+        prompts, answers = ([each] if isinstance(each, str) else each for each in (self.queries, self.documents))
+        if len(prompts) not in (1, len(answers)):
+            message = f"there are {len(prompts)} prompts for {len(answers)} answers; give one, or one for each"
+            raise ApiError(400, message, param="queries")
+        prompts = prompts * (len(answers) if len(prompts) == 1 else 1)
+        return "documents", list(zip(prompts, answers, strict=True))
 
 
 class AdapterRequest(BaseModel):

@@ -33,6 +33,7 @@ from finray.serving.protocol import (
     ClassifyRequest,
     CompletionRequest,
     RemovalRequest,
+    ScoreRequest,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class ApiServer:
 
     def _answers(self) -> Models:
         if self._models is None:
-            raise ApiError(404, f"`{self.names()[0]}` is a classifier: use /v1/classify")
+            raise ApiError(404, f"`{self.names()[0]}` is a classifier: use /v1/classify or /v1/score")
         return self._models
 
     async def drain(self, seconds: float) -> bool:
@@ -101,7 +102,8 @@ class ApiServer:
             Route("/v1/models/{name:path}", self._model, methods=get),
             Route("/v1/chat/completions", self._chat, methods=post),
             Route("/v1/completions", self._complete, methods=post),
-            Route("/v1/classify", self._classify, methods=post),
+            *(Route(f"{root}/classify", self._classify, methods=post) for root in ("/v1", "")),
+            *(Route(f"{root}/score", self._classify, methods=post) for root in ("/v1", "")),
             Route("/v1/adapters", self._list_adapters, methods=get),
             Route("/v1/adapters", self._add, methods=post),
             Route("/v1/load_lora_adapter", self._add, methods=post),
@@ -193,7 +195,8 @@ class ApiServer:
     async def _classify(self, request: Request) -> Response:
         if self._classifier is None:
             raise ApiError(404, "no classifier is served here: use /v1/chat/completions or /v1/completions")
-        parsed = protocol.parse(ClassifyRequest, await _body(request))
+        content, is_scored = await _body(request), request.scope["path"].endswith("score")
+        parsed = protocol.parse(ScoreRequest, content) if is_scored else protocol.parse(ClassifyRequest, content)
         with self._classifier.place(), caused_by_request("input"):
             return JSONResponse(await asyncio.to_thread(self._classifier.answer, parsed))
 
