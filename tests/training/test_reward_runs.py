@@ -13,7 +13,10 @@ from starlette.testclient import TestClient
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from finray.config.requests import EvaluationRequest
+from finray.errors import ConfigError
 from finray.evaluation.artifacts import export_model
+from finray.evaluation.compare import evaluate
 from finray.serving.models import ServeSettings
 from finray.serving.server import ApiServer
 from tests.support import runs, tiny
@@ -104,6 +107,18 @@ def test_a_run_is_the_plain_loop(plain: Plain, done: Path) -> None:
     assert last["eval_loss"] != pytest.approx(float(swapped["loss"]), rel=1e-2)
 
 
+@pytest.mark.parametrize("other", [{}, {"train.micro_batch_size": 3}, {"data.packing": False}])
+def test_a_killed_run_goes_on_with_the_same_losses(
+    plain: Plain, done: Path, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    run_dir = runs.cut(done, tmp_path / "run") if not other else tmp_path / "run"
+    runs.run_alone(changed(plain, other), run_dir)
+    assert runs.values(run_dir, "samples") == runs.values(done, "samples")
+    assert other or runs.trace(run_dir) == runs.trace(done)
+    for name in (*NAMES, "grad_norm"):
+        assert runs.values(run_dir, name) == pytest.approx(runs.values(done, name), rel=1e-4, abs=1e-5)
+
+
 def test_the_exported_and_the_served_model_score_answers_as_plain_transformers(plain: Plain, tmp_path: Path) -> None:
     own = changed(
         plain,
@@ -118,6 +133,7 @@ def test_the_exported_and_the_served_model_score_answers_as_plain_transformers(p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     base = AutoModelForSequenceClassification.from_pretrained(plain["model"]["name"], dtype=torch.float32)
     question, answers = "what is 3", ["it is tea", "rain", "the old red fox"]
+    model.requires_grad_(False)
     with torch.no_grad():
         expected = [float(reward(model, tokenizer, question, answer, SYSTEM)) for answer in answers]
         before = [float(reward(base, tokenizer, question, answer, SYSTEM)) for answer in answers]
@@ -141,3 +157,22 @@ def test_the_exported_and_the_served_model_score_answers_as_plain_transformers(p
             assert http.post("/v1/score", json=odd).json()["error"]["message"].startswith("there are 2 prompts for 3")
             odd = {"model": "rm", "messages": turns[:1]}
             assert "does not end with an answer" in http.post("/classify", json=odd).json()["error"]["message"]
+    # A file of answers, and one of pairs: the scores of each row, and their means.
+    alone = tmp_path / "answers.jsonl"
+    alone.write_text("".join(json.dumps({"prompt": question, "answer": answer}) + "\n" for answer in answers))
+    result = evaluate(tmp_path / "out", ["train.precision=fp32"], EvaluationRequest(file=alone))
+    assert [row.scores["out"]["reward"] for row in result.predictions] == pytest.approx(expected, abs=1e-5)
+    result = evaluate(tmp_path / "out", ["train.precision=fp32"], EvaluationRequest(file=plain["data"]["eval_source"]))
+    rewards = [
+        [float(reward(model, tokenizer, row["prompt"], row[side], SYSTEM)) for side in ("chosen", "rejected")]
+        for row in map(pair, range(20, 27))
+    ]
+    for at, name in enumerate(("chosen_reward", "rejected_reward")):
+        found = [row.scores["out"][name] for row in result.predictions]
+        assert found == pytest.approx([row[at] for row in rewards], abs=1e-5)
+    scores = result.models[-1].scores
+    assert scores["reward_margin"].value == pytest.approx(sum(row[0] - row[1] for row in rewards) / 7, abs=1e-5)
+    assert scores["reward_accuracy"].value == sum(row[0] > row[1] for row in rewards) / 7
+    assert (scores["reward_accuracy"].interval.low or 0) < scores["reward_accuracy"].value
+    with pytest.raises(ConfigError, match="a reward model scores answers; it does not write answers"):
+        evaluate(tmp_path / "out", (), EvaluationRequest(file=alone, temperature=0.5))

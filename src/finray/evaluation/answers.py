@@ -92,7 +92,7 @@ def judge(case: Case) -> Judged:
     made_by["engine"] = [name for place, name in enumerate(engines) if name not in engines[:place]]
     _reward(case, judged, of_pairs)
     if rows is not None and (are_pairs or "answers" in needs):
-        judged.prediction = _shown(case, rows, answered, judged)
+        judged.prediction = shown(case, rows, answered, judged)
     return judged
 
 
@@ -219,9 +219,10 @@ def _choices(rows: EvaluationRows, scoring: ScoringConfig, config: Config) -> di
     return by_row
 
 
-def _shown(
+def shown(
     case: Case, rows: EvaluationRows, answered: dict[str, list[tuple[str, ...]]], judged: Judged
 ) -> Callable[[int], Prediction]:
+    """A function that makes a row, by its index, a text with the models' answers and scores."""
     tokenizer = load_tokenizer(case.tuned.artifact.tokenizer)
 
     def prediction(index: int) -> Prediction:

@@ -21,6 +21,7 @@ from finray.config.resolved import LabelSet
 from finray.config.schema import ModelConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
+from finray.data.sampling.collate import Row
 from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.classify import Classification, Classified, classify
@@ -101,14 +102,7 @@ def judge(case: Case) -> Judged:
     """Score rows with classifiers; without baselines, compare with always predicting the most common label.
     Raises FinrayError: answers are requested, a model cannot be loaded, or a row has a label unknown to it."""
     request = case.request
-    usual, given = asdict(EvaluationRequest()), asdict(request)
-    nothing: tuple[object, ...] = (None, (), [])
-    if wrong := [name for name in _OF_ANSWERS if given[name] != usual[name] and given[name] not in nothing]:
-        raise ConfigError(
-            "a classifier predicts labels; it does not write answers",
-            where=f"--{wrong[0].replace('_', '-')}",
-            repair="leave it out: accuracy, F1 and the other metrics are always computed",
-        )
+    require_no_answers(request, "a classifier predicts labels", "accuracy, F1 and the other metrics")
     rows = case.rows
     assert rows is not None
     name = case.config.model.task if case.run is not None else case.tuned.artifact.notes.get("task", case.spec.name)
@@ -116,7 +110,7 @@ def judge(case: Case) -> Judged:
         case.notes.append(f"the loss and the scores are those of `{case.spec.name}`, not of the task `{name}`")
     truths = [rows.split.labels[number] for number in rows.numbers]
     held = [rows.split.row(number) for number in rows.numbers]
-    classified = {subject.name: _classified(case, subject, truths) for subject in case.subjects}
+    classified = {subject.name: _of_labels(case, subject, truths) for subject in case.subjects}
     labels = classified[case.tuned.name].labels
     predictions = {name: _in_order(rows, labels.names) for name, rows in classified.items()}
     if request.baselines is None and rows.train is not None:
@@ -192,16 +186,51 @@ def _names(label: Label) -> tuple[str, ...]:
     return label if isinstance(label, tuple) else (str(label),)
 
 
-def _classified(case: Case, subject: Subject, truths: Sequence[Label]) -> Classified:
-    """A model's predictions, each saved as it is computed: a killed evaluation continues with what it has."""
+def require_no_answers(request: EvaluationRequest, does: str, scores: str) -> None:
+    """Refuse options of answers. Raises ConfigError: one is given."""
+    usual, given = asdict(EvaluationRequest()), asdict(request)
+    nothing: tuple[object, ...] = (None, (), [])
+    if wrong := [name for name in _OF_ANSWERS if given[name] != usual[name] and given[name] not in nothing]:
+        raise ConfigError(
+            f"{does}; it does not write answers",
+            where=f"--{wrong[0].replace('_', '-')}",
+            repair=f"leave it out: {scores} are always computed",
+        )
+
+
+def _of_labels(case: Case, subject: Subject, truths: Sequence[Label]) -> Classified:
     rows = case.rows_for(subject.artifact)
     assert rows is not None
     # The tokenizer of another model reads the same rows otherwise.
-    read = [rows.split.row(number) for number in rows.numbers]
+    read = {number: rows.split.row(number) for number in rows.numbers}
+    labels = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
+    return classified_rows(case, subject, rows.fingerprint, read, truths, labels)
+
+
+def classified_rows(
+    case: Case,
+    subject: Subject,
+    fingerprint: str,
+    rows: Mapping[int, Row],
+    truths: Sequence[Label] | None,
+    labels: LabelSet | None,
+) -> Classified:
+    """A model's predictions, each saved as it is computed: a killed evaluation continues with what it has.
+
+    Args:
+        case: of the evaluation.
+        subject: the model.
+        fingerprint: of the rows.
+        rows: token ids and types, by number.
+        truths: label of each row; None if unknown.
+        labels: that the model is for; None for those of its configuration.
+    """
+    read = list(rows.values())
     packs = packing_of(subject.artifact.model).is_told
-    key = {"model": subject.identity, "rows": rows.fingerprint, "dtype": str(case.dtype), "packs": packs}
+    key = {"model": subject.identity, "rows": fingerprint, "dtype": str(case.dtype), "packs": packs}
     cache = ResultCache(case.folder, "labels", key)
-    logits = {row: cache.values[number] for row, number in enumerate(rows.numbers) if number in cache.values}
+    numbers = list(rows)
+    logits = {row: cache.values[number] for row, number in enumerate(numbers) if number in cache.values}
     model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
     began = time.perf_counter()
     with cache.writer(made_by={"name": "transformers", "version": version("transformers")}) as save:
@@ -210,10 +239,10 @@ def _classified(case: Case, subject: Subject, truths: Sequence[Label]) -> Classi
             read,
             truths,
             packs=packs,
-            labels=case.resolved.label_set if case.resolved is not None and subject is case.tuned else None,
+            labels=labels,
             progress=partial(case.progress, f"{subject.name} labels", total=len(read)),
             cached=logits,
-            save=lambda row, line: save(rows.numbers[row], line),
+            save=lambda row, line: save(numbers[row], line),
         )
     if computed := [len(ids) for row, (ids, _) in enumerate(read) if row not in logits]:
         seconds = time.perf_counter() - began

@@ -13,10 +13,11 @@ import numpy as np
 
 from finray.checkpoint.copies import bring_back, local_copy, named_run
 from finray.config.load import Overrides
+from finray.config.objectives import REWARD
 from finray.config.requests import EvaluationRequest
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
-from finray.evaluation import answers, classifiers
+from finray.evaluation import answers, classifiers, rewards
 from finray.evaluation.engines.base import Engine
 from finray.evaluation.estimates import Judged, compared_with, directions, evaluated, for_several, sentences
 from finray.evaluation.harness import joined
@@ -26,10 +27,11 @@ from finray.evaluation.rows import Lazy
 from finray.evaluation.subjects import Case, Progress
 from finray.pretrained.tokenizers import load_tokenizer
 
-# The judge of each task's models: one file and one line each.
+# The judge of each task's models, and of an objective's where it has another: one file and one line each.
 JUDGES: dict[str, Callable[[Case], Judged]] = {
     CAUSAL_LM.name: answers.judge,
     SEQUENCE_CLASSIFICATION.name: classifiers.judge,
+    REWARD.name: rewards.judge,
 }
 _DEFAULTS = EvaluationRequest()
 # Packages whose versions are recorded: these always, those of scores where a score or a task has imported them.
@@ -62,7 +64,7 @@ def evaluate(
     """
     named, model = model, local_copy(named_run(model))
     case = Case.of(model, overrides, request, tasks=JUDGES, progress=progress, spread=spread)
-    judged = JUDGES[case.spec.name](case)
+    judged = JUDGES.get(case.spec.objective, JUDGES[case.spec.name])(case)
     rows, seed, notes = case.rows, request.seed, case.notes
     models = [evaluated(judged, name, seed=seed) for name in judged.statistics]
     models, more = joined(models, judged.harness, seed=seed)

@@ -250,10 +250,15 @@ class Comparison(Result):
             console.print(note, highlight=False, soft_wrap=True)
         for prediction in self.predictions[:samples]:
             answers = [(name, texts[0]) for name, texts in prediction.answers.items()]
-            expected = [("expected", prediction.reference)]
+            expected = [("expected" if answers else "answer", prediction.reference)]
             if prediction.rejected is not None:
                 expected = [("chosen", prediction.reference), ("rejected", prediction.rejected)]
-            print_labelled(console, [("prompt", prediction.prompt), *expected, *answers])
+            rewards = {
+                name: [f"{score} {value:.4g}" for score, value in scores.items() if score.endswith("reward")]
+                for name, scores in prediction.scores.items()
+            }
+            scored = [(name, ", ".join(each).replace("_", " ")) for name, each in rewards.items() if each]
+            print_labelled(console, [("prompt", prediction.prompt), *expected, *answers, *scored])
         written = f"predictions: {self.folder / PREDICTIONS_FILE}"
         if not self.predictions:
             written = f"scores: {self.folder / METRICS_FILE} (these rows have no prompts)"

@@ -18,7 +18,7 @@ from finray.config.paths import with_absolute_paths
 from finray.config.requests import EvaluationRequest
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
-from finray.config.tasks import TaskSpec, task_spec
+from finray.config.tasks import CAUSAL_LM, TaskSpec, task_spec
 from finray.config.trust import is_in_run, of_stranger, require_trusted
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.source_rows import SourceRows
@@ -146,6 +146,8 @@ class Case:
             raise ModelError(f"a model with the task `{artifact.model.task}` does not write answers", where=str(model))
         spec = task_spec(artifact.model.task)
         config = _config_of(model, run, artifact, request, overrides)
+        if artifact.is_reward:
+            spec = spec_of(config)
         # Reports metrics that the run does not have. A user's own task or objective is not imported for this.
         if config.model.task == spec.name and config.train.objective in (None, *OBJECTIVES):
             spec_of(config).metric(config.evaluation)
@@ -153,7 +155,7 @@ class Case:
         base: Subject | None = None
         notes: list[str] = []
         # The base of a classifier's adapter has no head, and a random one says nothing.
-        if not spec.reads_labels and (artifact.is_adapter or run is not None):
+        if not spec.adds_head and (artifact.is_adapter or run is not None):
             began = artifact
             if not artifact.is_adapter:
                 require_trusted(config, "model.name", "model.trust_remote_code")
@@ -162,7 +164,7 @@ class Case:
                 began = start_artifact if start_artifact.is_adapter else replace(start_artifact, began_as=section)
             base = Subject("base", began, adapter=False)
         named = None if request.baselines is None else [str(name) for name in request.baselines]
-        others = [] if run is None or spec.reads_labels else _began_from(config, named, notes)
+        others = [] if run is None or spec.adds_head else _began_from(config, named, notes)
         subjects = (*_baselines(named, tuned, base, others), tuned)
         for subject in subjects:
             check_exists(subject.artifact.model.name)
@@ -192,7 +194,12 @@ class Case:
             return config.model_copy(update={"classification": section})
         learned = [] if self.spec.reads_labels else [config.train.objective, None, DPO.name]
         trains = [config.train.model_copy(update={"objective": objective}) for objective in learned]
-        each = (config.model_copy(update={"train": train}) for train in trains)
+        each = [config.model_copy(update={"train": train}) for train in trains]
+        if self.spec.adds_head:
+            # A reward model scores single answers, too: the last ones of rows for a language model.
+            model = config.model.model_copy(update={"task": CAUSAL_LM.name})
+            data = config.data.model_copy(update={"train_on": "last_assistant"})
+            each[1:] = [each[1].model_copy(update={"model": model, "data": data})]
         return next(filter(_has_format, each), config)
 
     @cached_property
@@ -244,7 +251,8 @@ class Case:
         asked = prompted if asks else np.arange(len(held))
         if not held.groups.is_single:
             asked = np.intersect1d(asked, held.groups.starts[:-1])
-            self.notes.append("the loss is that of the chosen answers")
+            if not self.spec.adds_head:
+                self.notes.append("the loss is that of the chosen answers")
         every = len(held.groups)
         if kind == "unpaired":
             asked = np.flatnonzero(held.values("label") > 0)
@@ -335,11 +343,13 @@ def _config_of(
         if artifact.is_adapter and (template := load_tokenizer(artifact.tokenizer).chat_template):
             arguments["chat_template"] = template
         classification = {"labels": notes["labels"]} if notes.get("labels") else {}
+        objective = {"objective": notes["objective"]} if artifact.is_reward else {}
         config = config.model_copy(
             update={
                 "model": artifact.model.model_copy(update=arguments),
                 "data": config.data.model_copy(update=data),
                 "classification": config.classification.model_copy(update=classification),
+                "train": config.train.model_copy(update=objective),
             }
         )
     if request.file is not None:

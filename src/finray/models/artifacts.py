@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from finray.config import trust
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, Notes, read_notes, read_settings
 from finray.config.load import read_yaml
+from finray.config.objectives import OBJECTIVES
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
@@ -55,7 +56,7 @@ class Artifact:
     @property
     def is_reward(self) -> bool:
         """Whether its one output is how good an answer is."""
-        return "objective" in self.notes
+        return getattr(OBJECTIVES.get(self.notes.get("objective", "")), "is_reward", False)
 
     @property
     def model(self) -> ModelConfig:

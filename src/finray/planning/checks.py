@@ -19,7 +19,7 @@ from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from finray.config.adapter_files import matching_none, read_settings
 from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import TABLES, load_named
-from finray.config.objectives import reference_run, spec_of
+from finray.config.objectives import objective_spec, reference_run, spec_of
 from finray.config.paths import is_url
 from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM, task_spec
@@ -220,11 +220,8 @@ def check_evaluation(config: Config) -> None:
     spec, evaluation = spec_of(config), config.evaluation
     spec.chosen(evaluation)
     name = "generate_rows" if evaluation.generate_rows is not None else "metrics"
-    if getattr(evaluation, name) != getattr(type(evaluation)(), name) and not spec.rows & {
-        "chat",
-        "completion",
-        "preference",
-    }:
+    asks = spec.rows & {"chat", "completion", "preference"} and not objective_spec(config).is_reward
+    if getattr(evaluation, name) != getattr(type(evaluation)(), name) and not asks:
         raise ConfigError(
             f"a run with the objective {spec.objective} of the task {spec.name} does not answer prompts",
             where=f"evaluation.{name}",
