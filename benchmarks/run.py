@@ -48,6 +48,7 @@ GROUPS = {
     "answers": ("Answers on a CPU", ("answers",)),
     "evaluation": ("Evaluation during training", ("evaluation",)),
     "classification": ("Classification", ("classification",)),
+    "preferences": ("Preferences", ("preferences",)),
     "serving": ("Serving on a CPU", ("serving",)),
     "families": ("Packed rows, by family", ("families",)),
     "pages": ("Pages", ("pages",)),

@@ -25,6 +25,18 @@ from tests.support.runs import Plain, changed
 THINGS = ("a cat", "the old red fox", "tea", "seven small stones in a row", "bread and butter", "rain")
 BETA, SMOOTHING, WEIGHT, EPSILON, RATE = 0.3, 0.1, 0.2, 1e-2, 0.005
 PREFERENCE = {"beta": BETA, "label_smoothing": SMOOTHING, "chosen_weight": WEIGHT}
+OTHERS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
+    "sigmoid per token": ({"length_normalized": True}, lambda ahead, each: -F.logsigmoid(BETA * each)),
+    "ipo": ({"loss": "ipo"}, lambda ahead, each: (each - 1 / (2 * BETA)) ** 2),
+    "hinge": ({"loss": "hinge"}, lambda ahead, each: F.relu(1 - BETA * ahead)),
+    "robust": (
+        {"loss": "robust", "label_smoothing": SMOOTHING},
+        lambda ahead, each: (
+            (SMOOTHING * F.logsigmoid(-BETA * ahead) - (1 - SMOOTHING) * F.logsigmoid(BETA * ahead))
+            / (1 - 2 * SMOOTHING)
+        ),
+    ),
+}
 NAMES = ("loss", "margin", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
 
 
@@ -129,6 +141,43 @@ def test_a_killed_run_goes_on_to_the_bit_without_another_pass_of_the_reference(
     assert sum("computing `reference`" in message for message in said) == 2
     of = [message.split(": the reference finds")[0] for message in said if "finds the chosen answer" in message]
     assert of == ["eval", "train"], "said once, of each split"
+
+
+@pytest.mark.parametrize("loss", OTHERS)
+def test_each_loss_is_that_of_the_plain_loop(plain: Plain, tmp_path: Path, loss: str) -> None:
+    settings, formula = OTHERS[loss]
+    own = changed({name: value for name, value in plain.items() if name != "preference"}, {"train.max_steps": 4})
+    runs.run_alone(changed(own, {"preference": {"beta": BETA, **settings}}), tmp_path / "run")
+    name, steps = plain["model"]["name"], runs.values(tmp_path / "run", "samples")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+
+    def losses(*, keeps_reference: bool = True, sides: tuple[str, str] = NAMED) -> list[float]:
+        """The mean over the pairs of each step, of which the weights take one."""
+        model, reference = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for _ in range(2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON, weight_decay=0.0)
+        seen = []
+        for rows in steps:
+            found = []
+            for number in (row // 2 for row in rows[::2]):
+                asked, changes = pair(number)["prompt"], []
+                for side in sides:
+                    change = logprob(model, tokenizer, asked, pair(number)[side])
+                    if keeps_reference:
+                        change = change - logprob(reference, tokenizer, asked, pair(number)[side]).detach()
+                    changes.append(change)
+                better, worse = changes
+                found.append(formula(better.sum() - worse.sum(), better.mean() - worse.mean()))
+            optimizer.zero_grad()
+            torch.stack(found).mean().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            seen.append(float(torch.stack(found).mean().detach()))
+        return seen
+
+    recorded = runs.values(tmp_path / "run", "loss")
+    assert recorded == pytest.approx(losses(), rel=1e-5)
+    # Controls: without the reference, and with the answers in each other's place.
+    assert recorded[-1] != pytest.approx(losses(keeps_reference=False)[-1], rel=1e-3)
+    assert recorded[-1] != pytest.approx(losses(sides=("rejected", "chosen"))[-1], rel=1e-3)
 
 
 @pytest.mark.parametrize("other", [{"train.micro_batch_size": 3}, {"data.packing": False}])

@@ -106,7 +106,8 @@ def read_data(file: ForeignFile) -> None:
     _share_rows(file, sources)
     if file.get("train_on_inputs") or file.get("train_on_prompt"):
         file.put("data.train_on", "all")
-    file.put("data.packing", packs)
+    if objective == "sft":
+        file.put("data.packing", packs)
     share = file.get("val_size", "val_set_size")
     sized = file.key("val_size", "val_set_size")
     named = "test_datasets" if file.system == AXOLOTL else "eval_dataset"

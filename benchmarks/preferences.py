@@ -1,0 +1,359 @@
+"""Preferences: finray beside TRL's trainers, equal losses and gradients, and speed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import case
+from case import Bench, BenchmarkError, Result, Run, Runs
+from cpu import finray_config
+from finray.data.sampling.order import Order
+from finray.planning.placement import ALLOCATOR
+from processes import environment, in_turn, run_group
+from rows import Row, count_tokens, text, write_rows
+
+PAIRS = 100
+BETA, SMOOTHING, WEIGHT = 0.37, 0.21, 0.7
+# How far losses and gradients may be apart, relative.
+LOSS, GRADIENT = 1e-6, 1e-5
+SWAPPED, DROPPED = "control: sigmoid, pairs swapped for TRL", "control: sigmoid, finray without its reference"
+DPO = {"beta": BETA}
+# By name: finray's objective and section, TRL's trainer and settings, and words in a prompt.
+LOSSES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "sigmoid": ("dpo", DPO, "dpo", DPO),
+    "sigmoid, per token": ("dpo", DPO | {"length_normalized": True}, "dpo", DPO | {"loss_type": ["sigmoid_norm"]}),
+    "ipo": ("dpo", DPO | {"loss": "ipo"}, "dpo", DPO | {"loss_type": ["ipo"]}),
+    "hinge": ("dpo", DPO | {"loss": "hinge"}, "dpo", DPO | {"loss_type": ["hinge"]}),
+    "robust": (
+        "dpo",
+        DPO | {"loss": "robust", "label_smoothing": SMOOTHING},
+        "dpo",
+        DPO | {"loss_type": ["robust"], "label_smoothing": SMOOTHING},
+    ),
+    # TRL 1.16 has it as a sum: (1 - e) a + e b, where a is `sigmoid` and `robust` is ((1 - e) a - e b) / (1 - 2e).
+    "sigmoid, label smoothing": (
+        "dpo",
+        DPO | {"label_smoothing": SMOOTHING},
+        "dpo",
+        DPO
+        | {"loss_type": ["sigmoid", "robust"], "label_smoothing": SMOOTHING}
+        | {"loss_weights": [2 * (1 - SMOOTHING), 2 * SMOOTHING - 1]},
+    ),
+    "sigmoid + the chosen answer's loss": (
+        "dpo",
+        DPO | {"chosen_weight": WEIGHT},
+        "dpo",
+        DPO | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, WEIGHT]},
+    ),
+    "orpo": ("orpo", DPO, "orpo", DPO),
+    "simpo": (
+        "simpo",
+        {"beta": 2.3, "gamma": 0.6},
+        "cpo",
+        {"beta": 2.3, "simpo_gamma": 0.6, "loss_type": "simpo", "cpo_alpha": 0.0},
+    ),
+    "simpo, label smoothing + the chosen answer's loss": (
+        "simpo",
+        {"beta": 2.3, "gamma": 0.6, "label_smoothing": SMOOTHING, "chosen_weight": WEIGHT},
+        "cpo",
+        {"beta": 2.3, "simpo_gamma": 0.6, "loss_type": "simpo", "cpo_alpha": WEIGHT, "label_smoothing": SMOOTHING},
+    ),
+    "reward, margins and centring": (
+        "reward",
+        {"margins": True, "centering": 0.13},
+        "reward",
+        {"center_rewards_coefficient": 0.13},
+    ),
+}
+
+
+def pairs(count: int, *, seed: int, prompt: tuple[int, int], answer: tuple[int, int], margin: bool) -> list[Row]:
+    """Pairs of texts with so many tokens."""
+    draw = random.Random(seed)
+    made = []
+    for _ in range(count):
+        chosen, rejected = (f" {text(draw, draw.randint(*answer))}" for _ in range(2))
+        row: Row = {"prompt": text(draw, draw.randint(*prompt)), "chosen": chosen, "rejected": rejected}
+        made.append(row | ({"margin": round(draw.uniform(0.1, 2), 2)} if margin else {}))
+    return made
+
+
+def tiny_models(bench: Bench) -> dict[bool, Path]:
+    """A random Llama of two layers with the bench's vocabulary; with a head for rewards, and without."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    torch.manual_seed(bench.seed)
+    tokenizer = AutoTokenizer.from_pretrained(str(bench.model))
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, **ends}
+    found = {}
+    for rewards, kind in ((False, AutoModelForCausalLM), (True, AutoModelForSequenceClassification)):
+        options = {"num_labels": 1} if rewards else {}
+        found[rewards] = bench.folder / f"tiny_{rewards}"
+        model = kind.from_config(AutoConfig.for_model("llama", **shape, **heads, **options), dtype=torch.float32)
+        model.save_pretrained(found[rewards])
+        tokenizer.save_pretrained(found[rewards])
+    return found
+
+
+def compared(bench: Bench, models: Mapping[bool, Path], names: list[str], lora: bool, count: int) -> dict[str, Result]:
+    """Loss and gradients of finray and of TRL, by the names of losses and of controls."""
+    from safetensors.numpy import load_file
+
+    folder = bench.empty_folder()
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    spread = 0.02 if len(models) > 1 else 0.002
+    for name in names:
+        objective, section, trainer, settings = LOSSES[name if name in LOSSES else "sigmoid"]
+        # TRL's ORPO learns the prompt too: of one token there is nothing to learn.
+        words = (1, 1) if objective == "orpo" else (5, 20)
+        rewards = objective == "reward"
+        rows = pairs(count, seed=bench.seed, prompt=words, answer=(4, 24), margin=rewards)
+        model, file = str(models[rewards]), write_rows(folder / f"rows{len(ours)}.jsonl", rows)
+        config = finray_config(bench, file, folder, steps=1, seed=bench.seed)
+        config["run"]["name"], config["preference"] = f"run{len(ours)}", section
+        config["model"], config["checkpoint"] = {"name": model}, {"every_steps": 2}
+        config["data"] = {"source": str(file), "format": "prompt_completion", "max_length": 1024, "packing": True}
+        config["train"] |= {"objective": objective, "global_batch_size": count, "max_grad_norm": None}
+        config["train"] |= {"precision": "fp32", "learning_rate": 1e-9}
+        if not lora:
+            config["adapter"] = {"method": "none"}
+        ours.append({"name": name, "config": config, "spread": spread, "keeps_reference": name != DROPPED})
+        if name == SWAPPED:
+            rows = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+            file = write_rows(folder / f"swapped{len(ours)}.jsonl", rows)
+        run = {"name": name, "trainer": trainer, "model": model, "rows": str(file), "settings": settings, "lora": lora}
+        theirs.append({**run, "spread": spread, "count": count})
+    env = environment(threads=bench.threads, allocator=ALLOCATOR)
+    files = [folder / "ours.json", folder / "theirs.json"]
+    for file, runs in zip(files, (ours, theirs), strict=True):
+        file.write_text(json.dumps(runs), encoding="utf-8")
+    (found,) = run_group("finray_preferences.py", {"runs": str(files[0])}, env=env)
+    (reference,) = run_group("trl_preferences.py", {"runs": str(files[1])}, env=env, python=bench.peer_python)
+    results = {}
+    for one, other in zip(found["runs"], reference["runs"], strict=True):
+        mine, other_gradients = (load_file(folder / f"{one['name']}.{side}.safetensors") for side in ("ours", "theirs"))
+        if set(mine) != set(other_gradients):
+            raise BenchmarkError(f"not the same weights: {sorted(set(mine) ^ set(other_gradients))[:6]}")
+        square = sum(float(((mine[name] - of) ** 2).sum()) for name, of in other_gradients.items())
+        size = sum(float((of.astype("float64") ** 2).sum()) for of in other_gradients.values())
+        results[one["name"]] = {
+            "loss": one["loss"],
+            "their_loss": other["loss"],
+            "loss_apart": abs(one["loss"] / other["loss"] - 1),
+            "gradient_apart": (square / size) ** 0.5,
+            "versions": reference["versions"],
+        }
+    return results
+
+
+def picked(results: Callable[[int], Mapping[str, Result]], name: str) -> Run:
+    """A contender's part of the results of all."""
+    return lambda _, pair: results(pair)[name]
+
+
+def equal_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
+    """Each loss, by what is trained."""
+    tiny, count = tiny_models(bench), 8 if bench.quick else PAIRS
+    few = ["sigmoid", "sigmoid + the chosen answer's loss", SWAPPED]
+
+    def block(models: Mapping[bool, Path], names: list[str], lora: bool, count: int) -> dict[str, Run]:
+        results = cache(lambda _pair: compared(bench, models, names, lora, count))
+        return {name: picked(results, name) for name in names}
+
+    every = [*LOSSES, SWAPPED, DROPPED]
+    return {
+        f"A random Llama, LoRA, {count} pairs": block(tiny, every, True, count),
+        f"A random Llama, all weights, {count} pairs": block(tiny, every, False, count),
+        f"{bench.model.name}, LoRA, {count // 4} pairs": block({False: bench.model}, few, True, count // 4),
+        f"{bench.model.name}, all weights, {count // 4} pairs": block({False: bench.model}, few, False, count // 4),
+    }
+
+
+def within_bounds(block: str, runs: Runs) -> None:
+    """Check the bounds, and that a control breaks them.
+
+    Raises:
+        BenchmarkError: a loss or a gradient is too far away, or a control is not.
+    """
+    for name, (*_, run) in runs.items():
+        near = run["loss_apart"] <= LOSS and run["gradient_apart"] <= GRADIENT
+        if near == (name in (SWAPPED, DROPPED)):
+            raise BenchmarkError(f"{block}: {name}: {run}")
+
+
+EQUAL = case.Case(
+    group="preferences",
+    name="equal",
+    title="Equal losses and gradients",
+    what="One step in fp32 over all pairs: finray packed, with the prompt computed once for both answers and the "
+    "reference from its pass before training; TRL one pair at a time. Weights are moved away from the "
+    f"reference's by the same noise; beta is {BETA}, for simpo 2.3. Losses may differ by {LOSS:g} of theirs, "
+    f"gradients (all of them, by their norm) by {GRADIENT:g}; a control has to differ by more. TRL has orpo and "
+    "simpo (its CPO trainer) as experimental; its orpo learns the prompt too, which is one token there.",
+    blocks=equal_blocks,
+    measures=(
+        case.Measure("loss, finray", "loss", 7, None),
+        case.Measure("loss, TRL", "their_loss", 7, None),
+        case.Measure("apart by, 1e-6", "loss_apart", 3, None, scale=1e6),
+        case.Measure("gradients apart by, 1e-5", "gradient_apart", 3, None, scale=1e5),
+    ),
+    check=within_bounds,
+    most_pairs=1,
+    setup=lambda bench: (
+        "LoRA of rank 8 on all linear layers, or all weights; prompts of 5 to 20 tokens, answers of 4 to 24"
+    ),
+)
+
+# UltraFeedback's prompts have 185 tokens on average, and its answers 305 (Cui et al. 2023). How they spread is not
+# published: here their logarithms are normal with these deviations, and two answers to a prompt vary half together.
+PROMPT, ANSWER, ROW = (185, 0.8), (305, 0.6), 1024
+IN_STEP, BEFORE, DEFAULTS = "TRL, best", "TRL, best, reference before training", "TRL, defaults"
+PAIRS_IN_STEP = 4
+
+
+def ultra_pairs(model: Path, count: int, *, seed: int) -> tuple[list[Row], list[int]]:
+    """Pairs with UltraFeedback's lengths, none cut off, and their tokens as two rows, from short to long."""
+    draw = random.Random(seed)
+
+    def length(of: tuple[int, float], normal: float) -> int:
+        return max(4, round(of[0] * math.exp(of[1] * normal - of[1] ** 2 / 2)))
+
+    found: list[Row] = []
+    while len(found) < count:
+        prompt, shared = length(PROMPT, draw.gauss(0, 1)), draw.gauss(0, 1)
+        answers = [length(ANSWER, (shared + draw.gauss(0, 1)) / math.sqrt(2)) for _ in range(2)]
+        if prompt + max(answers) < ROW - 8:
+            chosen, rejected = (f" {text(draw, answer)}" for answer in answers)
+            found.append({"prompt": text(draw, prompt), "chosen": chosen, "rejected": rejected})
+    sides = [{"prompt": row["prompt"], "completion": row[side]} for row in found for side in ("chosen", "rejected")]
+    counted = count_tokens(sides, model, max_length=ROW)
+    tokens = [sum(counted[at : at + 2]) for at in range(0, len(counted), 2)]
+    by_length = sorted(range(count), key=tokens.__getitem__)
+    return [found[at] for at in by_length], [tokens[at] for at in by_length]
+
+
+def speed_runs(bench: Bench, pair: int) -> dict[str, Result]:
+    """All contenders on the same pairs, step by step in turn."""
+    folder, steps = bench.empty_folder(), bench.warmup + (2 if bench.quick else bench.steps)
+    rows, tokens = ultra_pairs(bench.model, steps * PAIRS_IN_STEP, seed=bench.seed + pair)
+    # Each step has pairs of similar length, as after sorting: finray's order is known, and rows lie in the file so.
+    order = Order(len(rows), seed=bench.seed).batch(0, len(rows))
+    grouped = [step for at in range(steps) for step in range(at * PAIRS_IN_STEP, (at + 1) * PAIRS_IN_STEP)]
+    shuffled = random.Random(bench.seed + pair).sample(range(steps), steps)
+    place = {order[at]: grouped[shuffled[at // PAIRS_IN_STEP] * PAIRS_IN_STEP + at % PAIRS_IN_STEP] for at in grouped}
+    rows, tokens = [rows[place[at]] for at in grouped], [tokens[place[at]] for at in grouped]
+    file = write_rows(folder / "rows.jsonl", rows)
+    config = finray_config(bench, file, folder, steps=steps, seed=bench.seed)
+    config["data"] = {"source": str(file), "format": "prompt_completion", "max_length": ROW, "packing": True}
+    config["train"] |= {"objective": "dpo", "global_batch_size": PAIRS_IN_STEP}
+    best = {"bf16": True, "gradient_checkpointing": False, "model_init_kwargs": {"dtype": "bfloat16"}}
+
+    def ours(turns: list[str]) -> Result:
+        runs = folder / "finray.json"
+        runs.write_text(json.dumps([{"config": config, "turns": turns}]), encoding="utf-8")
+        env = environment(threads=bench.threads, allocator=ALLOCATOR)
+        (found,) = run_group("finray_preferences.py", {"runs": str(runs)}, env=env)
+        return dict(found["runs"][0])
+
+    def theirs(name: str, settings: dict[str, Any], allocator: str | None, batch: int) -> Any:
+        def run(turns: list[str]) -> Result:
+            batches = [order[at : at + batch] for at in range(0, len(order), batch)]
+            options = {"max_steps": steps, "per_device_train_batch_size": batch, "learning_rate": 1e-4}
+            options |= {"gradient_accumulation_steps": PAIRS_IN_STEP // batch, "max_grad_norm": 1.0}
+            job = {"trainer": "dpo", "model": str(bench.model), "rows": str(file), "settings": settings, "lora": True}
+            runs = folder / f"{name}.json"
+            runs.write_text(json.dumps([{**job, "options": options, "batches": batches, "turns": turns}]))
+            env = environment(threads=bench.threads, allocator=allocator)
+            (found,) = run_group("trl_preferences.py", {"runs": str(runs)}, env=env, python=bench.peer_python)
+            return dict(found["runs"][0] | {"versions": found["versions"]})
+
+        return run
+
+    contenders = {
+        "finray": ours,
+        IN_STEP: theirs("in_step", best, ALLOCATOR, 2),
+        BEFORE: theirs("before", best | {"precompute_ref_log_probs": True}, ALLOCATOR, 2),
+        DEFAULTS: theirs("defaults", {}, None, PAIRS_IN_STEP),
+    }
+    results = in_turn(folder, contenders)
+    for result in results.values():
+        # The pass over all pairs counts with the share of the steps that are timed.
+        share = (steps - bench.warmup) / steps
+        result["reference"] = result["seconds"][0] * share
+        result["in_steps"] = sum(result["seconds"][1 + bench.warmup :])
+        timed = order[bench.warmup * PAIRS_IN_STEP :]
+        result["tokens_per_s"] = sum(tokens[at] for at in timed) / (result["reference"] + result["in_steps"])
+        result["loss"] = sum(result["losses"]) / steps
+    return results
+
+
+def speed_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
+    """All contenders, of which the first runs all."""
+    results = cache(lambda pair: speed_runs(bench, pair))
+    return {"": {name: picked(results, name) for name in ("finray", IN_STEP, BEFORE, DEFAULTS)}}
+
+
+def same_losses(block: str, runs: Runs) -> None:
+    """Check that all learned the same.
+
+    Raises:
+        BenchmarkError: the losses of a step differ.
+    """
+    ours, *others = (results[-1] for results in runs.values())
+    for other in others:
+        apart = [abs(a - b) for a, b in zip(ours["losses"], other["losses"], strict=True)]
+        if max(apart) > 0.05:
+            raise BenchmarkError(f"losses are apart by {apart}: {ours['losses']}, {other['losses']}")
+
+
+def best_of(blocks: case.Blocks) -> float | None:
+    """The smaller of the ratios to TRL's two best."""
+    ratios = [case.quotient("finray", name, "tokens_per_s")(blocks) for name in (IN_STEP, BEFORE)]
+    return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+SPEED = case.Case(
+    group="preferences",
+    name="speed",
+    title="Speed of DPO beside TRL",
+    what="DPO with LoRA on pairs with UltraFeedback's mean lengths (prompts of 185 tokens, answers of 305), of random "
+    "words, 4 pairs of similar length in a step, the same for all; the contenders take their steps in turn. "
+    "Tokens are those of a pair as two rows, each with its prompt, without padding. The pass of the reference "
+    "counts, once for the data; TRL's other runs compute it in the step. finray: bf16, packed, its defaults. "
+    "TRL, best: bf16 weights, no checkpointing, two pairs at a time, finray's allocator settings. TRL, defaults: "
+    "bf16 autocast over fp32 weights, checkpointing, the system's allocator. Memory is resident.",
+    blocks=speed_blocks,
+    measures=(
+        case.Measure("tokens/s", "tokens_per_s"),
+        case.Measure("reference, s", "reference", 1, None),
+        case.Measure("steps, s", "in_steps", 1, None),
+        case.Measure("peak memory, GiB", "peak_rss_bytes", 2, scale=2**-30),
+        case.Measure("loss", "loss", 4, None),
+    ),
+    ratios=case.over_others,
+    aims=(
+        case.Aim("DPO: tokens/s, finray ÷ TRL at its best", best_of, least=2.0),
+        case.Aim(
+            "DPO: tokens/s, finray ÷ TRL's defaults", case.quotient("finray", DEFAULTS, "tokens_per_s"), least=3.5
+        ),
+        case.Aim("DPO: memory, finray ÷ TRL at its best", case.quotient("finray", IN_STEP, "peak_rss_bytes"), most=0.5),
+    ),
+    check=same_losses,
+    setup=lambda bench: (
+        f"`{bench.model.name}`, LoRA of rank 8 on all linear layers; threads: {bench.threads}; "
+        f"{bench.steps} steps after {bench.warmup} to warm up"
+    ),
+)
+
+
+CASES = [EQUAL, SPEED]
