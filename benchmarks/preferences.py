@@ -13,10 +13,11 @@ from typing import Any
 import case
 from case import Bench, BenchmarkError, Result, Run, Runs
 from cpu import finray_config
+from finray.config.objectives import OBJECTIVES
 from finray.data.sampling.order import Order
 from finray.planning.placement import ALLOCATOR
 from processes import environment, in_turn, run_group
-from rows import Row, count_tokens, text, write_rows
+from rows import WORDS, Row, count_tokens, text, write_rows
 
 PAIRS = 100
 BETA, SMOOTHING, WEIGHT = 0.37, 0.21, 0.7
@@ -24,6 +25,7 @@ BETA, SMOOTHING, WEIGHT = 0.37, 0.21, 0.7
 LOSS, GRADIENT = 1e-6, 1e-5
 SWAPPED, DROPPED = "control: sigmoid, pairs swapped for TRL", "control: sigmoid, finray without its reference"
 DPO = {"beta": BETA}
+WEIGHTS = DPO | {"desirable_weight": 1.3, "undesirable_weight": 0.7}
 # By name: finray's objective and section, TRL's trainer and settings, and words in a prompt.
 LOSSES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "sigmoid": ("dpo", DPO, "dpo", DPO),
@@ -70,6 +72,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "reward",
         {"center_rewards_coefficient": 0.13},
     ),
+    "kto": ("kto", WEIGHTS, "kto", WEIGHTS),
 }
 
 
@@ -85,22 +88,24 @@ def pairs(count: int, *, seed: int, prompt: tuple[int, int], answer: tuple[int, 
 
 
 def tiny_models(bench: Bench) -> dict[bool, Path]:
-    """A random Llama of two layers with the bench's vocabulary; with a head for rewards, and without."""
+    """A random Llama of two layers and a few hundred words; with a head for rewards, and without."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+    from transformers import PreTrainedTokenizerFast as Fast
 
     torch.manual_seed(bench.seed)
-    tokenizer = AutoTokenizer.from_pretrained(str(bench.model))
-    shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, **ends}
+    words = {word: at for at, word in enumerate(["<pad>", "<eos>", "<unk>", ".", *dict.fromkeys(WORDS)])}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    shape = {"vocab_size": len(words), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "num_labels": 1}
+    config = LlamaConfig(**shape, pad_token_id=0, eos_token_id=1, bos_token_id=None)
     found = {}
     for rewards, kind in ((False, AutoModelForCausalLM), (True, AutoModelForSequenceClassification)):
-        options = {"num_labels": 1} if rewards else {}
         found[rewards] = bench.folder / f"tiny_{rewards}"
-        model = kind.from_config(AutoConfig.for_model("llama", **shape, **heads, **options), dtype=torch.float32)
-        model.save_pretrained(found[rewards])
-        tokenizer.save_pretrained(found[rewards])
+        kind.from_config(config, dtype=torch.float32).save_pretrained(found[rewards])
+        Fast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>").save_pretrained(found[rewards])
     return found
 
 
@@ -118,6 +123,9 @@ def compared(bench: Bench, models: Mapping[bool, Path], names: list[str], lora: 
         words = (1, 1) if objective == "orpo" else (5, 20)
         rewards = objective == "reward"
         rows = pairs(count, seed=bench.seed, prompt=words, answer=(4, 24), margin=rewards)
+        if objective == "kto":
+            answers = [{"completion": row["chosen" if at % 2 else "rejected"]} for at, row in enumerate(rows)]
+            rows = [{"prompt": row["prompt"], "label": at % 3 > 0, **answers[at]} for at, row in enumerate(rows)]
         model, file = str(models[rewards]), write_rows(folder / f"rows{len(ours)}.jsonl", rows)
         config = finray_config(bench, file, folder, steps=1, seed=bench.seed)
         config["run"]["name"], config["preference"] = f"run{len(ours)}", section
@@ -170,7 +178,7 @@ def equal_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
         results = cache(lambda _pair: compared(bench, models, names, lora, count))
         return {name: picked(results, name) for name in names}
 
-    every = [*LOSSES, SWAPPED, DROPPED]
+    every = [name for name, (objective, *_) in LOSSES.items() if objective in OBJECTIVES] + [SWAPPED, DROPPED]
     return {
         f"A random Llama, LoRA, {count} pairs": block(tiny, every, True, count),
         f"A random Llama, all weights, {count} pairs": block(tiny, every, False, count),

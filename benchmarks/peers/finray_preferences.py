@@ -29,6 +29,11 @@ def one_step(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     prepared = str(finray_api.prepare_here(config))
     loop = finray_api.assembled(config, prepared, run_dir)
     model = loop.task.model
+    if config.train.objective == "kto":
+        split, rows = loop.source.split, range(len(loop.source.split))
+        others = [split.mismatched(row, most=config.data.max_length) for row in rows]
+        answers = [ids[int(mask.argmax()) :].tolist() for ids, mask in others]
+        (folder / f"{run['name']}.json").write_text(json.dumps(answers), encoding="utf-8")
     set_policy(model, run["spread"])
     if not run["keeps_reference"]:
         inner = loop.task.objective.values

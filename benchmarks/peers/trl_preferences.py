@@ -73,15 +73,21 @@ def trainer_of(
 
 
 def one_step(run: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Loss and gradients of one step over all rows, one after the other, from weights that are not the reference's."""
+    """Loss and gradients of one step over all rows, from weights that are not the reference's."""
     name, spread, count = run.pop("name"), run.pop("spread"), run.pop("count")
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": count, "max_steps": 1}
+    # KTO estimates its KL over a batch.
+    size = count if run["trainer"] == "kto" else 1
+    options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count // size, "max_steps": 1}
     options |= {"learning_rate": 1e-9, "max_grad_norm": 0.0, "bf16": False, "gradient_checkpointing": False}
     if run["trainer"] not in EXPERIMENTAL:
         options["model_init_kwargs"] = {"dtype": "float32"}
-    options |= run.pop("options", {})
     with tempfile.TemporaryDirectory(prefix="trl_") as work:
         trainer = trainer_of(**run, **options, folder=work)
+        if run["trainer"] == "kto":
+            # Answers to other prompts, by which it estimates the KL: finray draws others than TRL.
+            answers = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+            rows = trainer.train_dataset.remove_columns("KL_completion_ids")
+            trainer.train_dataset = rows.add_column("KL_completion_ids", answers)
         set_policy(trainer.model, spread)
         gradients, losses = Gradients(trainer.model), list[float]()
         inner = trainer.compute_loss

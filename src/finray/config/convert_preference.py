@@ -64,10 +64,8 @@ def read_preference(file: ForeignFile) -> None:
             file.lose(key, f"not supported with `train.objective: {objective}`")
     if file.get("dpo_label_smoothing") and file.system == AXOLOTL and not fields:
         file.notes.append("TRL 1.16 ignores dpo_label_smoothing unless the loss is robust; here it counts")
-    if objective in ("dpo", "kto") and file.system == LLAMA_FACTORY and file.raw.get("adapter_name_or_path"):
-        # The adapter is switched off for it there.
-        if "reference" not in TAKEN[objective]:
-            file.notes.append("the reference is the model without its adapter there, and with it here")
-        elif not file.get("ref_model"):
-            file.put("preference.reference", "base", "adapter_name_or_path")
+    # LLaMA-Factory switches the adapter off for it.
+    continued = file.system == LLAMA_FACTORY and file.raw.get("adapter_name_or_path")
+    if continued and "reference" in TAKEN[objective] and not file.get("ref_model"):
+        file.put("preference.reference", "base", "adapter_name_or_path")
     file.used.update(_NOT_NEEDED)

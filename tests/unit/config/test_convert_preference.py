@@ -35,6 +35,14 @@ def needs(objective: str) -> Any:
         ),
         (FACTORY | {"stage": "dpo", "pref_loss": "ipo"}, "dpo", {"beta": 0.1, "loss": "ipo"}, set()),
         (FACTORY | {"stage": "dpo", "pref_loss": "hinge"}, "dpo", {"beta": 0.1, "loss": "hinge"}, set()),
+        (FACTORY | {"stage": "dpo", "ref_model": "org/other"}, "dpo", {"beta": 0.1, "reference": "org/other"}, set()),
+        # The adapter is switched off for the reference there.
+        (
+            FACTORY | {"stage": "dpo", "adapter_name_or_path": "saves/sft"},
+            "dpo",
+            {"beta": 0.1, "reference": "base"},
+            set(),
+        ),
         # finray's ORPO has no weight of the chosen answer's loss, and no gamma.
         (
             FACTORY | {"stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.3, "pref_ftx": 0.5, "simpo_gamma": 0.4},
