@@ -141,7 +141,8 @@ def compared(bench: Bench, models: Mapping[bool, Path], names: list[str], lora: 
             file = write_rows(folder / f"swapped{len(ours)}.jsonl", rows)
         run = {"name": name, "trainer": trainer, "model": model, "rows": str(file), "settings": settings, "lora": lora}
         theirs.append({**run, "spread": spread, "count": count})
-    env = environment(threads=bench.threads, allocator=ALLOCATOR)
+    # More threads only wait for each other in a tiny model.
+    env = environment(threads=1 if len(models) > 1 else bench.threads, allocator=ALLOCATOR)
     files = [folder / "ours.json", folder / "theirs.json"]
     for file, runs in zip(files, (ours, theirs), strict=True):
         file.write_text(json.dumps(runs), encoding="utf-8")
