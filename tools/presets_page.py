@@ -25,6 +25,7 @@ GPUS = {
     "llama3-70b-fsdp": "h100-80gb",
     "llama3-8b-lora": "a100-40gb",
     "mistral-7b-qlora": "rtx4090-24gb",
+    "orpo-lora": "a100-40gb",
     "phi3-medium-lora": "a100-80gb",
     "qwen3-8b-lora": "a100-40gb",
     "rust-coder": "l4-24gb",
