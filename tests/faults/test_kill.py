@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from tests.support import forks, gated, lacking, runs
 from tests.support.gated import allow
 from tests.support.group import run_group
-from tests.support.runs import Plain
+from tests.support.runs import Plain, changed
 
 STEPS = 40
 
@@ -63,6 +64,56 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
     assert_nothing_changed(run_dir, plain, tmp_path / "undisturbed")
 
 
+STRATEGIES = {"ddp": {"strategy": "ddp"}, "fsdp": {"strategy": "fsdp"}}
+STRATEGIES |= {"zero3": {"strategy": "deepspeed", "zero_stage": 3}}
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in STRATEGIES if name != "ddp")]
+)
+def test_pairs_killed_in_the_pass_of_the_reference_in_training_and_in_a_save_are_the_same_in_the_same_steps(
+    tiny_run: Callable[..., Plain], dropout_model: Path, tmp_path: Path, ray_cluster: str, strategy: str
+) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [
+        {"prompt": f"what is {at}", "chosen": f"it is {at * 7}", "rejected": "no " * (at % 5 + 1)} for at in range(30)
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "train.objective": "dpo",
+        "preference.beta": 0.3,
+        "data.source": str(pairs),
+        "parallel": STRATEGIES[strategy],
+    }
+    changes |= {"train.max_steps": 12, "adapter.dropout": 0.2, "cluster": {"num_workers": 2, "max_failures": 5}}
+    plain = tiny_run(changes, model=dropout_model)
+    config = runs.into(gated.gated(plain, tmp_path), tmp_path)
+    run_dir = tmp_path / "run"
+    allow(tmp_path, 0)
+    process = forks.Command("train", config)
+    runs.wait_until(lambda: (tmp_path / "waits").exists() and (tmp_path / "waits").read_text(), process)
+    runs.kill(int((tmp_path / "waits").read_text()))
+    assert not list(tmp_path.rglob("made_by.json"))
+    allow(tmp_path, 6)
+    runs.wait_for_step(run_dir, 5, process)
+    before = (run_dir / "workers.json").read_bytes()
+    (tmp_path / "hold").touch()
+    kill_worker(run_dir, rank=1)
+    allow(tmp_path, 12)
+    runs.wait_until(lambda: (tmp_path / "saves").exists(), process)
+    assert (run_dir / "workers.json").read_bytes() != before
+    kill_worker(run_dir, rank=0)
+    assert not (run_dir / "checkpoint-000008").exists()
+    (tmp_path / "hold").unlink()
+    out, err = process.communicate(timeout=runs.PATIENCE_S)
+    assert process.returncode == 0, out + err
+    assert_nothing_changed(run_dir, plain, tmp_path / "undisturbed", steps=12)
+    # One worker continues with the same pairs; its sums are in another order.
+    alone = runs.cut(run_dir, tmp_path / "alone", step=8)
+    runs.run_alone(changed(plain, {"cluster.num_workers": 1}), alone)
+    runs.assert_same_curve(alone, run_dir, rel=1e-5)
+
+
 def test_a_controller_creates_no_group_once_its_driver_has_ended(
     monkeypatch: pytest.MonkeyPatch, ray_cluster: str
 ) -> None:
@@ -86,12 +137,12 @@ def test_a_controller_creates_no_group_once_its_driver_has_ended(
         worker_group.placement_group(bundles=[])
 
 
-def assert_nothing_changed(run_dir: Path, plain: Plain, undisturbed: Path) -> None:
+def assert_nothing_changed(run_dir: Path, plain: Plain, undisturbed: Path, steps: int = STEPS) -> None:
     """A run of two workers under Ray did what two processes without Ray do that nobody disturbs."""
     run_group(plain, undisturbed, world_size=2)
     assert runs.trace(run_dir) == runs.trace(undisturbed)
     name = "adapter_model.safetensors"
-    done = (undisturbed / f"checkpoint-{STEPS:06d}" / name).read_bytes()
+    done = (undisturbed / f"checkpoint-{steps:06d}" / name).read_bytes()
     assert (run_dir / "final" / name).read_bytes() == done
 
 

@@ -20,7 +20,20 @@ _RUN_DIR = "GATED_RUN_DIR"
 
 
 class GatedLM(CausalLM):
-    """A causal language model whose steps begin once the file ``limit`` beside the run allows them."""
+    """A causal language model whose steps begin once the file ``limit`` beside the run allows them, and whose saves
+    end once there is no file ``hold``. The pass of a reference needs a step to be allowed."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        save, self.layout.save_settings = self.layout.save_settings, self._save  # type: ignore[method-assign]
+        self._saved = save
+
+    def _save(self, folder: Path) -> None:
+        output = Path(os.environ[_RUN_DIR]).parent
+        while (output / "hold").exists():
+            (output / "saves").touch()
+            time.sleep(0.02)
+        self._saved(folder)
 
     def outputs(self, batch: Batch) -> torch.Tensor:
         """Wait, then as always."""
@@ -41,6 +54,7 @@ def _wait() -> None:
     """Until as many steps are allowed as the next one needs."""
     folder = Path(os.environ[_RUN_DIR])
     while len(runs.values(folder, "step")) >= limit(folder.parent):
+        (folder.parent / "waits").write_text(str(os.getpid()))
         time.sleep(0.02)
 
 
