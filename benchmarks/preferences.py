@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -170,22 +171,20 @@ def picked(results: Callable[[int], Mapping[str, Result]], name: str) -> Run:
     return lambda _, pair: results(pair)[name]
 
 
-def equal_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
-    """Each loss, by what is trained."""
-    tiny, count = tiny_models(bench), 8 if bench.quick else PAIRS
-    few = ["sigmoid", "sigmoid + the chosen answer's loss", SWAPPED]
+def equal_blocks(real: bool) -> Callable[[Bench], dict[str, dict[str, Run]]]:
+    """Each loss, or with the bench's own model a few, by what is trained."""
 
-    def block(models: Mapping[bool, Path], names: list[str], lora: bool, count: int) -> dict[str, Run]:
-        results = cache(lambda _pair: compared(bench, models, names, lora, count))
-        return {name: picked(results, name) for name in names}
+    def blocks(bench: Bench) -> dict[str, dict[str, Run]]:
+        models = {False: bench.model} if real else tiny_models(bench)
+        every = [name for name, (objective, *_) in LOSSES.items() if objective in OBJECTIVES]
+        names = ["sigmoid", "sigmoid + the chosen answer's loss"] if real else [*every, DROPPED]
+        found = {}
+        for lora, trained in ((True, "LoRA"), (False, "all weights")):
+            results = cache(lambda _, lora=lora: compared(bench, models, [*names, SWAPPED], lora, 8 if real else PAIRS))
+            found[trained] = {name: picked(results, name) for name in [*names, SWAPPED]}
+        return found
 
-    every = [name for name, (objective, *_) in LOSSES.items() if objective in OBJECTIVES] + [SWAPPED, DROPPED]
-    return {
-        f"A random Llama, LoRA, {count} pairs": block(tiny, every, True, count),
-        f"A random Llama, all weights, {count} pairs": block(tiny, every, False, count),
-        f"{bench.model.name}, LoRA, {count // 4} pairs": block({False: bench.model}, few, True, count // 4),
-        f"{bench.model.name}, all weights, {count // 4} pairs": block({False: bench.model}, few, False, count // 4),
-    }
+    return blocks
 
 
 def within_bounds(block: str, runs: Runs) -> None:
@@ -205,11 +204,11 @@ EQUAL = case.Case(
     name="equal",
     title="Equal losses and gradients",
     what="One step in fp32 over all pairs: finray packed, with the prompt computed once for both answers and the "
-    "reference from its pass before training; TRL one pair at a time. Weights are moved away from the "
+    "reference from its pass before training; TRL 1.16 one pair at a time. Weights are moved away from the "
     f"reference's by the same noise; beta is {BETA}, for simpo 2.3. Losses may differ by {LOSS:g} of theirs, "
     f"gradients (all of them, by their norm) by {GRADIENT:g}; a control has to differ by more. TRL has orpo and "
     "simpo (its CPO trainer) as experimental; its orpo learns the prompt too, which is one token there.",
-    blocks=equal_blocks,
+    blocks=equal_blocks(real=False),
     measures=(
         case.Measure("loss, finray", "loss", 7, None),
         case.Measure("loss, TRL", "their_loss", 7, None),
@@ -219,23 +218,33 @@ EQUAL = case.Case(
     check=within_bounds,
     most_pairs=1,
     setup=lambda bench: (
-        "LoRA of rank 8 on all linear layers, or all weights; prompts of 5 to 20 tokens, answers of 4 to 24"
+        f"{PAIRS} pairs, prompts of 5 to 20 tokens, answers of 4 to 24; a random Llama; LoRA of rank 8 on all "
+        "linear layers"
     ),
+)
+REAL = replace(
+    EQUAL,
+    name="equal-real",
+    title="Equal losses and gradients of SmolLM2",
+    what="As above.",
+    blocks=equal_blocks(real=True),
+    setup=lambda bench: f"8 pairs, prompts of 5 to 20 tokens, answers of 4 to 24; `{bench.model.name}`",
 )
 
 # UltraFeedback's prompts have 185 tokens on average, and its answers 305 (Cui et al. 2023). How they spread is not
 # published: here their logarithms are normal with these deviations, and two answers to a prompt vary half together.
 PROMPT, ANSWER, ROW = (185, 0.8), (305, 0.6), 1024
 IN_STEP, BEFORE, DEFAULTS = "TRL, best", "TRL, best, reference before training", "TRL, defaults"
-PAIRS_IN_STEP = 4
+PAIRS_IN_STEP, WARMUP = 2, 1
 
 
-def ultra_pairs(model: Path, count: int, *, seed: int) -> tuple[list[Row], list[int]]:
+def ultra_pairs(bench: Bench, count: int, *, seed: int) -> tuple[list[Row], list[int]]:
     """Pairs with UltraFeedback's lengths, none cut off, and their tokens as two rows, from short to long."""
     draw = random.Random(seed)
 
     def length(of: tuple[int, float], normal: float) -> int:
-        return max(4, round(of[0] * math.exp(of[1] * normal - of[1] ** 2 / 2)))
+        mean = of[0] / 20 if bench.quick else of[0]
+        return max(4, round(mean * math.exp(of[1] * normal - of[1] ** 2 / 2)))
 
     found: list[Row] = []
     while len(found) < count:
@@ -245,7 +254,7 @@ def ultra_pairs(model: Path, count: int, *, seed: int) -> tuple[list[Row], list[
             chosen, rejected = (f" {text(draw, answer)}" for answer in answers)
             found.append({"prompt": text(draw, prompt), "chosen": chosen, "rejected": rejected})
     sides = [{"prompt": row["prompt"], "completion": row[side]} for row in found for side in ("chosen", "rejected")]
-    counted = count_tokens(sides, model, max_length=ROW)
+    counted = count_tokens(sides, bench.model, max_length=ROW)
     tokens = [sum(counted[at : at + 2]) for at in range(0, len(counted), 2)]
     by_length = sorted(range(count), key=tokens.__getitem__)
     return [found[at] for at in by_length], [tokens[at] for at in by_length]
@@ -253,8 +262,8 @@ def ultra_pairs(model: Path, count: int, *, seed: int) -> tuple[list[Row], list[
 
 def speed_runs(bench: Bench, pair: int) -> dict[str, Result]:
     """All contenders on the same pairs, step by step in turn."""
-    folder, steps = bench.empty_folder(), bench.warmup + (2 if bench.quick else bench.steps)
-    rows, tokens = ultra_pairs(bench.model, steps * PAIRS_IN_STEP, seed=bench.seed + pair)
+    folder, steps = bench.empty_folder(), WARMUP + bench.steps
+    rows, tokens = ultra_pairs(bench, steps * PAIRS_IN_STEP, seed=bench.seed + pair)
     # Each step has pairs of similar length, as after sorting: finray's order is known, and rows lie in the file so.
     order = Order(len(rows), seed=bench.seed).batch(0, len(rows))
     grouped = [step for at in range(steps) for step in range(at * PAIRS_IN_STEP, (at + 1) * PAIRS_IN_STEP)]
@@ -297,10 +306,10 @@ def speed_runs(bench: Bench, pair: int) -> dict[str, Result]:
     results = in_turn(folder, contenders)
     for result in results.values():
         # The pass over all pairs counts with the share of the steps that are timed.
-        share = (steps - bench.warmup) / steps
+        share = (steps - WARMUP) / steps
         result["reference"] = result["seconds"][0] * share
-        result["in_steps"] = sum(result["seconds"][1 + bench.warmup :])
-        timed = order[bench.warmup * PAIRS_IN_STEP :]
+        result["in_steps"] = sum(result["seconds"][1 + WARMUP :])
+        timed = order[WARMUP * PAIRS_IN_STEP :]
         result["tokens_per_s"] = sum(tokens[at] for at in timed) / (result["reference"] + result["in_steps"])
         result["loss"] = sum(result["losses"]) / steps
     return results
@@ -336,7 +345,7 @@ SPEED = case.Case(
     name="speed",
     title="Speed of DPO beside TRL",
     what="DPO with LoRA on pairs with UltraFeedback's mean lengths (prompts of 185 tokens, answers of 305), of random "
-    "words, 4 pairs of similar length in a step, the same for all; the contenders take their steps in turn. "
+    "words, 2 pairs of similar length in a step, the same for all; the contenders take their steps in turn. "
     "Tokens are those of a pair as two rows, each with its prompt, without padding. The pass of the reference "
     "counts, once for the data; TRL's other runs compute it in the step. finray: bf16, packed, its defaults. "
     "TRL, best: bf16 weights, no checkpointing, two pairs at a time, finray's allocator settings. TRL, defaults: "
@@ -360,9 +369,9 @@ SPEED = case.Case(
     check=same_losses,
     setup=lambda bench: (
         f"`{bench.model.name}`, LoRA of rank 8 on all linear layers; threads: {bench.threads}; "
-        f"{bench.steps} steps after {bench.warmup} to warm up"
+        f"{bench.steps} steps after one to warm up"
     ),
 )
 
 
-CASES = [EQUAL, SPEED]
+CASES = [EQUAL, REAL, SPEED]
