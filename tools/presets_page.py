@@ -22,6 +22,7 @@ GPUS = {
     "bert-sst2-lora": "t4-16gb",
     "bloomz-zero3": "t4-16gb",
     "dpo-lora": "a100-40gb",
+    "reward-lora": "a100-40gb",
     "llama3-70b-fsdp": "h100-80gb",
     "llama3-8b-lora": "a100-40gb",
     "mistral-7b-qlora": "rtx4090-24gb",

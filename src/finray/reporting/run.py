@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from finray.checkpoint.rundir import RunDir, saved_config
+from finray.config.objectives import REWARD
 from finray.config.paths import run_url
 from finray.config.tasks import SPECS
 from finray.records import RunSummary
@@ -83,7 +84,8 @@ class TrainResult(Result):
         holds_out = numbers.best is not None or config.data.test_split or config.data.test_ratio
         # The commands that answer prompts and score text do not support other tasks.
         answers = config.model.task in SPECS and not SPECS[config.model.task].reads_labels
-        labels = config.model.task in SPECS and not answers
+        rewards = config.train.objective == REWARD.name
+        labels = config.model.task in SPECS and not answers and not rewards
         here = Path.cwd()
         nearest = self.run_dir.relative_to(here) if self.run_dir.is_relative_to(here) else self.run_dir
         run = shlex.quote(run_url(config) or str(nearest))
@@ -92,6 +94,8 @@ class TrainResult(Result):
             (f'generate {run} "a text"', labels),
             (f"evaluate {run}", config.model.task in SPECS and holds_out),
             (f"serve {run}  # its /v1/classify labels texts", labels),
+            (f"evaluate {run} --file answers.jsonl  # scores any answers", rewards),
+            (f"serve {run}  # its /v1/score scores answers", rewards),
             (f"export {run} --output DIR", True),
         ):
             if works:
