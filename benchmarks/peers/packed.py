@@ -2,7 +2,8 @@
 
 Both train the same shape in bf16, forward and backward pass, in turn in one process, on the same steps of `finray
 train`'s own loader: packs of rows of any length, and the passes over rows of one length that it makes of them for a
-model which cannot be packed. Of these a micro-batch is the whole step, so that as many rows share a pass as can.
+model which cannot be packed. Of these a micro-batch is the whole step, so that as many rows share a pass as can. Packs
+hold rows of nearly one length; so a third takes steps of rows in random order, as with `data.packing: false`.
 
     OMP_NUM_THREADS=1 python packed.py '{"family": "llama", "lengths": [30, 12, ...], "rounds": 5}'
 """
@@ -23,7 +24,7 @@ import torch
 
 from finray.data.sampling.collate import Batch, collate
 from finray.data.sampling.order import Order
-from finray.data.sampling.packing import plan_packs
+from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.models import attention
 from finray.tasks.causal_lm import CausalLM
 from finray.training.loader import StepData, StepLoader
@@ -66,6 +67,7 @@ class PackedJob:
     rounds: int = 5
     warmup: int = 4  # first rounds, in which the heap grows
     packs: int = 8  # of a step: what `train.global_batch_size: auto` takes
+    drawn: int = 64  # rows of a step without packing
     capacity: int = 1024  # tokens of a pack
 
 
@@ -83,8 +85,9 @@ def task_of(family: str, *, packed: bool) -> CausalLM:
     return CausalLM(model.train(), precision="bf16", attention_name=name, device=torch.device("cpu"))
 
 
-def loader_of(job: PackedJob, *, packed: bool) -> StepLoader:
+def loader_of(job: PackedJob, *, packed: bool, drawn: bool = False) -> StepLoader:
     """The steps of a run over rows of these lengths, whose tokens are random."""
+    size = job.drawn if drawn else job.packs
     lengths = np.array(job.lengths)
 
     def collated(rows: Sequence[int]) -> Batch:
@@ -98,7 +101,8 @@ def loader_of(job: PackedJob, *, packed: bool) -> StepLoader:
         ]
         return collate(drawn, rows)
 
-    plan, supervised = plan_packs(lengths, job.capacity), lengths - np.maximum(lengths // 5, 1)
+    plan = (one_row_each if drawn else plan_packs)(lengths, job.capacity)
+    supervised = lengths - np.maximum(lengths // 5, 1)
     split: Any = SimpleNamespace(lengths=lengths, supervised=supervised)
     return StepLoader(
         split,
@@ -106,8 +110,8 @@ def loader_of(job: PackedJob, *, packed: bool) -> StepLoader:
         Order(len(plan), seed=17),
         collate=collated,
         weight=supervised.astype(np.float64),
-        global_batch_size=job.packs,
-        micro_batch_size=1 if packed else job.packs,
+        global_batch_size=size,
+        micro_batch_size=1 if packed else size,
         rows_apart=not packed,
         rank=0,
         world_size=1,
@@ -128,19 +132,28 @@ def step(task: CausalLM, data: StepData) -> tuple[float, float]:
 
 def main(job: PackedJob) -> dict[str, Any]:
     """Medians, without the first rounds, and that of the ratios of rounds. Raises RuntimeError: the losses differ."""
-    sides = [(task_of(job.family, packed=packed), loader_of(job, packed=packed)) for packed in (True, False)]
-    steps = [[loader.at(at * job.packs) for _, loader in sides] for at in range(job.warmup + job.rounds)]
-    rounds = [[step(task, data) for (task, _), data in zip(sides, pair, strict=True)] for pair in steps]
-    for (_, loss), (_, other) in rounds:
-        if abs(loss - other) > 1e-2 * other:
-            raise RuntimeError(f"the losses of one step are {loss} and {other}")
-    packed, alike = zip(*([rate for rate, _ in pair] for pair in rounds[job.warmup :]), strict=True)
+    together, apart = (task_of(job.family, packed=packed) for packed in (True, False))
+    sides = [(together, loader_of(job, packed=True))]
+    sides += [(apart, loader_of(job, packed=False, drawn=drawn)) for drawn in (False, True)]
+    rounds, counts = [], []
+    for at in range(job.warmup + job.rounds):
+        steps = [loader.at(at * loader.global_batch_size) for _, loader in sides]
+        rates, losses = zip(*(step(task, data) for (task, _), data in zip(sides, steps, strict=True)), strict=True)
+        if abs(losses[0] - losses[1]) > 1e-2 * losses[1]:
+            raise RuntimeError(f"the losses of one step are {losses[0]} and {losses[1]}")
+        rounds.append(rates)
+        counts.append([len(steps[1].samples), *(len(data.micro_batches) for data in steps[1:])])
+    packed, alike, drawn = zip(*rounds[job.warmup :], strict=True)
+    rows, passes, drawn_passes = (median(each) for each in zip(*counts, strict=True))
     return {
         "packed": median(packed),
         "alike": median(alike),
         "ratio": median(one / other for one, other in zip(packed, alike, strict=True)),
-        "rows": median(len(data.samples) for data, _ in steps),
-        "passes": median(len(data.micro_batches) for _, data in steps),
+        "rows": rows,
+        "passes": passes,
+        "drawn": median(drawn),
+        "drawn_ratio": median(one / other for one, other in zip(packed, drawn, strict=True)),
+        "drawn_passes": drawn_passes,
     }
 
 

@@ -210,6 +210,15 @@ def accepts_attention(model: Any) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+def replace_grouped_mm(product: Callable[..., Any]) -> None:
+    """Have the experts of Transformers multiplied by a function that is given Transformers' own and its arguments."""
+    from transformers.integrations import moe
+
+    usual = moe._grouped_mm
+    if usual.__module__ == moe.__name__:
+        moe._grouped_mm = lambda input, weight, offs: product(usual, input, weight, offs)
+
+
 @contextmanager
 def without_grouped_mm() -> Iterator[None]:
     """Let experts multiply by an operation of Transformers' own: torch's has no shapes for fp32 without values."""

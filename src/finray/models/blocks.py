@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from finray import compat
-from finray.models import attention, fused_lora, states
+from finray.models import attention, fused_lora, norms, states
 
 # Smaller tensors are not offloaded: copying them would cost more than it saves.
 SMALLEST_OFFLOAD = 2**20
@@ -76,6 +76,7 @@ def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
     """
     attention.register(torch.compiler.disable(attention.packed_attention))  # type: ignore[no-untyped-call]
     states.not_compiled(model)
+    norms.unfuse(model)
     for block in blocks_of(model):
         # Checkpointing and hooks that gather weights stay outside: a compiler that finds excluded code inside a
         # checkpoint would leave the whole layer uncompiled.

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from finray import compat
 from finray.config.resolved import BY_ROW
 from finray.errors import ModelError
-from finray.models import attention, by_row, pooled, states
+from finray.models import attention, by_row, experts, norms, pooled, states
 from finray.models.head import Head, log_probabilities, plain_head
 from finray.models.loading import DTYPES
 from finray.models.ropes import FIXED, RowRopes, rope_types
@@ -94,6 +94,9 @@ class PackedModel:
     """
 
     def __init__(self, model: Any, *, precision: str, attention_name: str | None, device: torch.device) -> None:
+        experts.register()
+        if device.type == "cpu":
+            norms.fuse(model)
         self.model = model
         self.inner: Any = without_adapter(model)
         self.precision = precision

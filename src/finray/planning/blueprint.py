@@ -52,6 +52,7 @@ class Blueprint:
     layer: int  # parameters of the largest decoder layer, without its adapter
     query: int  # elements per token of all query heads of a layer
     linears: tuple[tuple[LinearShape, int], ...]  # all but the head, and how many there are of each
+    experts: int = 0  # elements of matrices that are those of all experts of a layer
     tied: bool = True  # whether the head is the input embedding
     chunks_head: bool = True  # whether `finray.models.head` makes its logits in chunks
     rank: int = 0  # of the adapter, 0 without one
@@ -149,6 +150,7 @@ def draw_blueprint(
     masks = {module.is_causal for module in of_text.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     tied = head is not None and head.weight_VH is table.weight
     vocabulary_rows, hidden = (int(size) for size in table.weight.shape)
+    experts = sum(weight.numel() for weight in targets.experts_of(model).values())
     wrapped = model
     if adapter.method != "none":
         model.requires_grad_(False)
@@ -181,6 +183,7 @@ def draw_blueprint(
         layer=max(layers, default=0),
         query=query,
         linears=tuple(counts.items()),
+        experts=experts,
         tied=tied,
         chunks_head=head is not None and not head_is_adapted,
         rank=adapter.rank if adapter.method != "none" else 0,

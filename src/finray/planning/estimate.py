@@ -314,7 +314,7 @@ def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Bytes of bf16 copies of fp32 weights that autocast creates and autograd saves; adapters are cast as well."""
     if setup.precision != "bf16" or setup.strategy != "ddp" or setup.weights == "bf16":
         return 0
-    return 2 * (blueprint.adapter or blueprint.linear_weights)
+    return 2 * (blueprint.adapter or blueprint.linear_weights + blueprint.experts)
 
 
 def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finray import compat
-from finray.models import attention, fused_lora, states
+from finray.models import attention, experts, fused_lora, norms, states
 from finray.models.blocks import is_kept
 from finray.models.loading import DTYPES
 from finray.models.towers import text_model, text_tower
@@ -108,9 +108,9 @@ class LayerProbe:
                 element = 4 if how.precision == "fp32" else 2
                 width = int(self._model.config.get_text_config().hidden_size)
                 linears = [module for module in self._model.modules() if hasattr(module, "in_features")]
-                # Inputs and outputs of all linear layers, and a few times the hidden states.
+                # Inputs and outputs of all linear layers, and a few times the hidden states where norms are not fused.
                 sides = sum(linear.in_features + linear.out_features for linear in linears) / len(self._counts)
-                each, layers = element * (4 * width + sides), sum(self._counts.values())
+                each, layers = element * ((how.device != "cpu") * 4 * width + sides), sum(self._counts.values())
                 stream = element * width
                 per_token = each * layers, each / 2 * layers, stream * layers, 4 * width, 2 * each
                 self._memory[how] = LayerMemory(stream, *(Cost(((0, value, 0.0),)) for value in per_token))
@@ -136,6 +136,9 @@ class LayerProbe:
                 limits += [attention.EXPLICIT_UP_TO] if how.precision == "bf16" else []
             text_model(inner).set_attn_implementation(name)
             states.separate(inner, on_cpu=how.device == "cpu")
+        experts.register()
+        if how.device == "cpu":
+            norms.fuse(inner)
         edges = [0, *sorted(limit for limit in set(limits) if limit)]
         ranges = []
         with torch.device("cpu"), compat.fake_tensors(), compat.without_grouped_mm():

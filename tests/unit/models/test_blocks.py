@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finray.config.schema import AdapterConfig
-from finray.models import adapters, attention, blocks, fused_lora
+from finray.models import adapters, attention, blocks, fused_lora, norms
 from finray.models.blocks import blocks_of, wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.support.packing import batch_of, gradients, packed_model, rows
@@ -151,6 +151,7 @@ def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows(family: str, ch
     """Traced, and run as traced: what a compiler would be given once. Other lengths must not trace anew."""
     plain, compiled = (task_of(family, lora=True, targets=["q_proj", "down_proj"]) for _ in range(2))
     blocks.compile_blocks(compiled.model, backend="eager")
+    norms.unfuse(plain.model)
     wrap_blocks(compiled.model, checkpointing=checkpointing)
     graphs = []
     try:
