@@ -13,8 +13,6 @@ from peft import PeftModel
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finray.data.dataset.prepare import prepare_here
-from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.splits import sample
 from finray.evaluation.during import TrainingAnswers
 from finray.planning.checks import check_evaluation
@@ -192,7 +190,6 @@ SEEN: list[tuple[list[str], list[str]]] = []
 
 
 def seen(answers: list[str], references: list[str]) -> float:
-    """A metric: keeps what it was shown."""
     SEEN.append((answers, references))
     return 0.25
 
@@ -207,8 +204,7 @@ def test_prompts_of_held_out_pairs_are_answered_in_training_with_the_chosen_answ
     own = changed(plain, {"evaluation": evaluation, "train.max_steps": 4})
     config = runs.config_of(own)
     check_evaluation(config)
-    dataset = PreparedDataset(prepare_here(config))
-    require_prompts(config, dataset.kind())
+    require_prompts(config, "preference")
     runs.run_alone(own, tmp_path / "run", answering=TrainingAnswers(config, "fp32"))
     assert [record["seen"] for record in runs.records(tmp_path / "run", "eval")] == [0.25]
     tokenizer = AutoTokenizer.from_pretrained(plain["model"]["name"])

@@ -76,11 +76,12 @@
     draw();
   }
 
-  function block(label, at, className, values) {
+  function block(label, at, className, values, none = "(no answer)") {
     const made = make("div", `answer ${className}`);
     const head = make("div", "small quiet", label);
     if (values) head.append(make("span", "values", values));
-    made.append(head, make("div", "said", at >= 0 ? texts[at] || "(empty)" : "(no answer)"));
+    made.append(head);
+    if (at >= 0 || none) made.append(make("div", "said", at >= 0 ? texts[at] || "(empty)" : none));
     return made;
   }
 
@@ -96,8 +97,10 @@
     if (found != null) head.append(make("span", `mark ${found > 0 ? "ok" : found < 0 ? "problem" : "note"}`, found > 0 ? "win" : found < 0 ? "loss" : "same"));
     const pair = make("div", "pair");
     pair.append(block("Prompt", row[1], "prompt"), block("Expected", row[2], "expected"));
-    if (a !== b) pair.append(block(models[a], row[3][a] ?? -1, "", values(row, a)));
-    pair.append(block(models[b], row[3][b] ?? -1, "", values(row, b)));
+    /* Nothing is answered where answers are compared by how likely they are. */
+    const none = row[3].some((at) => at >= 0) ? "(no answer)" : "";
+    if (a !== b) pair.append(block(models[a], row[3][a] ?? -1, "", values(row, a), none));
+    pair.append(block(models[b], row[3][b] ?? -1, "", values(row, b), none));
     made.append(head, pair);
     return made;
   }

@@ -247,85 +247,39 @@ def test_a_page_has_both_answers_beside_each_other_and_how_far_a_reference_prefe
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain = {"model": {"name": str(tiny_model_dir)}, "data": {"source": str(file)}, "train": {"objective": "dpo"}}
     config = build_config({**plain, "run": {"output_dir": str(tmp_path)}}, source="test")
-
-    def reference() -> tuple[list[str], list[float | None], str, str]:
-        found, out = inspect(config, examples=2), StringIO()
-        found.print(Console(file=out, width=100))
-        lines = [check.finding for check in findings(found) if check.name == "Reference"]
-        return lines, [view.reference for view in found.examples], page(found), out.getvalue()
-
-    lines, nats, html, _ = reference()
-    assert (lines, nats) == ([], [None] * 4)
-    for side in ("chosen", "rejected"):
-        assert f"<b>{side}</b>" in html
+    found = inspect(config)
     # The prompt once, and both answers.
-    assert html.count('aria-label="Tokens"') == 2
-    assert html.count('aria-label="Tokens of the chosen answer"') == html.count("tokens of prompt") == 2
-
-    dataset = PreparedDataset(inspect(config).prepared)
+    for label in ("Tokens", "Tokens of the chosen answer", "Tokens of the rejected answer"):
+        assert page(found).count(f'aria-label="{label}"') == 3
+    dataset = PreparedDataset(found.prepared)
     split = dataset.all_rows("train")
     assert split is not None
-
-    def computed(model: str, factor: float) -> None:
-        """Each chosen token has the pair's number, and each rejected one has -1."""
-        values = [
-            np.full(targets, -1.0 if row % 2 else factor * shares[row // 2], dtype=np.float32)
-            for row, targets in enumerate(split.supervised.tolist())
-        ]
-        made_by = {"column": "reference", "objective": "dpo", "model": model}
-        ColumnFiles(dataset.folder, dataset.manifest, "train", made_by).write(0, values)
-
-    computed("a", 1.0)
     chosen, rejected = split.supervised[:2].tolist()
+
+    def reference(factor: float) -> tuple[list[str], list[float | None]]:
+        """With another reference, by which each chosen token has the pair's number, and each rejected one -1."""
+        sides = [(factor * share, -1.0) for share in shares]
+        values = [np.full(n, x, np.float32) for pair in sides for n, x in zip((chosen, rejected), pair, strict=True)]
+        made_by = {"column": "reference", "objective": "dpo", "factor": factor}
+        ColumnFiles(dataset.folder, dataset.manifest, "train", made_by).write(0, values)
+        found, out = inspect(config, examples=2), StringIO()
+        found.print(Console(file=out, width=100))
+        title = f"chosen, {shares[2] * chosen:.1f} nats"
+        assert (title in out.getvalue()) is (title in page(found)) is (found.examples[0].reference is not None)
+        lines = [check.finding for check in findings(found) if check.name == "Reference"]
+        return lines, [view.reference for view in found.examples]
+
     ahead = [share * chosen + rejected for share in shares]
-    lines, nats, html, shown = reference()
-    assert lines == [
-        f"the reference finds the chosen answer the more likely one in {sum(x > 0 for x in ahead) / 5:.1%} of 5 pairs, "
-        f"by {sum(ahead) / 5:.3g} nats in the mean; chosen answers have {-sum(shares) / 5:.3g} nats per token"
-    ]
-    assert nats == [shares[0] * chosen, -rejected, shares[2] * chosen, -rejected]
-    assert f"chosen, {shares[2] * chosen:.1f} nats" in html
-    assert f"chosen, {shares[2] * chosen:.1f} nats" in shown
+    assert reference(1.0) == (
+        [
+            f"the reference finds the chosen answer the more likely one in {sum(x > 0 for x in ahead) / 5:.1%} of 5 "
+            f"pairs, by {sum(ahead) / 5:.3g} nats in the mean; chosen answers have {-sum(shares) / 5:.3g} nats per "
+            "token"
+        ],
+        [shares[0] * chosen, -rejected, shares[2] * chosen, -rejected],
+    )
     # Of two references both are named, and no row's numbers; one that does not know such answers is a warning.
-    computed("b", 3.0)
-    (dataset.folder.sub("columns/odd")).write("made_by.json", b"[1")
-    lines, nats, _, shown = reference()
+    dataset.folder.sub("columns/odd").write("made_by.json", b"[1")
+    lines, nats = reference(3.0)
     assert sorted("fine-tune it on the chosen answers first" in line for line in lines) == [False, True]
     assert nats == [None] * 4
-
-
-def test_single_answers_are_shown_with_their_label_and_what_is_odd_about_labels_is_named(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    good = [{"prompt": f"what is {number}", "completion": "a cat", "kto_tag": number % 2 > 0} for number in range(8)]
-    opposite = {**good[2], "kto_tag": True}
-    few = [{**row, "kto_tag": number < 2} for number, row in enumerate(good)]
-    names = ("Labels that contradict each other", "One label", "Labels out of balance")
-    cases: list[tuple[list[Any], dict[str, float], list[str]]] = [
-        ([*good, opposite], {}, [names[0]]),
-        ([row for row in good if row["kto_tag"]], {}, [names[1]]),
-        (few, {}, [names[2]]),
-        # With the weight that it names: three undesirable answers to each desirable one.
-        (few, {"desirable_weight": 3.5}, []),
-        (good, {"undesirable_weight": 0.7}, [names[2]]),
-    ]
-    for number, (rows, preference, odd) in enumerate(cases):
-        file = tmp_path / f"{number}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        plain = {"model": {"name": str(tiny_model_dir)}, "data": {"source": str(file), "max_length": 64}}
-        plain |= {"train": {"objective": "kto"}, "preference": preference, "run": {"output_dir": str(tmp_path)}}
-        found = inspect(build_config(plain, source="test"), examples=2)
-        of = {check.name: check for check in findings(found) if check.level in ("warning", "problem")}
-        assert [name for name in names if name in of] == odd
-        assert (found.parity.rows, found.parity.holds) == (len(rows), True)
-        assert found.splits[0].packing is None
-        if opposite in rows:
-            assert of[names[0]].where == (f"{number}.jsonl:9 = {number}.jsonl:3",)
-            assert [view.label for view in found.examples] == ["undesirable", "undesirable"]
-            out = StringIO()
-            found.print(Console(file=out, width=100))
-            assert "3 learned, label undesirable" in out.getvalue()
-        elif number == 2:
-            assert "desirable_weight between 3 and 4" in of[names[2]].finding
-        elif odd == [names[2]]:
-            assert "undesirable_weight between 0.75 and 1" in of[names[2]].finding
