@@ -1,8 +1,9 @@
-"""Writes the data of the example: a shop's replies, and which department a message is for.
+"""Writes the data of the example: a shop's replies to messages, and tickets of them.
 
-`sft.jsonl` teaches both: 250 replies of every kind (kind or curt, with help or without) and 250 departments. In
+`sft.jsonl` teaches both: 250 replies of every kind (kind or curt, with help or without) and 250 tickets. In
 `pairs.jsonl` the better reply is kind and helps; the worse one lacks the one, the other or both. `held_out.jsonl` (such
-pairs) and `departments.jsonl` are about things, troubles and words that no other file has.
+pairs, of which two in three have a new sentence) and `tickets.jsonl` are about other things and other troubles, asked
+in other words.
 """
 
 import json
@@ -11,16 +12,11 @@ from pathlib import Path
 
 THINGS = ["kettle", "lamp", "chair", "radio", "tent", "bicycle", "printer", "blender", "jacket", "clock", "mirror"]
 HELD_OUT_THINGS = ["sofa", "camera", "ladder", "guitar", "toaster", "helmet"]
-# By department, troubles; those behind the bar are held out.
-TROUBLES = {
-    "repairs": "does not work, came broken, lost a screw, makes a strange noise, smells of smoke | leaks, has a crack",
-    "delivery": "has not arrived, is a week late, was left at the wrong door, is still on its way | came to the old "
-    "address, got lost in the post",
-    "billing": "was charged twice, cost more than its label says, is not on my invoice | was paid but shows as unpaid, "
-    "was billed in the wrong currency",
-    "returns": "has the wrong colour, is too small, is not what I ordered, came twice | is too heavy for me, looks "
-    "unlike its picture",
-}
+TROUBLES = """does not work, came broken, lost a screw, makes a strange noise, smells of smoke, has not arrived, is a
+week late, was left at the wrong door, is still on its way, was charged twice, cost more than its label says, is not on
+my invoice, has the wrong colour, is too small, is not what I ordered, came twice | leaks, has a crack, came to the old
+address, got lost in the post, was paid but shows as unpaid, was billed to someone else, is too heavy for me, looks
+unlike its picture"""
 ASKED = ["My {thing} {trouble}.", "Hello, the {thing} that I bought {trouble}.", "What now? The {thing} {trouble}."]
 HELD_OUT_ASKED = ["I bought a {thing} here. It {trouble}.", "Can you help me? My {thing} {trouble}."]
 KIND = """I am sorry about your {thing}, and thank you for telling us.
@@ -71,40 +67,43 @@ def parts(text: str, sep: str) -> tuple[list[str], list[str]]:
     return [[" ".join(part.split()) for part in some.split(sep) if part.strip()] for some in (first, rest)]
 
 
-def messages(things: list[str], troubles: list[tuple[str, str]], asked: list[str]) -> list[dict[str, str]]:
-    """Every message about these, with its department and its thing."""
+def messages(things: list[str], troubles: list[str], asked: list[str]) -> list[dict[str, str]]:
+    """Every message about these."""
     return [
-        {"prompt": ask.format(thing=thing, trouble=trouble), "department": department, "thing": thing}
+        {"prompt": ask.format(thing=thing, trouble=trouble), "thing": thing, "trouble": trouble}
         for thing in things
-        for department, trouble in troubles
+        for trouble in troubles
         for ask in asked
     ]
 
 
-def reply(thing: str, *, kind: bool, helps: bool, held_out: bool, draw: random.Random) -> str:
-    """A reply; half of the words of a held-out one are of those that were held out."""
+def reply(thing: str, draw: random.Random, *, kind: bool, helps: bool, new: int | None = None) -> str:
+    """A reply of two sentences; the sentence with the number ``new``, if any, is one that is held out."""
     said = []
-    for text in (KIND if kind else CURT, HELP if helps else NO_HELP):
-        learned, rest = parts(text, "\n")
-        said.append(draw.choice(rest if held_out else learned))
+    for number, text in enumerate((KIND if kind else CURT, HELP if helps else NO_HELP)):
+        said.append(draw.choice(parts(text, "\n")[number == new]))
     return " ".join(said).format(thing=thing)
 
 
-def pairs(asked: list[dict[str, str]], *, held_out: bool, draw: random.Random) -> list[dict[str, str]]:
-    """The reply that is kind and helps, and one that is not so."""
+def pairs(asked: list[dict[str, str]], draw: random.Random, *, held_out: bool) -> list[dict[str, str]]:
+    """The reply that is kind and helps, and one that is not so; of held-out ones two in three have a new sentence."""
     rows = []
     for number, message in enumerate(asked):
         kind, helps = [(False, False), (False, True), (True, False)][number % 3]
-        better = reply(message["thing"], kind=True, helps=True, held_out=held_out, draw=draw)
-        worse = reply(message["thing"], kind=kind, helps=helps, held_out=held_out, draw=draw)
+        new = [None, 0, 1][number // 3 % 3] if held_out else None
+        better = reply(message["thing"], draw, kind=True, helps=True, new=new)
+        worse = reply(message["thing"], draw, kind=kind, helps=helps, new=new)
         rows.append({"prompt": message["prompt"], "chosen": better, "rejected": worse})
     return rows
 
 
-def departments(asked: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Messages with the department as the answer."""
-    question = "Repairs, delivery, billing or returns? "
-    return [{"prompt": question + message["prompt"], "completion": message["department"]} for message in asked]
+def tickets(asked: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Messages with what a ticket says of them."""
+    rows = []
+    for message in asked:
+        completion = f"item: {message['thing']}\nproblem: {message['trouble']}"
+        rows.append({"prompt": f"Write a ticket. {message['prompt']}", "completion": completion})
+    return rows
 
 
 def write(name: str, rows: list[dict[str, str]]) -> None:
@@ -114,21 +113,21 @@ def write(name: str, rows: list[dict[str, str]]) -> None:
 
 
 draw = random.Random(7)
-by_part = [[(name, trouble) for name, text in TROUBLES.items() for trouble in parts(text, ",")[at]] for at in (0, 1)]
-learned = messages(THINGS, by_part[0], ASKED)
-unseen = messages(HELD_OUT_THINGS, by_part[1], HELD_OUT_ASKED)
+troubles = parts(TROUBLES, ",")
+learned = messages(THINGS, troubles[0], ASKED)
+unseen = messages(HELD_OUT_THINGS, troubles[1], HELD_OUT_ASKED)
 draw.shuffle(learned)
 draw.shuffle(unseen)
 replies = [
     {
         "prompt": message["prompt"],
-        "completion": reply(message["thing"], kind=number % 2 == 0, helps=number % 4 < 2, held_out=False, draw=draw),
+        "completion": reply(message["thing"], draw, kind=number % 2 == 0, helps=number % 4 < 2),
     }
     for number, message in enumerate(learned[:250])
 ]
-both = replies + departments(learned[250:500])
+both = replies + tickets(learned[250:500])
 draw.shuffle(both)
 write("sft.jsonl", both)
-write("pairs.jsonl", pairs(learned[:192], held_out=False, draw=draw))
-write("held_out.jsonl", pairs(unseen, held_out=True, draw=draw))
-write("departments.jsonl", departments(unseen))
+write("pairs.jsonl", pairs(learned[:192], draw, held_out=False))
+write("held_out.jsonl", pairs(unseen, draw, held_out=True))
+write("tickets.jsonl", tickets(unseen))
