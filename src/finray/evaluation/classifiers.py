@@ -215,16 +215,8 @@ def classified_rows(
     truths: Sequence[Label] | None,
     labels: LabelSet | None,
 ) -> Classified:
-    """A model's predictions, each saved as it is computed: a killed evaluation continues with what it has.
-
-    Args:
-        case: of the evaluation.
-        subject: the model.
-        fingerprint: of the rows.
-        rows: token ids and types, by number.
-        truths: label of each row; None if unknown.
-        labels: that the model is for; None for those of its configuration.
-    """
+    """A model's predictions for rows, by number, each saved as it is computed: a killed evaluation continues with what
+    it has. See :func:`classify` for ``truths`` and ``labels``."""
     read = list(rows.values())
     packs = packing_of(subject.artifact.model).is_told
     key = {"model": subject.identity, "rows": fingerprint, "dtype": str(case.dtype), "packs": packs}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Self
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,6 @@ class Reward(MeanObjective):
 
     def __init__(self, settings: PreferenceConfig) -> None:
         self.settings = settings
-        self._margins: WeakKeyDictionary[PreparedSplit, npt.NDArray[np.float64]] = WeakKeyDictionary()
 
     @classmethod
     def build(cls, config: Config, execution: Execution, *, device: torch.device) -> Self:  # noqa: ARG003
@@ -46,11 +44,7 @@ class Reward(MeanObjective):
 
     def values(self, split: PreparedSplit, rows: Sequence[int]) -> Values:
         """The margin of each row's pair, if the loss has one. Raises DataError: the data have no margins."""
-        if not self.settings.margins:
-            return {}
-        if split not in self._margins:
-            self._margins[split] = split.values("margin")
-        return {"margin": self._margins[split][list(rows)]}
+        return {"margin": split.values("margin")[list(rows)]} if self.settings.margins else {}
 
     def batch_weight(self, batch: LabelledBatch) -> float:
         """Pairs of the batch."""
