@@ -156,6 +156,9 @@ def test_threads_follow_the_placement_and_the_users_own_variables_win() -> None:
         asked(), threads=3, environ={"DNNL_PRIMITIVE_CACHE_CAPACITY": "9"}
     )
     assert worker_environment(asked(), threads=3, environ={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    # Threads that wait leave the core to others, unless the user says how they wait.
+    assert int(env["GOMP_SPINCOUNT"]) < 300_000
+    assert "GOMP_SPINCOUNT" not in worker_environment(asked(env={"OMP_WAIT_POLICY": "active"}), threads=3, environ={})
 
 
 # --- what a worker runs on ------------------------------------------------------------------------------------------
