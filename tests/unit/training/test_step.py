@@ -33,7 +33,7 @@ def test_the_last_backward_pass_of_a_step_is_marked_and_what_is_ignored_adds_not
     """Then a bucket of gradients is on its way while the rest is worked out."""
     weight, asked = torch.nn.Parameter(torch.tensor(3.0)), list[Any]()
     optimizer: Any = SimpleNamespace(parameters={"w": weight}, step=lambda rate, *, found_inf: None)
-    task: Any = SimpleNamespace(outputs=lambda value: weight * value, objective=SFT())
+    task: Any = SimpleNamespace(outputs=lambda value: weight * value, objective=SFT(), in_step=None)
     strategy: Any = SimpleNamespace(
         device=CPU,
         backward=lambda loss, *, last: asked.append((float(loss.detach()), last)),
@@ -75,7 +75,7 @@ def test_an_evaluation_sums_over_ranks_what_counts() -> None:
         confusion=lambda sums: [[int(sums[1])]],
         spec=SimpleNamespace(before=()),
     )
-    task: Any = SimpleNamespace(objective=objective, outputs=lambda value: 2 * value)
+    task: Any = SimpleNamespace(objective=objective, outputs=lambda value: 2 * value, in_step=None)
     batches = [(batch(2.0), True), (batch(100.0), False), (batch(3.5), True), (batch(1.0), True)]
     loader: Any = SimpleNamespace(rows=2, passes=4, batches=lambda: iter(batches), batches_before=lambda: iter(()))
     # One of two ranks; the other gives the same.
