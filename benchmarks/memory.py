@@ -47,6 +47,8 @@ class Setting:
     thread_cache: bool = True  # of the C library's allocator
     strategy: str = "ddp"
     saves: bool = False  # checkpoints, written in the background
+    objective: str = "sft"  # others learn from pairs
+    reference: str | None = None  # computed in the step: `start`, or a key of `SHAPES`
 
 
 def _sharded(strategy: str, workers: int) -> Setting:
@@ -73,6 +75,11 @@ SETTINGS = (
     Setting("smollm2-lora-2-workers", "smollm2", "lora", "bf16", workers=2),
     Setting("smollm2-full", "smollm2", "none", "bf16", rows=8),
     Setting("smollm2-full-unpacked-checkpointing", "smollm2", "none", "fp32", False, "full", rows=6),
+    # Pairs; at the peak of a step with a reference there is a second model, which is frozen.
+    Setting("pairs-orpo-full", "two-wide-layers", "none", "fp32", objective="orpo"),
+    Setting("pairs-simpo-lora", "two-layers", "lora", "fp32", objective="simpo", micro_batch_size=2),
+    Setting("pairs-dpo-full-in-step", "six-layers", "none", "fp32", objective="dpo", reference="start"),
+    Setting("pairs-dpo-lora-named", "two-wide-layers", "lora", "fp32", objective="dpo", reference="six-layers"),
     *(_sharded(strategy, workers) for strategy in ("fsdp", "deepspeed") for workers in (1, 2, 4)),
 )
 # Llama's config: width, feed-forward width, layers, heads, key heads, vocabulary.
@@ -125,13 +132,28 @@ def config_of(bench: Bench, setting: Setting) -> Any:
     """The config of a setting: one epoch, in steps of two micro-batches per worker."""
     from finray.config.load import build_config
 
-    rows = write_rows(bench.folder / f"rows-{setting.rows}.jsonl", make_rows(setting.rows, seed=3))
+    made, name = make_rows(setting.rows, seed=3), f"rows-{setting.rows}.jsonl"
+    preference: dict[str, Any] = {}
+    if setting.objective != "sft":
+        # The answer of the row before is the worse one.
+        texts = [[message["content"] for message in row["messages"]] for row in made]
+        made = [
+            {"prompt": prompt, "chosen": chosen, "rejected": texts[number - 1][1]}
+            for number, (prompt, chosen) in enumerate(texts)
+        ]
+        name = f"pairs-{setting.rows}.jsonl"
+    if setting.reference is not None:
+        reference = setting.reference if setting.reference == "start" else str(_model(bench, setting.reference))
+        preference = {"reference": reference, "reference_in_step": True}
+    rows = write_rows(bench.folder / name, made)
     plain = {
         "run": {"name": setting.name, "output_dir": str(bench.folder / "runs")},
         "model": {"name": str(_model(bench, setting.model))},
         "adapter": {"method": setting.adapter, "rank": 8, "alpha": 16},
         "data": {"source": str(rows), "max_length": setting.max_length, "packing": setting.packing},
+        "preference": preference,
         "train": {
+            "objective": setting.objective,
             "epochs": 1,
             "global_batch_size": 2 * setting.workers * setting.micro_batch_size,
             "micro_batch_size": setting.micro_batch_size,
@@ -165,7 +187,8 @@ def estimate(config: Any) -> Any:
     if model is None or report.problems or found.problems:
         raise BenchmarkError(f"{config.run.name}: {found.problems} {report.problems}")
     total_steps = -(-report.packs // config.train.global_batch_size)
-    rows = RowSample(report.lengths, report.longest, report.supervised / report.tokens, total_steps)
+    learned = report.supervised / report.tokens
+    rows = RowSample(report.lengths, report.longest, learned, total_steps, joined=report.joined)
     device = Device("cpu", "this machine", None)
     placement = Placement(config.cluster.num_workers, 1, use_gpu=False)
     execution = resolve(config, placement, device, packing=model.packing)

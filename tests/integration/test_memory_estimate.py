@@ -16,6 +16,7 @@ from finray.hardware import cpu_has_bf16
 # Quick ones of the benchmark's settings: all weights of a small model, two workers, with shares and without, weights in
 # bf16 alone, and an adapter on the real one.
 CASES = ["two-layers-full-2-workers", "wide-bf16-true", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
+CASES += ["pairs-orpo-full", "pairs-simpo-lora", "pairs-dpo-full-in-step", "pairs-dpo-lora-named"]
 _CHEAPER: dict[str, dict[str, Any]] = {
     # Products in bf16 take ten times as long on CPUs that have no instructions for them; most weights are the head's.
     **({} if cpu_has_bf16() else {"wide-bf16-true": {"model": "wide-layer", "max_length": 48, "rows": 4}}),
@@ -100,6 +101,13 @@ def with_state(run: dict[str, Any]) -> float:
 def test_shares_that_are_not_shared_would_be_seen(holds: Callable[[str, Check], bool]) -> None:
     """Two workers under FSDP have half of weights, gradients and optimizer state each, and are measured to."""
     assert holds("fsdp-full-2-workers", lambda run: with_state(run) > 1.4)
+
+
+def test_a_second_model_that_is_forgotten_would_be_seen(holds: Callable[[str, Check], bool]) -> None:
+    def seen(run: dict[str, Any]) -> bool:
+        return bool((run["estimate"] - run["parts"]["reference"]) / run["measured"] < 0.85)
+
+    assert holds("pairs-dpo-lora-named", seen)
 
 
 def test_an_fp32_copy_of_the_weights_would_be_seen(holds: Callable[[str, Check], bool]) -> None:

@@ -145,3 +145,9 @@ def keeps_start(config: Config) -> bool:
     settings, start = config.preference, config.adapter.start_from
     has_columns = bool(objective_spec(config).columns)
     return has_columns and settings.reference_in_step and settings.reference == "start" and start is not None
+
+
+def model_of_reference(config: Config) -> str:
+    """What the reference is, in a sentence."""
+    named = {"start": "the model that the run begins from", "base": "the base model"}
+    return named.get(config.preference.reference, config.preference.reference)

@@ -12,7 +12,7 @@ per trained parameter, of its width or less.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from finray.models.head import chunk_rows
@@ -71,6 +71,7 @@ class Setup:
     optimizer_offload: bool = False  # whether a GPU's share of the optimizer is in CPU memory
     weight_offload: bool = False  # and its share of the weights
     activation_offload: bool = False  # and what layers keep for the backward pass
+    reference: float = 0.0  # bytes of the reference that is computed in the step
 
     @property
     def sharers(self) -> int:
@@ -239,6 +240,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str
         "weights": weight_bytes(blueprint, setup),
         "adapter": adapter_bytes(blueprint, setup),
         "optimizer": (moments + masters) / (1 if setup.strategy == "ddp" else setup.sharers),
+        "reference": setup.reference,
         "checkpoint copy": copy,
     }
     moved = [*(["optimizer"] if setup.optimizer_offload else []), *(["weights", "adapter"] * setup.weight_offload)]
@@ -264,6 +266,13 @@ def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
 def adapter_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Bytes of the adapter's fp32 weights on one worker."""
     return FP32 * blueprint.adapter / (setup.sharers if setup.strategy in ("fsdp", "zero3") else 1)
+
+
+def reference_bytes(blueprint: Blueprint, setup: Setup, *, is_copy: bool) -> float:
+    """Bytes of a reference on one worker: a frozen copy of an adapter, or a model that FSDP shards if weights are."""
+    around = replace(setup, strategy="fsdp" if setup.strategy in ("fsdp", "zero3") else "ddp")
+    whole = 0 if is_copy else weight_bytes(blueprint, around) + gathered_bytes(blueprint, around)
+    return adapter_bytes(blueprint, around) + whole
 
 
 def gradient_bytes(blueprint: Blueprint, setup: Setup) -> float:

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal
 
+from finray.config.objectives import keeps_start, reference_run
 from finray.config.resolved import Execution, Steps
 from finray.config.schema import Config
 from finray.data.dataset.run_data import decide_steps
@@ -16,8 +17,8 @@ from finray.data.sampling.order import permutation
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import ConfigError
 from finray.parallel.deepspeed import config as deepspeed_config
-from finray.planning.blueprint import ModelShape
-from finray.planning.estimate import MemoryEstimate, Setup, Strategy, Workload, estimate
+from finray.planning.blueprint import Blueprint, ModelShape, build_blueprint
+from finray.planning.estimate import MemoryEstimate, Setup, Strategy, Workload, estimate, reference_bytes
 from finray.planning.findings import Findings
 from finray.planning.placement import GPUS, Device
 from finray.training.cpu_checks import refusals_on_cpu
@@ -185,7 +186,7 @@ def _peaks(
         more = config.parallel.strategy == "auto" and choice.num_workers > now.num_workers
         strategy: Strategy = "fsdp" if more else named
         offload, on_gpu = choice.cpu_offload and strategy != "ddp", device.kind == "cuda"
-        return Setup(
+        setup = Setup(
             strategy=strategy,
             workers=choice.num_workers,
             shards=config.parallel.shard_size,
@@ -203,6 +204,18 @@ def _peaks(
             weight_offload=on_gpu and ((offload and strategy in ("fsdp", "zero3")) or "offload_param" in in_file),
             activation_offload=on_gpu and choice.activation_offload,
         )
+        compared = reference() if choice.adapter == config.adapter.method else None
+        if compared is None:
+            return setup
+        return replace(setup, reference=reference_bytes(compared, setup, is_copy=keeps_start(config)))
+
+    @cache
+    def reference() -> Blueprint | None:
+        """Of the reference that is computed in the step, where it takes memory."""
+        other, settings = reference_run(config), config.preference
+        if other is None or not settings.reference_in_step:
+            return shape.blueprint if keeps_start(config) else None
+        return build_blueprint(other.model, other.adapter) if settings.names_model else shape.blueprint
 
     weigh = shape.probe.measure(setup_of(now).arithmetic).kept
 

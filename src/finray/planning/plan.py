@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from finray.checkpoint.rundir import Earlier, earlier_of
-from finray.config.objectives import objective_spec, spec_of
+from finray.config.objectives import model_of_reference, objective_spec, spec_of
 from finray.config.paths import run_path, with_absolute_paths
 from finray.config.resolved import REWARD, LabelSet, Resolved, Steps
 from finray.config.schema import Config
@@ -323,8 +323,9 @@ def _data(
     objective = objective_spec(config)
     first = [
         f"before the first step, {'two forward passes' if objective.before else 'one forward pass'} over all rows with "
-        f"the model that the run begins from give `{column}`, which is kept with the prepared data"
+        f"{model_of_reference(config)} give `{column}`, which is kept with the prepared data"
         for column in objective.columns
+        if not config.preference.reference_in_step
     ]
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     plan = DataPlan(

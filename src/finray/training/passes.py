@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from finray import compat
-from finray.config.objectives import keeps_start, objective_spec, reference_run
+from finray.config.objectives import keeps_start, model_of_reference, objective_spec, reference_run
 from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.data.dataset.columns import ColumnFiles, Floats
@@ -113,9 +113,7 @@ def add_columns(
             files = ColumnFiles(dataset.folder, dataset.manifest, name, made)
             missing = strategy.broadcast_object(on_all_ranks(strategy, files.missing if first else list))
             if missing:
-                model = "the base model" if adapter is None else "the model that the run begins from"
-                model = model if other is None else settings.reference
-                say(f"computing `{key}` of {len(rows):,} rows with {model}, once")
+                say(f"computing `{key}` of {len(rows):,} rows with {model_of_reference(config)}, once")
                 if reference is None:
                     assert other is not None
                     reference = Reference(load(other))

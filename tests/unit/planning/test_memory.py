@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
+from finray.planning.blueprint import model_shape
 from finray.planning.estimate import Workload
-from finray.planning.memory import MemoryChoice, fastest, largest_workload, relief, single_changes, smallest_change
+from finray.planning.findings import Findings
+from finray.planning.memory import (
+    MemoryChoice,
+    RowSample,
+    fastest,
+    largest_workload,
+    plan_memory,
+    relief,
+    single_changes,
+    smallest_change,
+)
 from finray.planning.placement import Device
-from tests.support import runs
+from tests.support import runs, tiny
 
 
 def largest(lengths: list[int], **more: Any) -> Workload:
@@ -176,3 +190,33 @@ def test_memory_that_a_run_lacked_is_made_free_by_the_smallest_change(tiny_run: 
     resolved = runs.resolved_of(config)
     assert relief(config, resolved, device, workers=1, less=1) == ("train.micro_batch_size=2",)
     assert relief(config, resolved, device, workers=1, less=2**40) == ()
+
+
+def test_a_reference_in_the_step_is_a_second_model_unless_it_is_the_first_under_its_adapter(
+    tiny_run: Callable[..., dict[str, Any]], tokenizer: Any, tmp_path: Path
+) -> None:
+    def part(reference: str, **changes: Any) -> int:
+        own = {"train.objective": "dpo", "preference": {"reference_in_step": True, "reference": reference}}
+        config = runs.config_of(runs.changed(tiny_run(), own, changes))
+        shape, device = model_shape(config.model, config.adapter, packs=True), Device("cpu", "", None)
+        execution = runs.resolved_of(config)
+        return plan_memory(config, execution, shape, device, RowSample(), Findings(), workers=1).parts.get(
+            "reference", 0
+        )
+
+    def size(model: Any) -> int:
+        return 4 * sum(weight.numel() for name, weight in model.named_parameters())
+
+    tiny.save_model("llama", tmp_path / "other", tokenizer, hidden_size=32)
+    model, other = (
+        AutoModelForCausalLM.from_pretrained(name) for name in (tiny_run()["model"]["name"], tmp_path / "other")
+    )
+    whole = size(model)
+    assert part("start", adapter={"method": "none"}) == whole
+    assert part(str(tmp_path / "other"), adapter={"method": "none"}) == size(other) < whole
+    assert part("start") == part("base") == 0
+    tuned = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    tuned.save_pretrained(tmp_path / "adapter")
+    continued = {"start_from": str(tmp_path / "adapter")}
+    assert part("start", adapter=continued) == size(tuned) - whole
+    assert part("base", adapter=continued) == 0
