@@ -78,8 +78,8 @@ SETTINGS = (
     # Pairs; at the peak of a step with a reference there is a second model, which is frozen.
     Setting("pairs-orpo-full", "two-wide-layers", "none", "fp32", objective="orpo"),
     Setting("pairs-simpo-lora", "two-layers", "lora", "fp32", objective="simpo", micro_batch_size=2),
-    Setting("pairs-dpo-full-in-step", "six-layers", "none", "fp32", objective="dpo", reference="start"),
-    Setting("pairs-dpo-lora-named", "two-wide-layers", "lora", "fp32", objective="dpo", reference="six-layers"),
+    Setting("pairs-dpo-full-in-step", "two-wide-layers", "none", "fp32", rows=6, objective="dpo", reference="start"),
+    Setting("pairs-dpo-lora-named", "two-wide-layers", "lora", "fp32", rows=6, objective="dpo", reference="six-layers"),
     *(_sharded(strategy, workers) for strategy in ("fsdp", "deepspeed") for workers in (1, 2, 4)),
 )
 # Llama's config: width, feed-forward width, layers, heads, key heads, vocabulary.
