@@ -73,6 +73,12 @@ def test_scores_are_those_of_plain_models_and_the_last_record_of_the_run(
         assert values.tuned.scores["reward_accuracy"].value == float((ahead > behind).double().mean())
     assert abs(margins[0] - margins[1]) > 1e-3
     assert not any(name.startswith("reward") for model in found.models[:-1] for name in model.scores)
+    # Without a reference every model has them.
+    other = ["train.objective=simpo", "preference.beta=1.5", "preference.length_normalized=false"]
+    free = evaluate(dpo, other, baselines=["start"], output=tmp_path / "simpo")
+    for model in free.models:
+        ahead, behind = (1.5 * of_sides[model.name] / tokens).T
+        assert model.scores["reward_margin"].value == pytest.approx(float((ahead - behind).mean()), rel=1e-3)
     # And those of the evaluation in training, which another forward pass computed.
     last, alike = runs.records(dpo, "eval")[-1], ("chosen_logprob", "rejected_logprob")
     pairs = {"eval_loss": "preference_loss", "accuracy": "reward_accuracy", "margin": "reward_margin"}
