@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from finray.config.requests import EvaluationRequest
 from finray.errors import ConfigError
-from finray.evaluation.artifacts import export_model
+from finray.evaluation.artifacts import export_model, find_artifact
 from finray.evaluation.compare import evaluate
+from finray.publishing.card import ModelFacts, card
 from finray.serving.models import ServeSettings
 from finray.serving.server import ApiServer
 from tests.support import runs, tiny
@@ -157,6 +159,18 @@ def test_the_exported_and_the_served_model_score_answers_as_plain_transformers(p
             assert http.post("/v1/score", json=odd).json()["error"]["message"].startswith("there are 2 prompts for 3")
             odd = {"model": "rm", "messages": turns[:1]}
             assert "does not end with an answer" in http.post("/classify", json=odd).json()["error"]["message"]
+    # The lines of the model's card, as somebody else would run them: without the template's last line break.
+    facts = ModelFacts(
+        str(tmp_path / "out"), find_artifact(tmp_path / "out"), True, None, "1", config=runs.config_of(own)
+    )
+    text, ran = card(facts), dict[str, Any]()
+    exec(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0], ran)  # noqa: S102
+    turns = [*ran["messages"]]
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant"]
+    with torch.no_grad():
+        alike = reward(model, tokenizer, turns[1]["content"], turns[2]["content"], SYSTEM)
+    assert ran["reward"] == pytest.approx(float(alike), abs=1e-5)
+    assert f"| objective | reward, margins True, centering {CENTERING} |" in text
     # A file of answers, and one of pairs: the scores of each row, and their means.
     alone = tmp_path / "answers.jsonl"
     alone.write_text("".join(json.dumps({"prompt": question, "answer": answer}) + "\n" for answer in answers))

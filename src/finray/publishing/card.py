@@ -13,7 +13,9 @@ from typing import Any
 
 import yaml
 
+from finray.config.objectives import objective_name
 from finray.config.paths import is_template, is_url
+from finray.config.preference import BETA, TAKEN
 from finray.config.redact import NAMED_BY_DATA, redact
 from finray.config.schema import Config
 from finray.errors import FinrayError
@@ -106,9 +108,11 @@ def _front(facts: ModelFacts) -> dict[str, Any]:
     if datasets := [name for name in _sources(facts.config) if _is_hub_id(name)]:
         front["datasets"] = datasets
     method = None if facts.config is None else facts.config.adapter.method
+    objective = None if facts.config is None else facts.config.train.objective
     front["tags"] = [
         "finray",
         *([method] if method not in (None, "none") else []),
+        *([objective] if objective in TAKEN else []),
         *(["merged"] if facts.merged else []),
     ]
     if facts.scores is not None and (models := facts.scores["models"]):
@@ -198,7 +202,8 @@ def _training(facts: ModelFacts) -> str:
     if config is None:
         return ""
     train, adapter = config.train, config.adapter
-    rows = [["weights trained", "all" if adapter.method == "none" else _method(config)]]
+    rows = [["objective", _objective(config)]]
+    rows += [["weights trained", "all" if adapter.method == "none" else _method(config)]]
     if adapter.method != "none":
         rows += [["alpha", f"{adapter.alpha:g}"], ["dropout", f"{adapter.dropout:g}"]]
         targets = adapter.target_modules
@@ -226,6 +231,18 @@ def _training(facts: ModelFacts) -> str:
     return "## Training\n\n" + _table(["", ""], rows)
 
 
+def _objective(config: Config) -> str:
+    """What was learned, with beta and the other settings that are not the defaults."""
+    name, section = objective_name(config), config.preference
+    plain = section.model_dump(exclude_defaults=True) if name in TAKEN else {}
+    if name in BETA:
+        plain = {"beta": BETA[name]} | plain
+    values = [
+        f"{key.replace('_', ' ')} {_short(str(value)) if key == 'reference' else value}" for key, value in plain.items()
+    ]
+    return ", ".join([name, *values])
+
+
 def _loading(facts: ModelFacts) -> str:
     notes, repo = facts.artifact.notes, facts.repo
     auto = notes.get("auto_class", "AutoModelForCausalLM")
@@ -245,8 +262,18 @@ def _loading(facts: ModelFacts) -> str:
         lines += [f'model = PeftModel.from_pretrained(base, "{repo}")']
     else:
         lines += [f'model = {auto}.from_pretrained("{repo}", dtype="auto")']
-    if notes.get("rows") == "chat":
-        system = [{"role": "system", "content": notes["system"]}] if notes.get("system") else []
+    system = [{"role": "system", "content": notes["system"]}] if notes.get("system") else []
+    if facts.artifact.is_reward:
+        turns = [*system, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "How may I help?"}]
+        if notes.get("rows") == "chat":
+            lines += ["", f"messages = {turns!r}"]
+            # The reward is read at the end of the answer, which some templates follow by a line break.
+            lines += ["text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()"]
+        else:
+            lines += ["", 'text = "a prompt" + " and its answer" + tokenizer.eos_token']
+        lines += ['inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")']
+        lines += ["reward = model(**inputs).logits.item()"]
+    elif notes.get("rows") == "chat":
         arguments = "".join(
             f", {name}={value!r}" for name, value in (notes.get("chat_template_arguments") or {}).items()
         )
