@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ from tools import quarantine  # noqa: E402
 from tests.support import forks, s3, tiny  # noqa: E402
 from tests.support.examples import examples  # noqa: E402
 
+# Under nohup it would be ignored, by every process of a test too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # How long an example takes says more of the machine than of the code. The gate tries the same examples each time, a
 # night others.
 NIGHTLY = "FINRAY_TEST_NIGHTLY" in os.environ

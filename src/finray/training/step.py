@@ -86,8 +86,9 @@ def train_step(
     rank has finished its part.
     """
     objective = task.objective
-    with parts("forward"):
-        compute_before(task, strategy, data.before)
+    if objective.spec.before:
+        with parts("forward"):
+            compute_before(task, strategy, data.before)
     # The loss comes first: a ring sums the first element in the same order, however many follow.
     named = 1 + len(signals)
     total = torch.zeros(named + len(objective.spec.means), dtype=torch.float64, device=strategy.device)
