@@ -235,7 +235,8 @@ REAL = replace(
 # published: here their logarithms are normal with these deviations, and two answers to a prompt vary half together.
 PROMPT, ANSWER, ROW = (185, 0.8), (305, 0.6), 1024
 IN_STEP, BEFORE, DEFAULTS = "TRL, best", "TRL, best, reference before training", "TRL, defaults"
-PAIRS_IN_STEP, WARMUP = 2, 1
+# Pairs of the data, of which a run takes the first steps.
+DATA, PAIRS_IN_STEP, WARMUP = 32, 2, 1
 
 
 def ultra_pairs(bench: Bench, count: int, *, seed: int) -> tuple[list[Row], list[int]]:
@@ -263,13 +264,15 @@ def ultra_pairs(bench: Bench, count: int, *, seed: int) -> tuple[list[Row], list
 def speed_runs(bench: Bench, pair: int, peer: str) -> dict[str, Result]:
     """finray and a peer on the same pairs, step by step in turn."""
     folder, steps = bench.empty_folder(), WARMUP + bench.steps
-    rows, tokens = ultra_pairs(bench, steps * PAIRS_IN_STEP, seed=bench.seed + pair)
+    count = max(DATA, steps * PAIRS_IN_STEP)
+    rows, tokens = ultra_pairs(bench, count, seed=bench.seed + pair)
     # Each step has pairs of similar length, as after sorting: finray's order is known, and rows lie in the file so.
-    order = Order(len(rows), seed=bench.seed).batch(0, len(rows))
-    grouped = [step for at in range(steps) for step in range(at * PAIRS_IN_STEP, (at + 1) * PAIRS_IN_STEP)]
-    shuffled = random.Random(bench.seed + pair).sample(range(steps), steps)
-    place = {order[at]: grouped[shuffled[at // PAIRS_IN_STEP] * PAIRS_IN_STEP + at % PAIRS_IN_STEP] for at in grouped}
-    rows, tokens = [rows[place[at]] for at in grouped], [tokens[place[at]] for at in grouped]
+    order = Order(count, seed=bench.seed).batch(0, count)
+    groups = [list(range(at, at + PAIRS_IN_STEP)) for at in range(0, count, PAIRS_IN_STEP)]
+    random.Random(bench.seed + pair).shuffle(groups)
+    place = dict(zip(order, [one for group in groups for one in group], strict=True))
+    rows, tokens = ([of[place[at]] for at in range(count)] for of in (rows, tokens))
+    order = order[: steps * PAIRS_IN_STEP]
     file = write_rows(folder / "rows.jsonl", rows)
     config = finray_config(bench, file, folder, steps=steps, seed=bench.seed)
     config["data"] = {"source": str(file), "format": "prompt_completion", "max_length": ROW, "packing": True}
@@ -304,11 +307,10 @@ def speed_runs(bench: Bench, pair: int, peer: str) -> dict[str, Result]:
     }
     results = in_turn(folder, {"finray": ours, peer: peers[peer]})
     for result in results.values():
-        # The pass over all pairs counts with the share of the steps that are timed.
-        share = (steps - WARMUP) / steps
-        result["reference"] = result["seconds"][0] * share
-        result["in_steps"] = sum(result["seconds"][1 + WARMUP :])
         timed = order[WARMUP * PAIRS_IN_STEP :]
+        # Of the pass over all pairs, the share of those in the steps that are timed.
+        result["reference"] = result["seconds"][0] * len(timed) / count
+        result["in_steps"] = sum(result["seconds"][1 + WARMUP :])
         result["tokens_per_s"] = sum(tokens[at] for at in timed) / (result["reference"] + result["in_steps"])
         result["loss"] = sum(result["losses"]) / steps
     return results
@@ -367,7 +369,7 @@ SPEED = case.Case(
     check=same_losses,
     setup=lambda bench: (
         f"`{bench.model.name}`, LoRA of rank 8 on all linear layers; threads: {bench.threads}; "
-        f"{bench.steps} steps after one to warm up"
+        f"{DATA} pairs, {bench.steps} steps after one to warm up"
     ),
 )
 
