@@ -132,6 +132,9 @@ def test_an_evaluation_keeps_sums_on_the_device() -> None:
         rows = 4
         passes = 2
 
+        def batches_before(self) -> Iterator[tuple[Batch, bool]]:
+            return iter(())
+
         def batches(self) -> Iterator[tuple[Batch, bool]]:
             yield batch_of(rows()), True
             yield batch_of(rows(seed=1)), False
