@@ -48,13 +48,7 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
     """
     labels = dataset.label_set
     if objective_spec(config).is_reward:
-        rewarded = FoundLabels(REWARD)
-        for split in (splits.train, splits.eval) if config.preference.margins else ():
-            try:
-                _ = None if split is None else split.values("margin")
-            except DataError as error:
-                rewarded.problems.append(error)
-        return rewarded
+        return _rewarded(splits, config)
     if labels is None or not spec_of(config).reads_labels:
         return FoundLabels()
     result, row_labels = FoundLabels(labels), splits.train.labels
@@ -127,6 +121,18 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
         result.problems.append(error)
         return result
     return FoundLabels(labels, weights, result.problems, result.warnings)
+
+
+def _rewarded(splits: Splits, config: Config) -> FoundLabels:
+    """The one output of a reward model. The margins of pairs are read if the loss needs them: they may not be there."""
+    result = FoundLabels(REWARD)
+    read = (splits.train, splits.eval) if config.preference.margins else ()
+    for split in filter(None, read):
+        try:
+            split.values("margin")
+        except DataError as error:
+            result.problems.append(error)
+    return result
 
 
 def count_classes(labels: Iterable[Label]) -> Counter[str]:
