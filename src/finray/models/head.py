@@ -20,6 +20,8 @@ from finray.models.reordered import ReorderedLinear, linear
 # busy. A GPU reads all weights once for each chunk, and needs more rows before that is little beside its arithmetic.
 CHUNK_ELEMENTS = {"cpu": 3 * 2**22, "cuda": 2**26}
 CHUNK_ROWS = 64
+# A GPU multiplies tiles of 128 or 256 rows: of 270 it would compute 384.
+TILE_ROWS = 256
 # Elements that a CPU adds at a time if dtypes differ.
 _ADDED = 2**19
 
@@ -52,7 +54,8 @@ class Head:
 
 def chunk_rows(vocabulary: int, device: str) -> int:
     """Rows of one chunk of logits on a type of device."""
-    return max(CHUNK_ROWS, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // vocabulary)
+    rows = CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cpu"]) // vocabulary
+    return max(TILE_ROWS, round(rows / TILE_ROWS) * TILE_ROWS) if device == "cuda" else max(CHUNK_ROWS, rows)
 
 
 def plain_head(model: Any) -> Head | None:

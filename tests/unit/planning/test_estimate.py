@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from finray.models.head import chunk_rows
 from finray.planning.blueprint import Blueprint, LinearShape
 from finray.planning.estimate import (
     Setup,
@@ -205,6 +206,12 @@ def test_costs_are_those_of_the_range_of_each_row() -> None:
 def test_logits_are_made_in_chunks_whatever_the_number_of_targets() -> None:
     few, many, all_ = (logit_bytes(LORA, GPU, Workload((8192,), targets)) for targets in (100, 4000, 8000))
     assert few < many == all_
+    # Whole tiles of a GPU's products: 270 rows would take as long as 384. A CPU takes as many as it has memory for.
+    words, rows = (49_152, 128_256, 151_936, 248_320, 400_000), (1280, 512, 512, 256, 256)
+    for device, expected in (("cuda", rows), ("cpu", (256, 98, 82, 64, 64))):
+        assert tuple(chunk_rows(count, device) for count in words) == expected
+    wide = replace(LORA, vocabulary=248_320)
+    assert logit_bytes(wide, GPU, Workload((8192,), 8000)) == (4 + 4) * 256 * 248_320
     # Without a head that finray understands, there are as many logits as targets.
     own = replace(LORA, chunks_head=False)
     assert logit_bytes(own, GPU, Workload((8192,), 8000)) == 80 * logit_bytes(own, GPU, Workload((8192,), 100))

@@ -25,7 +25,8 @@ def test_how_sources_are_cut_and_files_are_laid_out() -> None:
 
 
 def test_in_which_pieces_sums_are_made() -> None:
-    assert (head.CHUNK_ELEMENTS, head.CHUNK_ROWS) == ({"cpu": 12_582_912, "cuda": 67_108_864}, 64)
+    chunks = (head.CHUNK_ELEMENTS, head.CHUNK_ROWS, head.TILE_ROWS)
+    assert chunks == ({"cpu": 12_582_912, "cuda": 67_108_864}, 64, 256)
     assert (ddp.BUCKET_ELEMENTS, attention.EXPLICIT_UP_TO) == (8_388_608, 512)
     assert (attention.BATCHED_UP_TO, attention.BATCHED_FROM) == (128, 16)
     assert (attention.LENGTHS_OF, attention.COUNTS_OF) == (16, 4)
