@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import case
 from case import Bench, Blocks, Result, Run
+from finray.hardware import cpu_has_bf16
 from finray.planning.placement import ALLOCATOR
 from processes import environment, run_group
 from rows import count_tokens
 
 FAMILIES = ("qwen3_5", "nemotron_h", "gpt_oss", "lfm2", "llama")
 ROWS = 1000
+# What `train.precision: auto` takes: without instructions for bf16, their emulation would be measured.
+PRECISION = "bf16" if cpu_has_bf16() else "fp32"
 
 
 def _run(family: str) -> Run:
@@ -18,6 +21,7 @@ def _run(family: str) -> Run:
         job = {
             "family": family,
             "lengths": lengths,
+            "precision": PRECISION,
             "rounds": 1 if bench.quick else 7,
             "warmup": 1 if bench.quick else 4,
         }
@@ -37,8 +41,8 @@ PACKED = case.Case(
     group="families",
     name="packed",
     title="Packed rows and rows of one length, by family",
-    what="Models of width 128 and four to six layers with random weights: forward and backward pass in bf16, all "
-    "weights trained, on the steps that a run takes: eight packs of 1,024 tokens. Beside them the same steps "
+    what="Models of width 128 and four to six layers with random weights: forward and backward pass, all weights "
+    "trained, on the steps that a run takes: eight packs of 1,024 tokens. Beside them the same steps "
     "of a model which cannot be packed: passes over rows of one length, with all rows of the step that have "
     "it. As packs hold rows of nearly one length, so do these; with `data.packing: false` such a model has "
     "steps of rows in random order, here 64. All are in one process with one thread and step in turn, with "
@@ -60,7 +64,9 @@ PACKED = case.Case(
         for family in ("qwen3_5", "nemotron_h", "gpt_oss")
     ],
     most_pairs=3,
-    setup=lambda bench: f"{ROWS:,} rows with the lengths of {'Alpaca' if bench.data is None else 'GSM8K and Alpaca'}",
+    setup=lambda bench: (
+        f"{ROWS:,} rows with the lengths of {'Alpaca' if bench.data is None else 'GSM8K and Alpaca'}; {PRECISION}"
+    ),
 )
 
 CASES = (PACKED,)

@@ -1,6 +1,6 @@
 """Packed rows and rows of one length, for a tiny model of a family with random weights: tokens per CPU second of each.
 
-Both train the same shape in bf16, forward and backward pass, in turn in one process, on the same steps of `finray
+Both train the same shape, forward and backward pass, in turn in one process, on the same steps of `finray
 train`'s own loader: packs of rows of any length, and the passes over rows of one length that it makes of them for a
 model which cannot be packed. Of these a micro-batch is the whole step, so that as many rows share a pass as can. Packs
 hold rows of nearly one length; so a third takes steps of rows in random order, as with `data.packing: false`.
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from finray.config.resolved import Precision
 from finray.data.sampling.collate import Batch, collate
 from finray.data.sampling.order import Order
 from finray.data.sampling.packing import one_row_each, plan_packs
@@ -69,9 +70,10 @@ class PackedJob:
     packs: int = 8  # of a step: what `train.global_batch_size: auto` takes
     drawn: int = 64  # rows of a step without packing
     capacity: int = 1024  # tokens of a pack
+    precision: Precision = "bf16"
 
 
-def task_of(family: str, *, packed: bool) -> CausalLM:
+def task_of(family: str, *, packed: bool, precision: Precision) -> CausalLM:
     """The task of a small model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,7 +84,7 @@ def task_of(family: str, *, packed: bool) -> CausalLM:
         attention.register()
         model.set_attn_implementation(attention.NAME)
     name = attention.NAME if packed else None
-    return CausalLM(model.train(), precision="bf16", attention_name=name, device=torch.device("cpu"))
+    return CausalLM(model.train(), precision=precision, attention_name=name, device=torch.device("cpu"))
 
 
 def loader_of(job: PackedJob, *, packed: bool, drawn: bool = False) -> StepLoader:
@@ -132,7 +134,7 @@ def step(task: CausalLM, data: StepData) -> tuple[float, float]:
 
 def main(job: PackedJob) -> dict[str, Any]:
     """Medians, without the first rounds, and that of the ratios of rounds. Raises RuntimeError: the losses differ."""
-    together, apart = (task_of(job.family, packed=packed) for packed in (True, False))
+    together, apart = (task_of(job.family, packed=packed, precision=job.precision) for packed in (True, False))
     sides = [(together, loader_of(job, packed=True))]
     sides += [(apart, loader_of(job, packed=False, drawn=drawn)) for drawn in (False, True)]
     rounds, counts = [], []
