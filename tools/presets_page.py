@@ -11,7 +11,7 @@ from pathlib import Path
 from finray.config.load import build_config, preset_names, preset_text, read_preset
 from finray.config.schema import Config
 from finray.planning.blueprint import build_blueprint
-from finray.planning.flops import UTILIZATION, Flops, flops_per_token, rounded
+from finray.planning.flops import LAUNCHING, UTILIZATION, Flops, flops_per_token, rounded
 from finray.planning.placement import GPUS as KINDS
 from finray.planning.plan import make_plan
 from finray.planning.result import Plan
@@ -84,7 +84,9 @@ def _lines(plans: Mapping[str, Plan]) -> Iterator[str]:
     for name, plan in plans.items():
         assert plan.model is not None, plan.problems
         assert plan.memory is not None, plan.problems
-        speed = rounded(tokens_per_second(configs[name], GPUS[name], flops[name]))
+        assert plan.speed is not None
+        speed = tokens_per_second(configs[name], GPUS[name], flops[name])
+        speed = rounded(plan.speed.tokens_per_s if plan.speed.waiting > 1 else speed)
         yield (
             f"| [`{name}`](#{name}) | {configs[name].cluster.num_workers} × {GPUS[name]} "
             f"| {plan.model.parameters / 1e6:,.0f} | {plan.model.trainable / 1e6:,.1f} "
@@ -130,7 +132,8 @@ _BELOW = f"""
 Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows with loss on every
 token; shorter rows need less. Tokens/s are computed, not measured: {UTILIZATION:.0%} of the 16-bit matrix throughput in
 the GPU's data sheet, times the GPUs, divided by the operations per token, for rows of {ROW} tokens with loss on half of
-them. Small models, short micro-batches and slow networks give less.
+them; or what the host allows, which takes {LAUNCHING * 1000:.0f} ms a layer to launch the kernels of a micro-batch.
+Slow networks give less.
 """
 
 

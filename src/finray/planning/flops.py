@@ -14,6 +14,9 @@ from finray.planning.blueprint import Blueprint
 
 # Share of its data sheet's rate that a GPU reaches in a step limited only by arithmetic.
 UTILIZATION = 0.4
+# Seconds in which the host launches the forward and backward pass of a layer, whatever their size: 6.6 to 10.4 ms on an
+# H200, with two hundred kernels each (benchmarks/RESULTS.md, "One GPU").
+LAUNCHING = 7e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +53,40 @@ def flops_per_token(blueprint: Blueprint, *, row: int, learned: float, checkpoin
     return Flops(forward + gradients, again)
 
 
+def busy_tokens(blueprint: Blueprint, flops: Flops, *, tflops: float) -> float:
+    """Tokens of a micro-batch from which its arithmetic takes as long as the host takes to launch it.
+
+    A pass that is made again is launched again, so this is the same with checkpointing.
+    """
+    return blueprint.layers * LAUNCHING * UTILIZATION * tflops * 1e12 / flops.useful
+
+
 @dataclass(frozen=True, slots=True)
 class SpeedPlan:
     """Estimated duration of a run on GPUs with known peak rate; computed, not measured."""
 
     tokens_per_s: float  # total over all workers
+    waiting: float = 1.0  # times the arithmetic that a micro-batch takes, for the host launches its kernels as fast
     seconds: float | None = None  # for all steps, if the data is known
     step_seconds: float | None = None  # per step, likewise
 
 
 def plan_speed(
-    blueprint: Blueprint, lengths: Sequence[int], *, learned: float, checkpointing: bool, tflops: float, workers: int
+    blueprint: Blueprint,
+    lengths: Sequence[int],
+    *,
+    tokens: float,
+    learned: float,
+    checkpointing: bool,
+    tflops: float,
+    workers: int,
 ) -> SpeedPlan:
-    """Throughput of the workers at :data:`UTILIZATION`. Small models, short micro-batches and slow networks reach less.
+    """Throughput of the workers: at :data:`UTILIZATION`, or as fast as kernels are launched. Slow networks give less.
 
     Args:
         blueprint: the model with its adapter.
         lengths: lengths of rows in tokens, or of a sample.
+        tokens: of a micro-batch.
         learned: share of the tokens that are targets.
         checkpointing: whether all activations are recomputed.
         tflops: 10^12 operations a second of a GPU, by its data sheet.
@@ -74,7 +94,8 @@ def plan_speed(
     """
     row = round(sum(length * length for length in lengths) / max(1, sum(lengths)))
     flops = flops_per_token(blueprint, row=row, learned=learned, checkpointing=checkpointing)
-    return SpeedPlan(workers * UTILIZATION * tflops * 1e12 / flops.total)
+    waiting = max(1.0, busy_tokens(blueprint, flops, tflops=tflops) / tokens)
+    return SpeedPlan(workers * UTILIZATION * tflops * 1e12 / (flops.total * waiting), waiting)
 
 
 def rounded(value: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -70,8 +69,12 @@ def plan_memory(
     *,
     workers: int,
     ray: bool = True,
+    waiting: float | None = None,
 ) -> MemoryPlan:
-    """Estimate a worker's peak, and look for a change if it does not fit; problems and warnings go to ``findings``."""
+    """Estimate a worker's peak, and look for a change if it does not fit; problems and warnings go to ``findings``.
+
+    ``waiting`` is that of :class:`finray.planning.flops.SpeedPlan`, where the speed is known.
+    """
     if execution.precision == "bf16" and not device.bf16:
         findings.warn(f"{device.name} has no bf16 arithmetic: it is emulated and slow", "train.precision")
     if execution.precision == "fp16" and device.kind == "cpu":
@@ -93,7 +96,10 @@ def plan_memory(
     faster: tuple[str, ...] = ()
     if device.kind == "cuda" and device.memory is not None and fits(now):
         steps = rows.steps or decide_steps(config.train, packs=None)
-        faster = fastest(now, fits, share=-(-steps.global_batch_size // workers)).overrides_from(now)
+        if waiting is None:
+            waiting = max(1.0, BUSY / (now.micro_batch_size * now.max_length))
+        share = -(-steps.global_batch_size // workers)
+        faster = fastest(now, fits, share=share, waiting=waiting).overrides_from(now)
     if device.memory is not None and not fits(now):
         others = _others(config, execution, device, workers)
         better = smallest_change(now, fits, longest=rows.longest, others=others)
@@ -326,8 +332,9 @@ _PATHS = {
     "cpu_offload": "parallel.cpu_offload",
     "num_workers": "cluster.num_workers",
 }
-# Tokens of a micro-batch from which a GPU is busy all the time, more or less.
-_BUSY = 16_384
+SIZES = tuple(2**power for power in range(8))
+# Tokens of a micro-batch that are enough for any GPU, more or less: more are not suggested.
+BUSY = 16_384
 
 
 def relief(config: Config, execution: Execution, device: Device, *, workers: int, less: int) -> tuple[str, ...]:
@@ -482,27 +489,28 @@ def single_changes(
             yield from enough.overrides_from(now)
 
 
-def fastest(now: MemoryChoice, fits: Callable[[MemoryChoice], bool], *, share: int) -> MemoryChoice:
+def fastest(now: MemoryChoice, fits: Callable[[MemoryChoice], bool], *, share: int, waiting: float) -> MemoryChoice:
     """The fastest choice that fits on a GPU and changes nothing that is learned.
 
     Args:
         now: the present choice, which fits.
         fits: whether a choice fits.
         share: packs (or rows) of a step that a worker has.
+        waiting: times its arithmetic that a micro-batch takes now, because the host launches its kernels no faster.
     """
 
     def slowness(choice: MemoryChoice) -> float:
-        # A recomputed forward pass is a third of a step's work; small micro-batches leave the GPU waiting for launches.
+        # A recomputed forward pass is a third of a step's work.
         again = {"none": 1.0, "selective": 1.1}.get(choice.gradient_checkpointing, 4 / 3)
-        waiting = max(1.0, math.sqrt(math.sqrt(_BUSY / (choice.micro_batch_size * choice.max_length))))
+        launching = max(1.0, waiting * now.micro_batch_size / choice.micro_batch_size)
         moving = (1.5 if choice.cpu_offload else 1.0) * (1.15 if choice.activation_offload else 1.0)
-        return again * waiting * moving
+        return again * launching * moving
 
     choices = [
         replace(now, micro_batch_size=size, gradient_checkpointing=kept, activation_offload=moved, cpu_offload=offload)
         for size in {
             now.micro_batch_size,
-            *(2**power for power in range(8) if now.micro_batch_size < 2**power <= share),
+            *(size for size in SIZES if now.micro_batch_size < size <= min(share, BUSY // now.max_length)),
         }
         for kept in {now.gradient_checkpointing, "none", "selective"}
         for moved in {now.activation_offload, False}

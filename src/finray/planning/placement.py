@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -296,7 +297,15 @@ def local_gpus() -> list[Gpu]:
         return []
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     # Ampere (8.0) is the first with bf16 in hardware; on older ones torch emulates it.
-    return [Gpu(device.name, int(device.total_memory), device.major >= 8) for device in devices]
+    return [Gpu(one.name, int(one.total_memory), one.major >= 8, _tflops_of(one.name)) for one in devices]
+
+
+def _tflops_of(name: str) -> float | None:
+    """The rate of a GPU by the name that its driver gives it, such as `NVIDIA A100-SXM4-80GB`."""
+    plain = re.sub("[^a-z0-9]", "", name.lower())
+    found = [full for full in GPUS if full.partition("-")[0] in plain]
+    # The longest: an L40S has "l4" in its name, too.
+    return GPUS[max(found, key=len)].tflops if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +316,7 @@ class Device:
     name: str  # of the GPU, or of the machine
     memory: int | None  # bytes that the worker may have, where that is known
     bf16: bool = True  # whether it multiplies bf16 in hardware; emulated bf16 does not count
+    tflops: float | None = None  # as of `Gpu`
 
 
 def this_machine(gpus: Sequence[Gpu]) -> Node:
@@ -322,7 +332,7 @@ def device_of(placement: Placement, nodes: Sequence[Node] | None = None) -> Devi
         gpu = min(gpus, key=lambda device: device.memory) if gpus else gpu_of(nodes)
         if gpu is None:
             return Device("cuda", "the cluster's GPU", None)
-        return Device("cuda", gpu.name, int(gpu.memory * placement.gpus_per_worker), gpu.bf16)
+        return Device("cuda", gpu.name, int(gpu.memory * placement.gpus_per_worker), gpu.bf16, gpu.tflops)
     shares = []
     for node in nodes:
         workers = min(int(node.get("CPU", 0)) // placement.cpus_per_worker, placement.num_workers)

@@ -27,7 +27,6 @@ from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import RowSample, plan_memory
 from finray.planning.model import PlannedModel, check_context, plan_model
 from finray.planning.placement import (
-    GPUS,
     Device,
     Gpu,
     Node,
@@ -138,8 +137,11 @@ def make_plan(
             resolved = Resolved.of(execution, steps or decide_steps(config.train, packs=None, before=begun), labels)
             rows = _rows(config, report, data, resolved)
             # Of a number of workers that follows the cluster, the fewest have the largest shares.
-            memory = plan_memory(config, execution, model.shape, device, rows, findings, workers=placement.bounds[0])
-            speed = _speed(config, placement.num_workers, model.shape.blueprint, device, rows, data)
+            speed = _speed(config, resolved, placement.num_workers, model.shape.blueprint, device, rows, data)
+            waiting, fewest = None if speed is None else speed.waiting, placement.bounds[0]
+            memory = plan_memory(
+                config, execution, model.shape, device, rows, findings, workers=fewest, waiting=waiting
+            )
     return Plan(
         findings.problems,
         findings.warnings,
@@ -240,18 +242,32 @@ def _labels(config: Config, report: DataReport | None, findings: Findings, befor
 
 
 def _speed(
-    config: Config, workers: int, blueprint: Blueprint, device: Device, rows: RowSample, data: DataPlan | None
+    config: Config,
+    resolved: Resolved,
+    workers: int,
+    blueprint: Blueprint,
+    device: Device,
+    rows: RowSample,
+    data: DataPlan | None,
 ) -> SpeedPlan | None:
-    gpu = GPUS.get(device.name)
-    if gpu is None or gpu.tflops is None or config.parallel.cpu_offload or config.train.activation_offload:
+    if device.tflops is None or config.parallel.cpu_offload or config.train.activation_offload:
         # With offloading the way to the CPU decides.
         return None
+    tokens = float(config.train.micro_batch_size * (rows.joined or config.data.max_length))
+    if data is not None and not resolved.packs:
+        # A pass has rows of one length.
+        tokens = data.tokens / max(1, data.rows)
+    elif data is not None:
+        item = data.tokens / max(1, data.packs)
+        most = resolved.global_batch_size * item
+        tokens = min(most, tokens if rows.joined else config.train.micro_batch_size * item)
     speed = plan_speed(
         blueprint,
         rows.lengths or [config.data.max_length],
+        tokens=max(1.0, tokens),
         learned=rows.learned,
         checkpointing=config.train.gradient_checkpointing == "full",
-        tflops=gpu.tflops,
+        tflops=device.tflops,
         workers=workers,
     )
     if data is None or not data.complete:
@@ -268,10 +284,18 @@ def step_seconds_on(config: Config, gpu: str, workers: int) -> float | None:
     if model is None or kind.tflops is None:
         return None
     again = config.train.gradient_checkpointing == "full"
-    blueprint, rows = model.shape.blueprint, [config.data.max_length]
-    speed = plan_speed(blueprint, rows, learned=1.0, checkpointing=again, tflops=kind.tflops, workers=workers)
+    length, micro = config.data.max_length, config.train.micro_batch_size
+    speed = plan_speed(
+        model.shape.blueprint,
+        [length],
+        tokens=micro * length,
+        learned=1.0,
+        checkpointing=again,
+        tflops=kind.tflops,
+        workers=workers,
+    )
     batch = config.train.global_batch_size
-    return (batch if isinstance(batch, int) else 8) * config.data.max_length / speed.tokens_per_s
+    return (batch if isinstance(batch, int) else 8) * length / speed.tokens_per_s
 
 
 def _is_out_of_reach(error: FinrayError) -> bool:
@@ -357,7 +381,7 @@ def _place(
 ) -> tuple[PlacementPlan | None, Placement | None, Device | None]:
     """The placement of the workers, and the device of each."""
     address = _address(config, environ)
-    device = None if named is None else Device("cuda", named.name, named.memory, named.bf16)
+    device = None if named is None else Device("cuda", named.name, named.memory, named.bf16, named.tflops)
     if named is not None and address is None:
         return None, elsewhere(config.cluster), device
     try:

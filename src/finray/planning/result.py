@@ -20,8 +20,6 @@ from finray.results import Result, Table
 from finray.tracking.console import duration, several
 
 _GIB = 2**30
-# Parameters below which a GPU is far from its rate, because its kernels are too short.
-_SMALL = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,5 +231,6 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
             took = f": a step in {speed.step_seconds:.2g} s, all of them in {whole}"
         rate = f"about {rounded(speed.tokens_per_s):,} tokens/s"
         yield "speed", f"{rate}, computed at {UTILIZATION:.0%} of the data sheet's rate{took}"
-        if model is not None and model.parameters < _SMALL:
-            yield "", "a model as small as this waits for kernels to be launched: expect a fraction of that rate"
+        if speed.waiting > 1:
+            often = f"{speed.waiting:.1f} times as long as it computes"
+            yield "", f"launching the kernels of a micro-batch takes {often}: larger ones are faster"

@@ -169,8 +169,8 @@ def test_the_fastest_choice_that_fits_changes_nothing_that_is_learned() -> None:
         kept = {"full": 1, "selective": 3, "none": 5}[choice.gradient_checkpointing]
         return choice.micro_batch_size * kept * (0.5 if choice.activation_offload else 1.0)
 
-    def chosen(limit: float, share: int = 64) -> tuple[str, ...]:
-        return fastest(now, lambda choice: needs(choice) <= limit, share=share).overrides_from(now)
+    def chosen(limit: float, share: int = 64, waiting: float = 20.0) -> tuple[str, ...]:
+        return fastest(now, lambda one: needs(one) <= limit, share=share, waiting=waiting).overrides_from(now)
 
     assert chosen(0.5) == ()
     assert chosen(5.0, share=1) == ("train.gradient_checkpointing=none", "train.activation_offload=false")
@@ -181,6 +181,10 @@ def test_the_fastest_choice_that_fits_changes_nothing_that_is_learned() -> None:
         "train.activation_offload=false",
     )
     assert chosen(8.0) == ("train.micro_batch_size=8", "train.activation_offload=false")
+    # One of whose time launching is less needs fewer, or none.
+    for waiting, size in ((1.0, ()), (1.7, ("train.micro_batch_size=2",))):
+        assert chosen(1000, waiting=waiting)[: len(size)] == size
+        assert chosen(1000, waiting=waiting)[len(size) :] == chosen(5.0, share=1)
 
 
 def test_memory_that_a_run_lacked_is_made_free_by_the_smallest_change(tiny_run: Callable[..., runs.Plain]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError, ConfigError
@@ -17,6 +19,7 @@ from finray.planning.placement import (
     device_of,
     gpu_named,
     gpu_of,
+    local_gpus,
     place,
     room,
     share,
@@ -217,6 +220,15 @@ def test_a_worker_has_its_share_of_the_node_with_the_least() -> None:
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:T4": 1.0}]).bf16 is False
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:A100": 1.0}]).bf16 is True
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0}]).memory is None
+
+
+def test_the_rate_of_a_gpu_is_known_by_its_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"NVIDIA A100-SXM4-80GB": 312, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 4090": 165, "Quadro P400": None}
+    found = [SimpleNamespace(name=name, total_memory=2**34, major=8) for name in rates]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found[index])
+    assert {gpu.name: gpu.tflops for gpu in local_gpus()} == rates
 
 
 @pytest.mark.parametrize(
