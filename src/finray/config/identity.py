@@ -53,6 +53,8 @@ def with_decisions(config: Config, resolved: Resolved | None) -> dict[str, dict[
     train, classification = plain["train"], plain["classification"]
     if train["global_batch_size"] == "auto":
         train["global_batch_size"] = resolved.global_batch_size
+    if train["micro_batch_size"] == "auto":
+        train["micro_batch_size"] = resolved.micro_batch_size
     if train["learning_rate"] == "auto":
         train["learning_rate"] = resolved.learning_rate
     if train["epochs"] is None and train["max_steps"] is None:

@@ -59,6 +59,7 @@ class Steps:
     global_batch_size: int = 8  # packs (or rows) per optimizer step
     epochs: float = 1.0  # passes over the data, where ``train.max_steps`` is not set
     pack_length: int | None = None  # tokens that a pack holds at most; None for ``data.max_length``
+    micro_batch_size: int = 1  # packs (or rows) per forward pass of a worker
 
 
 @dataclass(frozen=True)

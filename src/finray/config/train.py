@@ -79,10 +79,10 @@ class TrainConfig(Section):
         "accumulation steps. "
         "`auto` is 8, or less if an epoch would have fewer than 32 steps.",
     )
-    micro_batch_size: PositiveInt = Field(
-        1,
+    micro_batch_size: PositiveInt | Literal["auto"] = Field(
+        "auto",
         description="Packs (without packing: rows) per forward pass of a worker. Gradient accumulation follows from "
-        "it.",
+        "it. `auto` is 1 on a CPU, and on a GPU as many as keep it busy, within memory and 16,384 tokens.",
     )
     learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",

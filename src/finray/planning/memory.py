@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, Literal
 
 from finray.config.objectives import keeps_start, reference_run
-from finray.config.resolved import Execution, Steps
+from finray.config.resolved import Execution, Resolved, Steps
 from finray.config.schema import Config
 from finray.data.dataset.run_data import decide_steps
 from finray.data.sampling.order import permutation
@@ -82,7 +82,8 @@ def plan_memory(
     if device.kind == "cpu":
         for refusal in refusals_on_cpu(config):
             findings.problem(refusal)
-    now = MemoryChoice.of(config, execution, workers)
+    steps = rows.steps or decide_steps(config.train, packs=None)
+    now = MemoryChoice.of(config, execution, steps, workers)
     peak = _peaks(config, execution, shape, device, rows, now, ray=ray)
     needed, work = peak(now)
     failure = shape.probe.failure
@@ -95,7 +96,6 @@ def plan_memory(
     changes: tuple[str, ...] = ()
     faster: tuple[str, ...] = ()
     if device.kind == "cuda" and device.memory is not None and fits(now):
-        steps = rows.steps or decide_steps(config.train, packs=None)
         if waiting is None:
             waiting = max(1.0, BUSY / (now.micro_batch_size * now.max_length))
         share = -(-steps.global_batch_size // workers)
@@ -144,13 +144,18 @@ def worst_peak(
     *,
     workers: int,
     checkpointing: str | None = None,
+    rows: RowSample | None = None,
+    size: int | None = None,
 ) -> int:
-    """Peak bytes of a worker whose rows are all as long as they may be, and all of whose tokens are learned."""
+    """Peak bytes of a worker whose rows are all as long as they may be, and all of whose tokens are learned; with
+    micro-batches of another ``size``, if that is given."""
     if checkpointing is not None:
         train = config.train.model_copy(update={"gradient_checkpointing": checkpointing})
         config = config.model_copy(update={"train": train})
-    now = MemoryChoice.of(config, execution, workers)
-    return _peaks(config, execution, shape, device, RowSample(), now, ray=True)(now)[0].total
+    rows = rows or RowSample()
+    now = MemoryChoice.of(config, execution, rows.steps or decide_steps(config.train, packs=None), workers)
+    now = now if size is None else replace(now, micro_batch_size=size)
+    return _peaks(config, execution, shape, device, rows, now, ray=True)(now)[0].total
 
 
 def _peaks(
@@ -337,7 +342,7 @@ SIZES = tuple(2**power for power in range(8))
 BUSY = 16_384
 
 
-def relief(config: Config, execution: Execution, device: Device, *, workers: int, less: int) -> tuple[str, ...]:
+def relief(config: Config, execution: Resolved, device: Device, *, workers: int, less: int) -> tuple[str, ...]:
     """The cheapest overrides that reduce a worker's memory by so many bytes; empty if none do.
 
     For a run that ran out of memory, regardless of the estimate.
@@ -345,7 +350,7 @@ def relief(config: Config, execution: Execution, device: Device, *, workers: int
     from finray.planning.blueprint import model_shape
 
     shape = model_shape(config.model, config.adapter, packs=execution.is_told)
-    now = MemoryChoice.of(config, execution, workers)
+    now = MemoryChoice.of(config, execution, execution, workers)
     peak = _peaks(config, execution, shape, device, RowSample(), now, ray=True)
     most = peak(now)[0].total - less
     better = smallest_change(
@@ -372,11 +377,11 @@ class MemoryChoice:
     num_workers: int = 1
 
     @classmethod
-    def of(cls, config: Config, execution: Execution, workers: int) -> MemoryChoice:
+    def of(cls, config: Config, execution: Execution, steps: Steps, workers: int) -> MemoryChoice:
         """That of a config."""
         train = config.train
         return cls(
-            train.micro_batch_size,
+            steps.micro_batch_size,
             train.gradient_checkpointing,
             "bf16-true" if execution.weights == "bf16" else execution.precision,
             config.data.max_length,

@@ -24,7 +24,8 @@ from finray.planning.blueprint import Blueprint
 from finray.planning.checks import check_push, check_task, quick_problems
 from finray.planning.findings import Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
-from finray.planning.memory import RowSample, plan_memory
+from finray.planning.memory import BUSY, RowSample, plan_memory
+from finray.planning.micro_batch import choose_micro_batch
 from finray.planning.model import PlannedModel, check_context, plan_model
 from finray.planning.placement import (
     Device,
@@ -107,7 +108,7 @@ def make_plan(
     if model is not None:
         _check_length(config, report, model, findings)
     placed, placement, device = _place(config, named, findings, environ, ask)
-    resolved = memory = speed = None
+    resolved = memory = speed = micro_batch = None
     choices: list[StrategyChoice] = []
     if model is not None and device is not None and placement is not None:
         try:
@@ -134,7 +135,14 @@ def make_plan(
                     "model.quantization",
                 )
             # What is not known of the data is what a run has whose config says nothing.
-            resolved = Resolved.of(execution, steps or decide_steps(config.train, packs=None, before=begun), labels)
+            steps = steps or decide_steps(config.train, packs=None, before=begun)
+            size, why = steps.micro_batch_size, "the run began with it"
+            if begun is None:
+                most = placement.bounds[1]
+                size, why = choose_micro_batch(config, execution, steps, device, model.shape, workers=most)
+            # Of a CPU there is nothing to say.
+            micro_batch = why if config.train.micro_batch_size == "auto" and device.kind == "cuda" else None
+            resolved = Resolved.of(execution, replace(steps, micro_batch_size=size), labels)
             rows = _rows(config, report, data, resolved)
             # Of a number of workers that follows the cluster, the fewest have the largest shares.
             speed = _speed(config, resolved, placement.num_workers, model.shape.blueprint, device, rows, data)
@@ -155,6 +163,7 @@ def make_plan(
         memory,
         speed,
         None if earlier is None else EarlierPlan(str(run_path(config)), earlier.step, earlier.is_finished),
+        micro_batch,
     )
 
 
@@ -253,14 +262,14 @@ def _speed(
     if device.tflops is None or config.parallel.cpu_offload or config.train.activation_offload:
         # With offloading the way to the CPU decides.
         return None
-    tokens = float(config.train.micro_batch_size * (rows.joined or config.data.max_length))
+    tokens = float(resolved.micro_batch_size * (rows.joined or config.data.max_length))
     if data is not None and not resolved.packs:
         # A pass has rows of one length.
         tokens = data.tokens / max(1, data.rows)
     elif data is not None:
         item = data.tokens / max(1, data.packs)
         most = resolved.global_batch_size * item
-        tokens = min(most, tokens if rows.joined else config.train.micro_batch_size * item)
+        tokens = min(most, tokens if rows.joined else resolved.micro_batch_size * item)
     speed = plan_speed(
         blueprint,
         rows.lengths or [config.data.max_length],
@@ -285,17 +294,18 @@ def step_seconds_on(config: Config, gpu: str, workers: int) -> float | None:
         return None
     again = config.train.gradient_checkpointing == "full"
     length, micro = config.data.max_length, config.train.micro_batch_size
+    batch = config.train.global_batch_size
+    whole = (batch if isinstance(batch, int) else 8) * length
     speed = plan_speed(
         model.shape.blueprint,
         [length],
-        tokens=micro * length,
+        tokens=micro * length if isinstance(micro, int) else min(BUSY, -(-whole // workers)),
         learned=1.0,
         checkpointing=again,
         tflops=kind.tflops,
         workers=workers,
     )
-    batch = config.train.global_batch_size
-    return (batch if isinstance(batch, int) else 8) * length / speed.tokens_per_s
+    return whole / speed.tokens_per_s
 
 
 def _is_out_of_reach(error: FinrayError) -> bool:

@@ -8,6 +8,7 @@ memory. ``data.format: auto`` is not a choice of hardware: the columns of the so
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -171,8 +172,10 @@ def require_whole_weights(config: Config, execution: Execution) -> None:
 
 
 def needs_torch(config: Config) -> bool:
-    """Whether :func:`resolve` will estimate the model's memory."""
-    return config.parallel.strategy == "auto" and config.cluster.max_workers > 1
+    """Whether the model's memory will be estimated: for the strategy, or for the micro-batches of a cluster's GPUs."""
+    away = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    on_gpus = bool(away) and config.cluster.use_gpu is not False and config.train.micro_batch_size == "auto"
+    return on_gpus or (config.parallel.strategy == "auto" and config.cluster.max_workers > 1)
 
 
 def _attention(

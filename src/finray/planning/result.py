@@ -84,6 +84,7 @@ class Plan(Result):
     memory: MemoryPlan | None = None
     speed: SpeedPlan | None = None  # on GPUs whose rate is known
     earlier: EarlierPlan | None = None  # None where the run would begin
+    micro_batch: str | None = None  # why so many packs are in one, where `auto` decides for a GPU
 
     @property
     def starts(self) -> bool | None:
@@ -197,6 +198,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         alone = "rows of one length in a pass, the model's attention"
         rows = f"packed rows ({resolved.attention})" if resolved.packs else alone
         yield "resolved", f"{resolved.precision}{stored}, {rows}"
+    if resolved is not None and result.micro_batch is not None:
+        yield "micro-batch", f"{several(resolved.micro_batch_size, 'pack')}: {result.micro_batch}"
     if result.placement is not None:
         place = result.placement
         gpu = f"{place.gpus_per_worker:g} GPU and " if place.use_gpu else ""

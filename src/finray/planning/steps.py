@@ -74,7 +74,7 @@ def step_warnings(
         packs: to train on; None where not all of the data were read.
         continued: whether the run began before, with steps of this size: only another run has others.
     """
-    train, workers, where = config.train, config.cluster.max_workers, "train.global_batch_size"
+    workers, where = config.cluster.max_workers, "train.global_batch_size"
     size = steps.global_batch_size
     objective = objective_spec(config)
     in_packs = config.data.packing and not objective.counts_rows
@@ -85,10 +85,10 @@ def step_warnings(
         smaller = decide_steps(TrainConfig(), packs=packs).global_batch_size
         text = f"a step takes {size} {unit} and there are {packs}: {what}"
         yield text, where, f"{where}={smaller}, or auto{another}"
-    shares = -(-size // train.micro_batch_size)
+    shares = -(-size // steps.micro_batch_size)
     if shares < workers:
         text = f"a step has {shares} micro-batch{'es' if shares > 1 else ''} for {workers} workers: the rest do nothing"
-        larger = f"{where}={workers * train.micro_batch_size} or more{another}"
+        larger = f"{where}={workers * steps.micro_batch_size} or more{another}"
         fewer = f"cluster.num_workers{'.max' * config.cluster.is_elastic}={shares}"
         yield text, where, f"{fewer}, or {larger}" if continued else f"{larger}, or {fewer}"
     yield from unlikely(config, total, continued=continued)

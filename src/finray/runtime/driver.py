@@ -35,12 +35,13 @@ from finray.data.dataset.plan import remarks_on_files
 from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines, shared_rows, unserved_ends
-from finray.data.dataset.run_data import longest_of, run_data
+from finray.data.dataset.run_data import decide_steps, longest_of, run_data
 from finray.errors import FinrayError, from_dict
 from finray.files import digest_of
 from finray.models.packing_cache import cached_packing, packing_of
 from finray.planning.checks import check_push, require_startable
-from finray.planning.placement import Placement, device_of, place, worker_environment
+from finray.planning.micro_batch import choose_micro_batch
+from finray.planning.placement import Device, Placement, device_of, place, worker_environment
 from finray.planning.resolve import needs_torch, resolve
 from finray.planning.steps import beyond_positions, chosen_notes, require_prompts, step_warnings
 from finray.pretrained.tokenizers import generation_stops
@@ -84,6 +85,7 @@ class Connected:
     started: float  # ``time.perf_counter()`` before it was connected
     seconds: float  # time that connecting took
     packing: Packing  # whether rows of the model may be packed, with its positions and its width
+    device: Device | None = None  # of a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,16 +248,17 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             handle(Note(f"Ray's dashboard is at http://{clusters.dashboard_url(ray)}"))
         if not packing.safe:
             handle(Note(packing.warning, level="warning"))
+        device = device_of(placement, nodes if address else None)
         execution = resolve(
             config,
             placement,
-            device_of(placement, nodes if address else None),
+            device,
             packing=packing,
             before=run.resolved(),
             chose=lambda choice: handle(Note(choice.note)),
         )
         seconds = time.perf_counter() - started
-        yield Connected(ray, is_local, placement, execution, env, worker_env, started, seconds, packing)
+        yield Connected(ray, is_local, placement, execution, env, worker_env, started, seconds, packing, device)
 
 
 def prestart_environment(config: Config) -> dict[str, str]:
@@ -306,7 +309,8 @@ def fit(
         nonlocal prepared_at
         location = preparation.result(handle=shown)
         prepared_at = time.perf_counter()
-        return decide_from_data(connected.execution, location, config, run, shown, connected.packing)
+        most, device = connected.placement.bounds[1], connected.device
+        return decide_from_data(connected.execution, location, config, run, shown, connected.packing, device, most)
 
     with (
         Helpers(connected.ray, preparation, env=connected.env, cpus=0 if is_early else 1, handle=shown) as helpers,
@@ -408,9 +412,10 @@ def _attempts(
             return outcome
         except (TrainingFailedError, RayError) as error:
             monitor.raise_if_ending()
-            reason = failures.with_relief(
-                failures.explain(error, run.path), config, connected.execution, connected.placement
-            )
+            # Early workers may fail before the run has decided on its steps.
+            steps = decide_steps(config.train, packs=None)
+            resolved = run.resolved() or Resolved.of(connected.execution, steps)
+            reason = failures.with_relief(failures.explain(error, run.path), config, resolved, connected.placement)
             if isinstance(error, TrainingFailedError) or not restarts_left:
                 raise reason from None
             restarts_left -= 1
@@ -492,9 +497,17 @@ def _trainer(
 
 
 def decide_from_data(
-    execution: Execution, location: str, config: Config, run: RunDir, handle: Handle, packing: Packing
+    execution: Execution,
+    location: str,
+    config: Config,
+    run: RunDir,
+    handle: Handle,
+    packing: Packing,
+    device: Device | None = None,
+    workers: int = 1,
 ) -> PreparedRun:
-    """Decide what depends on the prepared data: size of a step, epochs, classes. Report these and anything odd.
+    """Decide what depends on the prepared data: sizes of a step and, on this device of each of so many workers, of a
+    micro-batch, epochs, classes. Report these and anything odd.
     Raises DataError: the data are damaged, too few to hold some out, or their labels are not right; ModelError: a
     row has more tokens than the model has position embeddings (``packing``)."""
 
@@ -525,6 +538,11 @@ def decide_from_data(
     continued, packs = before is not None, len(data.plan)
     for note in () if continued else chosen_notes(config.train, steps, execution.learning_rate):
         handle(Note(note))
+    if not continued and device is not None and config.train.micro_batch_size == "auto":
+        size, why = choose_micro_batch(config, execution, steps, device, None, workers=workers)
+        steps = replace(steps, micro_batch_size=size)
+        if size > 1:
+            handle(Note(f"finray chose train.micro_batch_size={size}: {why}"))
     for message, where, repair in step_warnings(
         config, steps, total=data.total_steps, packs=packs, continued=continued
     ):

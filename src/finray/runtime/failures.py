@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from finray.checkpoint.copies import FAILURES
 from finray.config.redact import redact_error, redact_text
-from finray.config.resolved import Execution
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, DataUnavailable, FinrayError, StorageError, TrainingError
 from finray.files import Appending, loads, opened, typed
@@ -277,7 +277,7 @@ def explain(error: Exception, run_dir: Path) -> FinrayError:
     )
 
 
-def with_relief(reason: FinrayError, config: Config, execution: Execution, placement: Placement) -> FinrayError:
+def with_relief(reason: FinrayError, config: Config, resolved: Resolved, placement: Placement) -> FinrayError:
     """An error for lack of memory with the smallest change that would free as much as was missing; any other error as
     it is."""
     from finray.planning.memory import relief
@@ -289,7 +289,7 @@ def with_relief(reason: FinrayError, config: Config, execution: Execution, place
     changes: tuple[str, ...] = ()
     if asked and missing:
         with contextlib.suppress(Exception):
-            changes = relief(config, execution, device_of(placement), workers=placement.num_workers, less=missing)
+            changes = relief(config, resolved, device_of(placement), workers=placement.num_workers, less=missing)
     if not changes:
         return reason
     smaller = f"the smallest change that should make it fit: {' '.join(changes)}; `finray plan` shows what needs memory"

@@ -478,7 +478,7 @@ def _data(
         collate=partial(task.collate, rows),
         weight=task.objective.weight(rows),
         global_batch_size=resolved.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=data.steps.micro_batch_size,
         rows_apart=not resolved.packs,
         joined=data.joined,
         before=_before(task, rows),

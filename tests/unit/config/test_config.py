@@ -100,7 +100,7 @@ def test_the_reference_names_and_describes_every_field() -> None:
     [
         ("train.max_grad_norm", "float > 0 \\| null"),
         ("train.warmup_ratio", "0 ≤ float < 1"),
-        ("train.micro_batch_size", "int ≥ 1"),
+        ("train.micro_batch_size", "int ≥ 1 \\| `auto`"),
         ("data.mix.N.weight", "float > 0 \\| null"),
         ("data.max_length", "int ≥ 8"),
         ("adapter.alpha", "float > 0"),

@@ -164,6 +164,8 @@ def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypa
 def test_bf16_weights_are_offered_where_full_training_does_not_fit(
     plan: Planner, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], offered: bool
 ) -> None:
+    # Else it would choose more packs on the larger of the two GPUs.
+    settings = {**settings, "train.micro_batch_size": 1}
     whole = plan(gpu="h200-141gb", **settings).memory
     assert whole is not None
     # A byte less than it needs.
@@ -183,9 +185,10 @@ def test_the_speed_on_a_gpu_is_its_share_of_the_data_sheet(plan: Planner) -> Non
     assert 4 * 0.5 * found.model.parameters < operations < 6 * 1.5 * found.model.parameters
     assert found.speed.seconds == pytest.approx(found.data.seen_tokens / found.speed.tokens_per_s)
     assert found.speed.step_seconds == pytest.approx(found.speed.seconds / found.data.steps)
-    # Kernels of its two layers are launched in 14 ms, for a pack of 60 or, of a model that cannot be packed, row.
-    packs = found.data.tokens / found.data.packs
-    assert found.speed.tokens_per_s == pytest.approx(2 * packs / (2 * 7e-3))
+    # Kernels of its two layers are launched in 14 ms, for the packs of a micro-batch.
+    assert found.resolved is not None
+    tokens = found.resolved.micro_batch_size * found.data.tokens / found.data.packs
+    assert found.speed.tokens_per_s == pytest.approx(2 * tokens / (2 * 7e-3))
     # Of this machine's CPUs no rate is known.
     assert plan(report).speed is None
 
@@ -388,7 +391,9 @@ def test_a_run_is_bound_to_what_it_chose_for_other_data_only_if_it_has_learned_f
 ) -> None:
     chosen = begun.resolved()
     assert chosen is not None
-    begun.keep_resolved(replace(chosen, pack_length=50))
+    begun.keep_resolved(replace(chosen, pack_length=50, micro_batch_size=3))
+    kept = plan(report_of(), train=LEFT_OPEN, gpu="h100-80gb")
+    assert (kept.resolved and kept.resolved.micro_batch_size, kept.micro_batch) == (3, "the run began with it")
     longer = report_of(packs=500, longest=60)
     found = plan(longer, train=LEFT_OPEN)
     assert "data.source: the data have changed since the run began: a row has 60 tokens, and its packs at most 50" in (

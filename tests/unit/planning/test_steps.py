@@ -16,6 +16,7 @@ from finray.data.dataset.run_data import decide_steps, pack_length_of
 from finray.data.sampling.order import total_steps
 from finray.planning.steps import choose_learning_rate, chosen_notes, step_note, step_warnings
 
+MICRO = (TrainConfig(), TrainConfig(micro_batch_size=2))
 BEGAN = Resolved("fp32", None, None, True, "ddp", False, global_batch_size=3, epochs=2.0, pack_length=90)
 
 
@@ -52,6 +53,9 @@ def test_what_the_config_says_or_the_run_began_with_stays() -> None:
     assert "epochs" not in str(step_note(TrainConfig(max_steps=7), Steps(1, 3.0)))
     assert decide_steps(TrainConfig(), packs=5000, pack_length=80, before=BEGAN) == Steps(3, 2.0, 90)
     assert decide_steps(TrainConfig(epochs=4), packs=5, before=BEGAN) == Steps(3, 4.0, 90)
+    # Another number of packs in a pass would draw other dropout masks.
+    many = replace(BEGAN, micro_batch_size=4)
+    assert [decide_steps(train, packs=9, before=many).micro_batch_size for train in MICRO] == [4, 2]
     # Runs that began before these were kept.
     older = Resolved("fp32", None, None, True, "ddp", False)
     assert decide_steps(TrainConfig(), packs=5, before=older) == Steps(8, 1.0)
@@ -72,7 +76,9 @@ def test_packs_of_little_data_are_shorter_so_that_a_run_has_tens_of_steps() -> N
 
 def test_odd_steps_are_warned_of_with_a_repair() -> None:
     def said(size: int, packs: int | None, steps: int = 2, continued: bool = False, **sections: Any) -> str:
-        found = step_warnings(config(**sections), Steps(size), total=steps, packs=packs, continued=continued)
+        asked = config(**sections)
+        taken = replace(decide_steps(asked.train, packs=None), global_batch_size=size)
+        found = step_warnings(asked, taken, total=steps, packs=packs, continued=continued)
         return "; ".join(" | ".join(map(str, one)) for one in found)
 
     assert said(8, 8) == said(8, None) == ""

@@ -84,25 +84,30 @@ def decide_steps(
 ) -> Steps:
     """Decide the size of a step and the number of epochs. Neither depends on the number of workers.
 
+    The size of a micro-batch is that of the config, or of the run, or 1: ``planning/micro_batch.py`` chooses another.
+
     Args:
         train: of the config; what it sets is taken.
         packs: packs (or rows) to train on; None if that is not known.
         pack_length: tokens that a pack holds; None for ``data.max_length``.
         before: what a continued run began with, which it keeps.
     """
-    size, epochs = _LARGEST_STEP, 1.0
+    size, epochs, micro = _LARGEST_STEP, 1.0, 1
     if before is not None:
         size, epochs, pack_length = before.global_batch_size, before.epochs, before.pack_length
+        micro = before.micro_batch_size
     elif packs is not None:
         size = min(_LARGEST_STEP, max(1, packs // _EPOCH_STEPS))
     if train.global_batch_size != "auto":
         size = train.global_batch_size
+    if train.micro_batch_size != "auto":
+        micro = train.micro_batch_size
     if train.epochs is not None:
         epochs = train.epochs
     elif packs is not None and before is None:
         # Also where `train.max_steps` takes its place: a trial of some steps may be extended to the whole run.
         epochs = float(min(_MOST_EPOCHS, math.ceil(_RUN_STEPS / max(1, packs // size))))
-    return Steps(size, epochs, pack_length)
+    return Steps(size, epochs, pack_length, micro)
 
 
 def pack_length_of(config: Config, lengths: npt.NDArray[np.int64]) -> int | None:

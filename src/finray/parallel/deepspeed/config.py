@@ -209,7 +209,8 @@ def filled(config: Config, resolved: Resolved, *, workers: int, width: int) -> d
                 tree = tree.setdefault(key, {})
             tree[last] = value
     # DeepSpeed requires this product; finray's steps may be smaller.
-    settings["train_batch_size"] = config.train.micro_batch_size * settings["gradient_accumulation_steps"] * workers
+    micro, times = settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
+    settings["train_batch_size"] = micro * times * workers
     settings.setdefault("zero_allow_untested_optimizer", True)
     settings.setdefault("zero_force_ds_cpu_optimizer", False)
     # The loss is already scaled when DeepSpeed gets it; the scale is part of finray's training state.
@@ -227,12 +228,13 @@ def _fields(
 ) -> dict[str, tuple[str, Any]]:
     """Fields that both files can set: by path in the JSON, the path in the YAML and its value there."""
     train = config.train
+    micro = 1 if train.micro_batch_size == "auto" else train.micro_batch_size
     fields: dict[str, tuple[str, Any]] = {
-        "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
+        "train_micro_batch_size_per_gpu": ("train.micro_batch_size", micro),
         "gradient_clipping": ("train.max_grad_norm", train.max_grad_norm or 0.0),
     }
     # A value that depends on the data contradicts any number in the JSON; workers get the number.
-    steps = AUTO if isinstance(size, str) else math.ceil(math.ceil(size / train.micro_batch_size) / workers)
+    steps = AUTO if isinstance(size, str) else math.ceil(math.ceil(size / micro) / workers)
     fields["train_batch_size"] = "train.global_batch_size", size
     fields["gradient_accumulation_steps"] = (
         "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
