@@ -1,4 +1,4 @@
-"""Damage of any file of a checkpoint that two ranks wrote: on disk, behind a URL and in memory; and storage that fails.
+"""Damage of any file of a checkpoint that two ranks wrote: on disk and behind a URL; and storage that fails.
 
 One group of processes trains a run of each kind; then files are damaged one after the other, and looked for as a start
 does. (Of one rank: tests/training. How ranks share the search: test_verification.py.)
@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from finray.checkpoint import objects
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import RemoteStore
-from finray.parallel.ddp import DDPStrategy
 from finray.training import memory as memories
 from tests.support import damaged, faulty_s3, runs, s3
 from tests.support.group import KeptInFiles, run_all, warnings_of
@@ -83,46 +81,6 @@ def test_damage_of_any_file_of_any_rank_behind_a_url_is_named_and_the_checkpoint
         done.objects(kind), done.buckets[kind], tmp_path / "copy"
     )
     assert {SECOND, "manifest.json", *KINDS[kind][1]} <= {*names}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_damage_of_any_file_of_any_rank_in_memory_is_named_and_the_checkpoint_before_is_used(
-    done: Done, kind: str, tmp_path: Path
-) -> None:
-    names = check_memory(KeptInFiles(done[kind]), tmp_path / "scratch")
-    assert {SECOND, "metrics.jsonl", *KINDS[kind][1]} <= {*names}
-
-
-def check_memory(memory: KeptInFiles, scratch: Path) -> list[str]:
-    """Damage each file of all ranks' parts of the newest checkpoint in memory in each way; returns their names."""
-    strategy = DDPStrategy(torch.device("cpu"))
-
-    def newest_is(warn: Callable[[str], None]) -> int:
-        found = memories.fetch_newest(memory, strategy, scratch, after=0, warn=warn)
-        assert found is not None
-        shutil.rmtree(found.path)
-        return found.step
-
-    scratch.mkdir()
-    newest, before, *_ = memories.whole(memory.parts(), after=0)
-    names = []
-    assert newest_is(pytest.fail) == newest[0].step
-    for part, old in zip(newest, before, strict=True):
-        for path in sorted(one for one in memory.folder_of(part).rglob("*") if one.is_file()):
-            name = path.relative_to(memory.folder_of(part)).as_posix()
-            content, other = path.read_bytes(), memory.folder_of(old) / name
-            for kind, other_content in damaged.damages(content, other.read_bytes() if other.exists() else None).items():
-                if other_content is None:
-                    path.unlink()
-                else:
-                    path.write_bytes(other_content)
-                said: list[str] = []
-                assert (newest_is(said.append), len(said)) == (before[0].step, 1), (name, kind)
-                assert f"{name} of step {part.step} in memory" in said[0], (kind, said)
-            path.write_bytes(content)
-            names.append(name)
-    assert newest_is(pytest.fail) == newest[0].step
-    return names
 
 
 def note_step(assembled: Any, run_dir: Path) -> None:

@@ -77,7 +77,7 @@ def test_three_hosts_have_the_curve_of_one_machine(
     strategy: str,
     tmp_path: Path,
 ) -> None:
-    """With S3, and nothing else that the hosts share. (On a shared disk: test_cluster.)"""
+    """With S3, and nothing else that the hosts share. (On a shared disk: test_kills.)"""
     bucket = hosts_s3.bucket()
     changed = runs.changed(unshared, kills.STRATEGIES[strategy], {"run.output_dir": bucket.url("runs")})
     assert str(bed.shared) not in yaml.safe_dump(changed)

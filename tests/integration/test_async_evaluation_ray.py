@@ -16,7 +16,7 @@ from finray.data.sampling.collate import Batch
 from finray.records import Beat
 from finray.runtime import evaluator, pulses
 from finray.tasks.causal_lm import CausalLM
-from tests.support import forks, lacking, runs
+from tests.support import lacking, runs
 from tests.support.runs import Plain, changed
 
 
@@ -157,21 +157,6 @@ def test_an_evaluator_lets_a_model_answer_that_workers_hold_in_shares(
     assert code == 2
     assert "set evaluation.mode to async" in err
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-def test_a_driver_that_was_killed_has_lost_evaluations_done_again(plain: Plain, inline: Path, tmp_path: Path) -> None:
-    changes = {"run.output_dir": str(tmp_path), "evaluation.mode": "async", "checkpoint.every_steps": 3}
-    config = runs.write_config(changed(plain, changes), tmp_path / "run.yaml")
-    process = forks.Command("train", config)
-    runs.wait_until((tmp_path / "run" / "checkpoint-000006").is_dir, process)
-    process.kill()
-    process.communicate()
-    for worker in runs.read_workers(tmp_path / "run"):
-        runs.kill(worker["pid"])
-    code, _, err = runs.finray("train", str(config))
-    assert code == 0, err
-    assert evaluations(tmp_path / "run") == evaluations(inline)
-    assert runs.trace(tmp_path / "run") == runs.trace(inline)
 
 
 @pytest.mark.nightly

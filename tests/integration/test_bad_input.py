@@ -37,16 +37,6 @@ def refused(answer: tuple[int, str, str], *expected: str) -> None:
         assert part in output
 
 
-def test_mistakes_in_a_configuration_are_told_together(plain: Plain, tmp_path: Path) -> None:
-    """Each of them: tests/unit/config."""
-    config = runs.write_config(plain, tmp_path / "run.yaml")
-    mistakes = ("train.max_steps=0", "train.learning_rte=1e-3", "run.name=../up", "nonsense")
-    expected = ("4 problems", "train.max_steps", "did you mean `learning_rate`?", "run.name", "`nonsense`")
-    refused(finray("train", config, *mistakes), *expected)
-    refused(finray("train", config, "evaluation.every_steps=5"), "no evaluation rows")
-    assert not (tmp_path / "out").exists()
-
-
 def change_rows(content: str) -> Change:
     def change(plain: Plain, tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text(content, encoding="utf-8")
@@ -135,17 +125,6 @@ def finished_run(plain: Plain, tmp_path: Path) -> Path:
     runs.run_alone(plain, run_dir)
     RunDir(run_dir).keep_config(runs.config_of(plain))
     return run_dir
-
-
-def test_another_configuration_is_refused_with_the_fields_that_differ(
-    plain: Plain, finished_run: Path, tmp_path: Path
-) -> None:
-    before = {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()}
-    config = runs.write_config(plain, tmp_path / "run.yaml")
-    result = finray("train", config, "train.learning_rate=0.5", "run.seed=9", "cluster.num_workers=3")
-    refused(result, "train.learning_rate: was 0.01, is now 0.5", "run.seed: was 5, is now 9", "--fresh")
-    assert "num_workers" not in "".join(result[1:])
-    assert {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()} == before
 
 
 def test_every_checkpoint_damaged_ends_the_run_with_the_workers_error(

@@ -118,22 +118,6 @@ def test_verify_finds_one_changed_byte_in_any_file(plain: Plain) -> None:
 # --- prune ----------------------------------------------------------------------------------------------------------
 
 
-def test_prune_takes_what_was_never_finished_and_nothing_else(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = prepared(plain)
-    unfinished = killed(plain, monkeypatch, max_length=48)
-    kept = whole.parent / "mine.txt"
-    kept.write_text("not finray's")
-    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    code, output = cache_cli("cache", "prune", whole.parent)
-    assert code == 0
-    assert [line.split()[1] for line in output.splitlines()[:-1]] == [unfinished.name]
-    assert output.splitlines()[-1] == "1 removed"
-    assert not unfinished.exists()
-    assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
-    assert kept.exists()
-    assert cache_cli("cache", "prune", whole.parent) == (0, "0 removed\n")
-
-
 def test_prune_goes_by_the_last_use_and_looking_is_no_use(plain: Plain) -> None:
     old, new = prepared(plain), prepared(plain, max_length=48)
     used = time.time() - 40 * DAY

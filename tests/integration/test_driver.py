@@ -14,7 +14,6 @@ import pytest
 
 from finray.checkpoint.rundir import open_run
 from finray.data.dataset.prepare import Preparation, start_preparation
-from finray.errors import ConfigError
 from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
 from tests.support import runs, tiny
@@ -84,26 +83,6 @@ def test_a_process_started_early_has_the_environment_that_ray_train_asks_for() -
     found, preloaded, expected = json.loads(done.stdout.splitlines()[-1])
     assert preloaded
     assert found == expected
-
-
-def test_a_finished_run_is_extended_by_the_same_command(tiny_run: Callable[..., runs.Plain], ray_cluster: str) -> None:
-    plain = tiny_run(
-        {"adapter.method": "none", "train": {"max_steps": 2, "schedule": "constant", "learning_rate": 0.001}}
-    )
-    said: list[Record] = []
-    short = driver.train(runs.config_of(plain), handle=said.append)
-    assert short.summary.step == 2
-    longer = driver.train(runs.config_of(runs.changed(plain, {"train.max_steps": 5})), handle=said.append)
-    assert longer.summary.step == longer.chosen_step == 5
-    notes = [record.message for record in said if isinstance(record, Note)]
-    assert "train.max_steps was 2, is now 5: the run continues to that step" in notes
-    assert any("extended from 2 to 5 steps" in note for note in notes)
-    assert runs.values(longer.run_dir, "step") == [1, 2, 3, 4, 5]
-    planned = runs.changed(plain, {"run.name": "planned", "train.max_steps": 5})
-    assert runs.trace(driver.train(runs.config_of(planned)).run_dir) == runs.trace(longer.run_dir)
-    with pytest.raises(ConfigError, match="a different configuration"):
-        driver.train(runs.config_of(plain))
-    assert (longer.run_dir / "summary.json").is_file()
 
 
 def test_little_data_makes_a_sensible_run_which_is_continued_alike(

@@ -149,29 +149,6 @@ def test_the_histogram_has_a_bar_for_each_bin(
         assert tallest > 90
 
 
-def test_numbers_are_those_of_the_inspection(browser: Browser, inspected: tuple[Path, Inspection]) -> None:
-    path, found = inspected
-    with opened(browser, path) as shown:
-        page = shown.page
-        cells = page.evaluate(
-            "[...document.querySelectorAll('#splits [data-key]')].map(c => [c.dataset.key, c.innerText])"
-        )
-        train, held_out = found.splits
-        for key in ("rows", "tokens", "supervised"):
-            wanted = [f"{getattr(split, key):,}" for split in (train, held_out)]
-            assert [text for name, text in cells if name == key] == wanted
-        copies = page.evaluate(
-            "[...document.querySelectorAll('[data-duplicates]')]"
-            ".map(r => [r.dataset.duplicates, +r.querySelector('[data-key=copies]').innerText])"
-        )
-        assert copies == [["-".join(each.splits), each.rows] for each in found.duplicates]
-        assert sum(rows for _, rows in copies) == 3
-        assert train.packing is not None
-        assert page.inner_text("#packing [data-key=fill]") == f"{train.packing.fill:.1%}"
-        assert page.inner_text("#packing [data-key=packs]") == f"{train.packing.packs:,}"
-        assert page.inner_text("#serving [data-key=matching]") == page.inner_text("#serving [data-key=turns]") == "111"
-
-
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (768, "light"), (1440, "light")])
 @pytest.mark.parametrize("has_labels", [False, True])
 def test_the_page_fits_asks_for_nothing_and_has_no_serious_fault_of_accessibility(

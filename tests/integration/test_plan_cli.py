@@ -78,29 +78,6 @@ def test_counts_and_json_are_those_of_the_run(plain: Plain, config: Path, tmp_pa
     assert sum(plan["memory"]["parts"].values()) == plan["memory"]["total"]
 
 
-def test_problems_of_every_kind_are_listed_at_once(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"neither": "this"}\n', encoding="utf-8")
-    overrides = ["adapter.target_modules=[q_proj, vproj]", "cluster.num_workers=999"]
-    code, out, err = finray("plan", config, *overrides)
-    assert code == 2
-    assert "Traceback" not in err
-    for expected in ("did you mean `v_proj`?", "data.format", "cluster.num_workers", "repair:"):
-        assert expected in out
-    assert "the run would not start: 3 problems" in out
-    code, out, _ = finray("plan", config, *overrides, "--json")
-    assert code == 2
-    assert len(json.loads(out)["problems"]) == 3
-
-
-def test_a_gpu_is_named(config: Path) -> None:
-    code, out, _ = finray("plan", config, "--gpu", "h100-80gb", "--json")
-    assert code == 0
-    assert json.loads(out)["memory"]["device"] == "h100-80gb"
-    code, out, err = finray("plan", config, "--gpu", "h1000")
-    assert code == 2
-    assert "h100-80gb" in out + err
-
-
 def test_the_change_that_is_proposed_makes_it_fit(tiny_model_dir: Path, tmp_path: Path) -> None:
     # A model of 3 G parameters, whose file has a header and no content.
     model = tmp_path / "large"

@@ -63,10 +63,7 @@ def greedy(model: Any, prompt: list[int]) -> tuple[Answer, list[float]]:
     logits = torch.stack(done.logits)[:, 0].float()
     chances = logits.log_softmax(-1)
     best = logits.topk(2).values
-    return (
-        [(token, float(chances[at, token])) for at, token in enumerate(tokens)],
-        (best[:, 0] - best[:, 1]).tolist(),
-    )
+    return ([(token, float(chances[at, token])) for at, token in enumerate(tokens)], (best[:, 0] - best[:, 1]).tolist())
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,8 @@ def test_all_weights_resume_to_the_bit_with_every_optimizer(plain: Plain, tmp_pa
 def test_an_evaluation_does_not_disturb_training(plain: Plain, tmp_path: Path) -> None:
     held = changed(plain, {"data.eval_ratio": 0.2})
     runs.run_alone(held, tmp_path / "end")
-    runs.run_alone(changed(held, {"evaluation.every_steps": 1}), tmp_path / "often")
+    runs.run_alone(changed(held, {"evaluation": {"every_steps": 1, "on_start": True}}), tmp_path / "often")
+    assert [record["step"] for record in runs.records(tmp_path / "often", "eval")] == list(range(9))
     assert runs.trace(tmp_path / "often") == runs.trace(tmp_path / "end")
 
 

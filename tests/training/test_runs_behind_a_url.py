@@ -99,10 +99,7 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_is_the_same_run_to_tra
 
 
 def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Plain, s3_server: s3.Server) -> None:
-    for url, said in (
-        ("s3://finray-tests-of-nobody/runs", "cannot write there"),
-        ("nfs4://x/y", "cannot be used"),
-    ):
+    for url, said in (("s3://finray-tests-of-nobody/runs", "cannot write there"), ("nfs4://x/y", "cannot be used")):
         config = with_absolute_paths(runs.config_of(runs.changed(tiny_on_s3, {"run.output_dir": url})))
         with pytest.raises(StorageError, match=said) as caught:
             check_output(config)
@@ -110,35 +107,6 @@ def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Pla
 
 
 # --- storage on a bad day -------------------------------------------------------------------------------------------
-
-
-def test_a_run_is_the_same_where_the_storage_throttles_cuts_and_changes(
-    tiny_on_s3: Plain,
-    undisturbed: Path,
-    tmp_path: Path,
-    bucket: s3.Bucket,
-    faulty: faulty_s3.Faulty,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("finray.checkpoint.objects._LONGEST_PAUSE_S", 0.01)
-    turns: dict[tuple[str, str], int] = {}
-
-    def fault(request: faulty_s3.Request) -> str:
-        # The first three times that anything is done to an object, another thing goes wrong.
-        if "/runs/run/" not in request.path or request.lists or request.method not in ("GET", "PUT"):
-            return ""
-        turn = turns[request.method, request.path] = turns.get((request.method, request.path), 0) + 1
-        return {1: "throttle", 2: "cut", 3: "flip"}.get(turn, "")
-
-    faulty.fault = fault
-    killed_after(tiny_on_s3, tmp_path / "first", 2)
-    shutil.rmtree(tmp_path / "first")
-    runs.run_alone(tiny_on_s3, tmp_path / "second")
-    assert runs.trace(tmp_path / "second") == runs.trace(undisturbed)
-    met = {(kind, request.method) for kind, request in faulty.met}
-    assert met == {(kind, method) for kind in ("throttle", "cut", "flip") for method in ("GET", "PUT")}
-    faulty.fault = lambda request: ""
-    RemoteStore(tmp_path / "third", Objects(bucket.url("runs/run"))).verify(4)
 
 
 def test_old_listings_hide_nothing_and_show_nothing_that_is_gone(

@@ -99,9 +99,7 @@ def test_checkpointing_works_again_what_it_says(plain: Plain, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "adapter",
-    [{}, {"modules_to_save": ["lm_head"]}, {"method": "none"}],
-    ids=["lora", "modules to save", "full"],
+    "adapter", [{}, {"modules_to_save": ["lm_head"]}, {"method": "none"}], ids=["lora", "modules to save", "full"]
 )
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]

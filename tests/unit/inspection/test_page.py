@@ -85,6 +85,8 @@ def test_numbers_are_those_of_the_inspection(inspection: Any) -> None:
     assert cells["supervised"] == [f"{train.supervised:,}", f"{held_out.supervised:,}"]
     assert (cells["truncated"], cells["dropped"], cells["answers_lost"]) == (["2", "–"], ["4", "–"], ["1", "–"])
     assert [cells["matching"], cells["turns"]] == [["7"], ["8"]]
+    assert train.packing is not None
+    assert (cells["fill"], cells["packs"]) == ([f"{train.packing.fill:.1%}"], [f"{train.packing.packs:,}"])
     assert cells["copies"] == [str(found.rows) for found in inspection.duplicates]
     plots = [json.loads(text) for attributes, text in parsed.of("script") if "type" in attributes]
     assert [plot["series"][0]["y"][:-1] for plot in plots] == [

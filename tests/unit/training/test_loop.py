@@ -386,6 +386,9 @@ def test_a_run_without_gain_stops_with_a_checkpoint_and_says_why(
     again = make(held_out=[], evaluation=stopping, state=made.loop.state)
     again.loop.run()
     assert again.said == ["closed"]
+    # With more patience it goes on.
+    patient = {**stopping, "early_stopping": {"patience": 9, "min_gain": min_gain}}
+    assert make(held_out=values, evaluation=patient, state=made.loop.state).run().loop.state.step == 10
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
