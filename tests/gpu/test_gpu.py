@@ -20,14 +20,7 @@ from finray.models.head import Head, loss_sum
 from finray.tasks.causal_lm import CausalLM
 from tests.integration.test_reference import check_against_a_plain_loop
 from tests.support import runs, tiny
-from tests.support.packing import (
-    assert_equal_gradients,
-    batch_of,
-    gradients,
-    packed_model,
-    reference_gradients,
-    rows,
-)
+from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, reference_gradients, rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use (CUDA)")
 

@@ -144,6 +144,7 @@ def test_a_job_with_a_secret_is_not_written(form: Callable[..., str], tmp_path: 
     code, out, err = runs.finray("jobspec", "job.yaml", "--to", name, "-o", "job", "--host", "a")
     assert (code, out) == (2, "")
     assert "data.system: it contains the value of MY_JOB_TOKEN" in err
+    assert "--secret" in err
     assert not Path("job").exists()
 
 

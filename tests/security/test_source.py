@@ -53,9 +53,3 @@ def test_the_rule_is_about_files_that_are_there() -> None:
         list(forbidden("import json\njson.load('x')\nimport importlib\nimportlib.import_module('ray')", ray=False))
         == []
     )
-
-
-def test_trust_remote_code_is_off_unless_a_run_says_so() -> None:
-    from finray.config.schema import ModelConfig
-
-    assert ModelConfig(name="m").trust_remote_code is False

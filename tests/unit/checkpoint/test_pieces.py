@@ -78,11 +78,7 @@ def test_what_a_file_holds_is_in_its_header(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("held", "said"),
-    [
-        ([(0, 3), (5, 9)], "rows 3 to 9 of w"),
-        ([(1, 9)], "rows 0 to 9 of w"),
-        ([(0, 8)], "rows 8 to 9 of w"),
-    ],
+    [([(0, 3), (5, 9)], "rows 3 to 9 of w"), ([(1, 9)], "rows 0 to 9 of w"), ([(0, 8)], "rows 8 to 9 of w")],
 )
 def test_rows_that_no_file_holds_are_an_error_unless_they_are_not_asked_for(
     tmp_path: Path, held: list[tuple[int, int]], said: str

@@ -126,11 +126,7 @@ def test_without_an_index_what_was_finished_is_found_by_its_manifest(other: Remo
 def test_the_fence_stops_an_attempt_that_was_overtaken(store: RemoteStore, url: str, tmp_path: Path) -> None:
     store.check()
     RemoteStore(tmp_path / "second", Objects(url), attempt="second").take()
-    for action in (
-        store.check,
-        lambda: save(store, 8),
-        lambda: store.add_metrics(4, {"more": 1.0}),
-    ):
+    for action in (store.check, lambda: save(store, 8), lambda: store.add_metrics(4, {"more": 1.0})):
         with pytest.raises(CheckpointError, match="another process has taken over this run"):
             action()
     assert RemoteStore(tmp_path / "third", Objects(url)).steps() == [2, 4, 6]

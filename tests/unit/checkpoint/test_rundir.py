@@ -43,18 +43,6 @@ def begin(run: RunDir) -> None:
     (run.path / "metrics.jsonl").write_text('{"kind": "note", "step": 0}\n{"kind": "train", "step": 1}\n')
 
 
-def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    with open_run(config(tmp_path, learning_rate=0.5), fresh=False, notify=nobody) as run:
-        before = run.config_file.read_bytes()
-        begin(run)
-    with (
-        pytest.raises(ConfigError, match="a different configuration"),
-        open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody),
-    ):
-        pass
-    assert run.config_file.read_bytes() == before
-
-
 def test_a_first_start_that_was_refused_leaves_its_log_and_may_be_corrected(tmp_path: Path) -> None:
     def refused(rate: float, error: BaseException) -> None:
         with open_run(config(tmp_path, learning_rate=rate), fresh=False, notify=nobody) as run:
@@ -113,12 +101,14 @@ def test_a_run_that_has_begun_is_not_given_up(tmp_path: Path, mark: str) -> None
     with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         (run.path / mark).parent.mkdir(exist_ok=True)
         (run.path / mark).write_text('{"kind": "train", "step": 1}\n')
+        before = run.config_file.read_bytes()
     with (
         pytest.raises(ConfigError, match="a different configuration"),
         open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody),
     ):
         pass
     assert (run.path / mark).exists()
+    assert run.config_file.read_bytes() == before
 
 
 def test_a_directory_of_somebody_elses_logs_is_no_run(tmp_path: Path) -> None:
@@ -176,9 +166,6 @@ def test_what_auto_came_to_is_kept(tmp_path: Path) -> None:
     assert run.resolved() is None
     run.keep_resolved(RESOLVED)
     assert run.resolved() == RESOLVED
-    (tmp_path / "resolved.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="has invalid content"):
-        run.resolved()
 
 
 @pytest.fixture
@@ -315,10 +302,7 @@ def test_a_config_is_read_back_whatever_short_passwords_and_names_there_are(
     plain["classification"]["class_weights"] = {label: 3.0, name: 2.0}
     plain["model"]["chat_template_arguments"] = {"eos_token": "</s>", "title": f"{name} {label}"}
     asked = build_config(plain, source="test")
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        open_run(asked, fresh=False, notify=nobody) as run,
-    ):
+    with pytest.MonkeyPatch.context() as patch, open_run(asked, fresh=False, notify=nobody) as run:
         for variable, value in {"POSTGRES_PASSWORD": "postgres", "MY_TOKEN": "training-data"}.items():
             patch.setenv(variable, value)
         run.keep_config(asked)
@@ -442,13 +426,6 @@ def test_without_checkpoints_there_is_nothing_to_make_it_from(finished: RunDir) 
     assert (finished.final / "original" / "tokenizer.model").exists()
 
 
-def test_a_summary_comes_back(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert run.finished() is None
-    run.finish({"chosen_step": 2, "summary": SUMMARY.json()})
-    assert run.finished() == FinishedRun(2, SUMMARY)
-
-
 def changed(**fields: object) -> bytes:
     return json.dumps({"chosen_step": 2, "summary": {**SUMMARY.json(), **fields}}).encode()
 
@@ -471,7 +448,7 @@ def test_a_summary_that_is_none_is_one_message_with_a_repair(tmp_path: Path, con
     assert "delete the file" in str(caught.value.repair)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"precision": "fp64"}', None], ids=str)
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff", b'{"precision": "fp64"}', None], ids=str)
 def test_what_auto_came_to_that_cannot_be_read_is_one_message(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "resolved.json"
     file.mkdir() if content is None else file.write_bytes(content)

@@ -203,6 +203,3 @@ def test_the_first_rank_of_a_machine_brings_its_logs_and_profile(
     of_run = {"metrics.jsonl", "starts.jsonl", "tensorboard/deep/t"} if first else set()
     of_machine = {"logs/0123abcd/a.log", "profile/p"} if (first if share is None else share[0] == 0) else set()
     assert set(Objects(url).files()) == {"attempt", *of_run, *of_machine}
-
-
-# --- what auto came to ------------------------------------------------------------------------------------------------

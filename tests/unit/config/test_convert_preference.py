@@ -138,11 +138,7 @@ GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "con
         ),
         (
             {"formatting": "sharegpt", "columns": {"messages": "talk", "chosen": "up", "rejected": "down"}},
-            {
-                "talk": [SAID[0]],
-                "up": {"from": "gpt", "value": "good"},
-                "down": {"from": "gpt", "value": "bad"},
-            },
+            {"talk": [SAID[0]], "up": {"from": "gpt", "value": "good"}, "down": {"from": "gpt", "value": "bad"}},
         ),
         ({"type": "chat_template.default"}, {"messages": [SAID[1]], "chosen": GOOD, "rejected": BAD}),
         (

@@ -43,10 +43,7 @@ def test_every_field_that_takes_code_is_known() -> None:
 def test_the_python_files_are_taken_and_nothing_else(tmp_path: Path) -> None:
     write(tmp_path, "mine.py", "pack/__init__.py", "pack/deep/part.py", "rows.jsonl", ".env", ".git/hook.py")
     write(tmp_path, "env/pyvenv.cfg", "env/lib/x.py", "conda/conda-meta/history", "conda/y.py", ".hidden.py")
-    assert python_files(tmp_path, CONFIG) == (
-        {"mine.py": "", "pack/__init__.py": "", "pack/deep/part.py": ""},
-        (),
-    )
+    assert python_files(tmp_path, CONFIG) == ({"mine.py": "", "pack/__init__.py": "", "pack/deep/part.py": ""}, ())
 
 
 def test_what_would_replace_an_installed_package_is_left_out_unless_the_config_names_it(tmp_path: Path) -> None:

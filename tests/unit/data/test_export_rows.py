@@ -81,11 +81,7 @@ def test_the_last_answer_of_a_conversation_is_its_output(
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        assistant("so</think>d"),
-        assistant("<think>\nso\n</think>\n\nd"),
-        {**assistant("d"), "reasoning_content": "so"},
-    ],
+    [assistant("so</think>d"), assistant("<think>\nso\n</think>\n\nd"), {**assistant("d"), "reasoning_content": "so"}],
 )
 def test_reasoning_is_in_the_output_once(
     preparing: Preparing, put: Write, tmp_path: Path, answer: dict[str, str]

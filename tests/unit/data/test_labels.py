@@ -261,11 +261,7 @@ def test_what_labels_are_read_as_changes_the_prepared_dataset(classifying: Prepa
 
 
 def build(classification: dict[str, Any], **model: Any) -> Any:
-    plain = {
-        "model": {"name": "m", **CLASSIFIES, **model},
-        "data": {"source": "x"},
-        "classification": classification,
-    }
+    plain = {"model": {"name": "m", **CLASSIFIES, **model}, "data": {"source": "x"}, "classification": classification}
     return build_config(plain, source="test")
 
 

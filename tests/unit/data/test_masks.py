@@ -123,8 +123,7 @@ def test_labelled_text_has_the_special_tokens_of_a_classifier_and_says_whether_i
 
 
 @pytest.mark.parametrize(
-    ("spans", "count"),
-    [(((0, 3),), 2), (((0, 1),), 0), (((0, 1), (2, 5)), 3), (((1, 2),), 1), (((0, 0), (2, 5)), 3)],
+    ("spans", "count"), [(((0, 3),), 2), (((0, 1),), 0), (((0, 1), (2, 5)), 3), (((1, 2),), 1), (((0, 0), (2, 5)), 3)]
 )
 def test_the_first_token_of_a_row_is_no_target(spans: tuple[tuple[int, int], ...], count: int) -> None:
     assert Tokens([7] * 5, spans).supervised == count

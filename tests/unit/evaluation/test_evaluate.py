@@ -483,26 +483,6 @@ def test_an_engine_that_is_not_installed_is_named_before_rows_are_prepared(
     assert "pip install vllm" in str(caught.value.repair)
 
 
-@pytest.mark.parametrize(
-    ("changed", "odd"),
-    [({"hidden_size": 128}, "has 64 outputs here"), ({"num_hidden_layers": 1}, "there is no model.layers.1")],
-)
-def test_an_adapter_of_another_base_is_refused_before_that_is_read(
-    run_dir: Path, tmp_path: Path, tiny_model_dir: Path, changed: dict[str, int], odd: str
-) -> None:
-    """Also where PEFT would leave out the layers that are too many, and load the rest."""
-    other = tmp_path / "other"
-    tiny.build_model("llama", **changed).save_pretrained(str(other))
-    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(str(other))
-    # Nobody may look at the weights.
-    (other / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ModelError, match="does not fit the model") as caught:
-        evaluate(run_dir, base=str(other), output=tmp_path / "out")
-    assert odd in caught.value.message
-    assert f"it names {tiny_model_dir}" in str(caught.value.repair)
-    assert caught.value.exit_code == 2
-
-
 # --- the harness ----------------------------------------------------------------------------------------------------
 
 TASK = """

@@ -254,7 +254,7 @@ class Vocabulary:
 
 def test_pieces_of_sentencepiece_and_bytes_make_the_words_of_their_text() -> None:
     pieces = [
-        *("▁The", "▁", "the", "▁c", "at", "cat", "<0x63>", "<0x20>", "<0x0A>", "s", "!", "<s>", "<tool>", "Ġthe", "Ċ"),
+        *("▁The", "▁", "the", "▁c", "at", "cat", "<0x63>", "<0x20>", "<0x0A>", "s", "!", "<s>", "<tool>", "Ġthe", "Ċ")
     ]
     vocabulary = Vocabulary(pieces, special=["<s>"], added=["<tool>"])
     rows = ["▁The,▁c,at", "the,<0x20>,cat", "the,<s>,<0x63>,at,!", "the,<tool>,cat", "Ġthe,Ċ,cat", "the,<0x0A>,▁,cat"]

@@ -224,8 +224,7 @@ def test_gpus_are_shared_out_over_machines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "job"),
-    [("2026-01-llama", "run-2026-01-llama"), ("LLaMA_3", "llama-3"), ("7" * 60, "run-" + "7" * 36)],
+    ("run", "job"), [("2026-01-llama", "run-2026-01-llama"), ("LLaMA_3", "llama-3"), ("7" * 60, "run-" + "7" * 36)]
 )
 def test_the_name_of_a_job_begins_with_a_letter(run: str, job: str) -> None:
     """KubeRay makes a Service of it."""
@@ -269,13 +268,6 @@ def test_a_queue_a_limit_and_storage_are_said_where_they_belong() -> None:
     script = slurm(spec)
     assert "#SBATCH --partition=team" in script
     assert "#SBATCH --time=02:00:00" in script
-
-
-def test_no_secret_is_in_any_specification(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_of_whoever_submits")
-    spec = make_spec(small(), HOSTS)
-    for write in (rayjob, compose, slurm, ray_cluster, replicas):
-        assert "hf_of_whoever" not in write(spec)
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(STOPPED, True), (0, False), (2, False)])
@@ -546,15 +538,6 @@ def test_a_chat_template_and_deepspeeds_json_are_in_the_config_of_a_job(
     config = load_config(Path("job.yaml"))
     assert config.model.chat_template == template
     assert config.parallel.deepspeed_config == {"zero_optimization": {"stage": 3}}
-
-
-def test_a_secret_in_the_config_is_in_no_job_and_the_message_names_the_option(tmp_path: Path) -> None:
-    words = ("jobspec", "smollm2-lora", "--to", "slurm", "-o", tmp_path / "job.sbatch")
-    code, out, err = finray(*words, "data.source=https://me:s3cretpass@host/a.jsonl")
-    assert code == 2
-    assert "--secret" in out + err
-    assert "s3cretpass" not in out + err
-    assert not (tmp_path / "job.sbatch").exists()
 
 
 def test_a_run_that_ends_with_an_exit_code_of_its_own_is_queued_again_by_it() -> None:

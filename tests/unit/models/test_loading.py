@@ -353,14 +353,6 @@ def test_what_transformers_says_of_a_config_is_named_and_no_file_is_called_damag
     assert "damaged" not in str(caught.value)
 
 
-def test_a_pickle_is_refused_in_one_message(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    # A pickle that would print.
-    (folder / "pytorch_model.bin").write_bytes(b"cbuiltins\nprint\n(Vran\ntR.")
-    with pytest.raises(ModelError, match="the model cannot be loaded"):
-        load_model(ModelConfig(name=str(folder)), dtype=torch.float32)
-
-
 def test_an_index_that_points_out_of_the_directory_is_not_followed(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "other.safetensors")
     names = load_file(folder.parent / "other.safetensors")

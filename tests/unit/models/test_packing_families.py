@@ -18,14 +18,7 @@ from finray.models import adapters, attention, states
 from finray.models.blocks import wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
-from tests.support.packing import (
-    assert_equal_gradients,
-    batch_of,
-    gradients,
-    packed_model,
-    reference_gradients,
-    rows,
-)
+from tests.support.packing import assert_equal_gradients, batch_of, gradients, packed_model, reference_gradients, rows
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2", "gpt_oss", "gemma4", *tiny.HYBRIDS]
 CPU = torch.device("cpu")

@@ -14,13 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finray.errors import CheckpointError, FinrayError
 from finray.parallel import base, ddp
-from finray.parallel.base import (
-    OtherRankFailed,
-    grad_norm,
-    kinds_of_state,
-    on_all_ranks,
-    stateful,
-)
+from finray.parallel.base import OtherRankFailed, grad_norm, kinds_of_state, on_all_ranks, stateful
 from finray.parallel.ddp import DDPStrategy
 from tests.support.ranks import Group
 

@@ -86,20 +86,6 @@ def test_extras_are_named_in_one_line(plain: dict[str, Any]) -> None:
     check_extras(with_fields(plain), installed=lambda package: False)
 
 
-def test_the_output_directory_is_tried_and_left_as_it_was(plain: dict[str, Any], tmp_path: Path) -> None:
-    config = with_fields(plain)
-    before = sorted(tmp_path.rglob("*"))
-    check_output(config)
-    assert sorted(tmp_path.rglob("*")) == before
-    (tmp_path / "deep" / "out").mkdir(parents=True)
-    check_output(config)
-    assert list((tmp_path / "deep" / "out").iterdir()) == []
-    shutil.rmtree(tmp_path / "deep")
-    (tmp_path / "deep").write_text("a file", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        check_output(config)
-
-
 def test_commands_that_start_together_do_not_take_the_output_directory_from_each_other(
     plain: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -34,11 +34,7 @@ FULL = Blueprint(
     layers=LAYERS,
     layer=LAYER,
     query=H,
-    linears=(
-        (LinearShape(H, H), 4 * LAYERS),
-        (LinearShape(H, WIDE), 2 * LAYERS),
-        (LinearShape(WIDE, H), LAYERS),
-    ),
+    linears=((LinearShape(H, H), 4 * LAYERS), (LinearShape(H, WIDE), 2 * LAYERS), (LinearShape(WIDE, H), LAYERS)),
 )
 ADAPTER = 16 * LAYERS * (4 * 2 * H + 3 * (H + WIDE))
 LORA = replace(FULL, parameters=BASE + ADAPTER, trainable=ADAPTER, adapter=ADAPTER, rank=16)

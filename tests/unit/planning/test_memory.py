@@ -87,10 +87,7 @@ def change(limit: float, longest: int = 2048) -> tuple[str, ...] | None:
         (20_000 + 4096, ("train.micro_batch_size=2",)),
         # Then time, then rounding, and an adapter last.
         (20_000 + 2000, ("train.micro_batch_size=4", "train.gradient_checkpointing=full")),
-        (
-            20_000 + 300,
-            ("train.micro_batch_size=1", "train.gradient_checkpointing=full", "train.precision=bf16"),
-        ),
+        (20_000 + 300, ("train.micro_batch_size=1", "train.gradient_checkpointing=full", "train.precision=bf16")),
         (17_385, ("adapter.method=lora",)),
         (10, None),
     ],

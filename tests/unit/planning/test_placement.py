@@ -105,11 +105,7 @@ def test_placements(fields: dict[str, object], nodes: list[dict[str, float]], ex
             [{"CPU": 64.0}, *[{"CPU": 16.0, "GPU": 8.0}] * 2],
             "the machines with a GPU have 32 CPUs, and room for 8 such workers",
         ),
-        (
-            {"num_workers": 8},
-            [{"CPU": 64.0}, {"CPU": 4.0, "GPU": 8.0}],
-            "set cluster.num_workers to 4 or less",
-        ),
+        ({"num_workers": 8}, [{"CPU": 64.0}, {"CPU": 4.0, "GPU": 8.0}], "set cluster.num_workers to 4 or less"),
     ],
 )
 def test_what_does_not_fit(fields: dict[str, object], nodes: list[dict[str, float]], message: str) -> None:
@@ -121,11 +117,7 @@ def test_what_does_not_fit(fields: dict[str, object], nodes: list[dict[str, floa
 @pytest.mark.parametrize(
     ("fields", "nodes", "parts"),
     [
-        (
-            {},
-            [{"CPU": 1.0}],
-            ("1 worker and an evaluator of 1 CPU each", "mode to inline"),
-        ),
+        ({}, [{"CPU": 1.0}], ("1 worker and an evaluator of 1 CPU each", "mode to inline")),
         ({"cpus_per_worker": 4}, [{"CPU": 4.0}], ("of 4 CPUs each", "or cluster.cpus_per_worker lower")),
         # The workers have the GPUs, and are not made to do without.
         ({}, [{"CPU": 8.0, "GPU": 1.0}], ("1 worker and an evaluator need a GPU each", "a cluster with one more GPU")),

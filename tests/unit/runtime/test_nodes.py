@@ -35,10 +35,7 @@ HEAD = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu", "transformer
         ({"torch": "2.13.0+cu128", "python": "3.11.2"}, []),
         ({"torch": "2.12.0+cpu"}, ["torch 2.12.0+cpu (the head has 2.13.0+cpu)"]),
         ({"python": "3.12.7"}, ["python 3.12.7 (the head has 3.11.7)"]),
-        (
-            {"ray": "2.59.0", "finray": "none"},
-            ["ray 2.59.0 (the head has 2.60.0)", "finray none (the head has 0.1.0)"],
-        ),
+        ({"ray": "2.59.0", "finray": "none"}, ["ray 2.59.0 (the head has 2.60.0)", "finray none (the head has 0.1.0)"]),
     ],
 )
 def test_versions_differ_where_releases_do(changed: dict[str, str], said: list[str]) -> None:
@@ -163,12 +160,7 @@ class Starts:
 
 @pytest.mark.parametrize(
     ("said", "starts", "works"),
-    [
-        ([], 1, True),
-        ([SLOW], 2, True),
-        ([SLOW, SLOW], 2, False),
-        (["Exception: port 6380 is in use"], 1, False),
-    ],
+    [([], 1, True), ([SLOW], 2, True), ([SLOW, SLOW], 2, False), (["Exception: port 6380 is in use"], 1, False)],
 )
 def test_a_node_that_was_too_slow_for_ray_is_started_once_more(
     said: list[str], starts: int, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

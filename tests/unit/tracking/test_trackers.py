@@ -209,10 +209,7 @@ def test_a_start_without_room_keeps_the_records_that_are_there(tmp_path: Path) -
     for step in (1, 2):
         first.log(record(step))
     first.finish()
-    with (
-        files_of_at_most(10),
-        pytest.raises(CheckpointError, match="the run's records could not be written"),
-    ):
+    with files_of_at_most(10), pytest.raises(CheckpointError, match="the run's records could not be written"):
         started(JsonlTracker(pytest.fail), tmp_path, resume_step=2)
     assert steps_in(tmp_path) == [1, 2]
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -250,10 +250,7 @@ def test_other_rows_than_a_run_began_with_are_refused(format_: str, kind: str, h
 def test_evaluations_that_were_out_come_from_the_records_or_are_made_again_or_are_given_up(
     tmp_path: Path, mode: str
 ) -> None:
-    records = [
-        {"kind": "train", "step": 2, "loss": 1.0},
-        EvalRecord(4, {"eval_loss": 0.5}, 7, 1.0).json(),
-    ]
+    records = [{"kind": "train", "step": 2, "loss": 1.0}, EvalRecord(4, {"eval_loss": 0.5}, 7, 1.0).json()]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     submitted: list[tuple[int, Path | None]] = []
     evaluator: Any = SimpleNamespace(submit=lambda step, path: submitted.append((step, path)))

@@ -98,31 +98,3 @@ def test_plain_text_has_no_prompts_to_answer() -> None:
     assert assemble._answers(settings, TASK, Rows(LENGTHS), strategy(), answering) is not None  # type: ignore[arg-type]
     with pytest.raises(DataError, match="plain text, which has no prompts"):
         assemble._answers(settings, TASK, Rows([0, 0]), strategy(), answering)  # type: ignore[arg-type]
-
-
-class Tokenizer:
-    def __init__(self, size: int, *added: int) -> None:
-        self.size, self.added_tokens_decoder = size, dict.fromkeys(added, "x")
-
-    def __len__(self) -> int:
-        return self.size
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "looked"),
-    [(Tokenizer(10), False), (Tokenizer(11), True), (Tokenizer(4, 9), False), (Tokenizer(4, 2, 10), True)],
-)
-@pytest.mark.parametrize("nested", [True, False])
-def test_rows_are_looked_through_only_where_the_tokenizer_knows_more_than_the_model(
-    monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, looked: bool, nested: bool
-) -> None:
-    asked: list[int] = []
-    split: Any = SimpleNamespace(beyond=lambda size: asked.append(size))
-    monkeypatch.setattr(assemble, "load_tokenizer", lambda model: tokenizer)
-    own = SimpleNamespace(vocab_size=10)
-    whole = SimpleNamespace(get_text_config=lambda: own, vocab_size=3) if nested else own
-    # A user's own model may say nothing of its size.
-    for model in (SimpleNamespace(config=whole), SimpleNamespace(), SimpleNamespace(config=SimpleNamespace())):
-        task: Any = SimpleNamespace(model=model)
-        assert assemble._tokenizer(config(), task, [None, split]) is tokenizer
-    assert asked == [10] * looked
