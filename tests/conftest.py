@@ -119,14 +119,6 @@ def smollm2_dir() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def minilm_dir() -> Path:
-    """The real all-MiniLM-L6-v2, an encoder of BERT's kind, which `make test` puts in place before the tests start."""
-    folder = ROOT / ".models" / "MiniLM-L6"
-    assert (folder / "config.json").is_file(), "run `make .models/MiniLM-L6` first"
-    return folder
-
-
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
     def write(rows: list[Any], name: str = "rows.jsonl") -> Path:

@@ -18,11 +18,6 @@ from finray.errors import CheckpointError
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"memory://{tmp_path.name}-{id(tmp_path)}/runs/run"
-
-
-@pytest.fixture
 def objects(url: str) -> Objects:
     return Objects(url)
 

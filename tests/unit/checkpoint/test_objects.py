@@ -17,11 +17,6 @@ from finray.checkpoint.objects import Objects, open_filesystem
 from finray.errors import CheckpointError, StorageError
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"memory://{tmp_path.name}-{id(tmp_path)}/runs/run"
-
-
 def made(url: str, **options: Any) -> tuple[Objects, list[float]]:
     slept: list[float] = []
     return Objects(url, sleep=slept.append, **options), slept

@@ -35,11 +35,6 @@ def save(store: RemoteStore, step: int, **metrics: float) -> Path:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"memory://{tmp_path.name}-{id(tmp_path)}/runs/run"
-
-
-@pytest.fixture
 def store(url: str, tmp_path: Path) -> RemoteStore:
     """With checkpoints of the steps 2, 4 and 6, of which the second is the best."""
     store = RemoteStore(tmp_path / "run", Objects(url), attempt="0123abcdef99")
