@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,25 @@ import pytest
 from finray.records import Note, Record, TrainRecord
 from finray.runtime.memory_actors import STEPS, CheckpointMemoryActor
 from finray.training import memory as memories
+from finray.training.memory import MemoryPart
 from tests.support import runs
-from tests.unit.training.test_memory import Kept
+
+
+class Kept:
+    """Keeps parts in this process."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, int, int], tuple[MemoryPart, dict[str, bytes]]] = {}
+
+    def put(self, part: MemoryPart, files: Mapping[str, bytes]) -> None:
+        self.held[part.attempt, part.step, part.rank] = part, dict(files)
+
+    def parts(self) -> Sequence[MemoryPart]:
+        return [part for part, _ in self.held.values()]
+
+    def get(self, part: MemoryPart) -> Mapping[str, bytes] | None:
+        found = self.held.get((part.attempt, part.step, part.rank))
+        return None if found is None else found[1]
 
 
 class Lazy:

@@ -7,13 +7,16 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from finray.config.schema import ProfileConfig
 from finray.errors import ConfigError
 from finray.records import Note
-from finray.training.profile import PARTS
+from finray.training.profile import PARTS, Profiler
 from tests.support import runs
 from tests.support.runs import Plain, changed
 
@@ -58,8 +61,24 @@ def test_a_profile_is_written_and_changes_nothing(plain: Plain, tmp_path: Path) 
 def test_a_run_that_ends_earlier_writes_what_it_saw(plain: Plain, tmp_path: Path) -> None:
     runs.run_alone(profiled(plain, 7, 100), tmp_path / "run")
     assert "profile of 2 steps" in (tmp_path / "run" / "profile" / "summary.txt").read_text()
+    # One that is continued among the steps has what is left of them.
+    runs.run_alone(profiled(plain, 3, 5), runs.cut(tmp_path / "run", tmp_path / "cut", step=4))
+    assert "profile of 1 steps" in (tmp_path / "cut" / "profile" / "summary.txt").read_text()
     runs.run_alone(profiled(plain, 50, 60), tmp_path / "never")
     assert not (tmp_path / "never" / "profile").exists()
+
+
+@pytest.mark.parametrize(("ends", "files"), [(5, ["trace-rank3.json.gz"]), (1, [])])
+def test_other_ranks_write_their_trace_and_say_nothing(tmp_path: Path, ends: int, files: list[str]) -> None:
+    """Where it ended within the first step, there is none to speak of."""
+    strategy: Any = SimpleNamespace(rank=3, device=torch.device("cpu"))
+    profiler = Profiler(ProfileConfig(steps=(2, 3)), tmp_path, strategy, notify=pytest.fail)
+    for step in range(1, ends + 1):
+        profiler.before(step)
+        profiler.after(step)
+    profiler.before(ends + 1)
+    profiler.close()
+    assert [path.name for path in tmp_path.rglob("*.gz")] == files
 
 
 def test_steps_are_in_order(plain: Plain) -> None:
