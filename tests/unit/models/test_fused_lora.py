@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import KasaConfig, LoraConfig, PeftModel, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from finray.config.schema import AdapterConfig
@@ -34,8 +35,10 @@ def gradients(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     }
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_it_is_pefts_arithmetic(dropout: float) -> None:
+def test_it_is_pefts_arithmetic(dropout: float, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_lora, "_scales_in_products", lambda tensor: on_gpu)
     theirs = model_with_lora(alpha=3.0, dropout=dropout).train()
     ours = copy.deepcopy(theirs)
     assert fused_lora.fuse(ours) == 14
@@ -60,8 +63,21 @@ def test_a_compiler_is_given_no_result_that_is_changed_in_place(monkeypatch: pyt
         torch.testing.assert_close(actual_grads[name], grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def test_gradients_in_float64() -> None:
+class Kernels(TorchDispatchMode):
+    """Counts the operations that launch a kernel on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += name not in ("permute", "t", "transpose", "view", "detach", "new_empty", "expand")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("on_gpu", "kernels"), [(False, 18), (True, 14)])
+def test_gradients_in_float64(on_gpu: bool, kernels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against numerical differentiation, with and without dropout's second input and a bias."""
+    monkeypatch.setattr(fused_lora, "_scales_in_products", lambda tensor: on_gpu)
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(size, dtype=torch.float64) for size in ((6, 5), (4, 5), (4,)))
     a, b = torch.randn(2, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
@@ -78,6 +94,9 @@ def test_gradients_in_float64() -> None:
         expected = x @ weight.T + bias + 0.5 * ((x if second is None else second) @ a.T) @ b.T
         torch.testing.assert_close(output, expected)
         wanted = [tensor for tensor in (x, second, a, b) if tensor is not None]
+        with Kernels() as counted:
+            layer(x, second, a, b).backward(torch.ones_like(output))
+        assert counted.count == kernels + (0 if second is None else 3)
         ours = torch.autograd.grad(output.square().sum(), wanted, retain_graph=True)
         theirs = torch.autograd.grad(expected.square().sum(), wanted)
         for left, right in zip(ours, theirs, strict=True):
