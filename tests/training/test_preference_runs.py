@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.data.sampling.splits import sample
+from finray.evaluation.artifacts import export_model
 from finray.evaluation.during import TrainingAnswers
 from finray.planning.checks import check_evaluation
 from finray.planning.steps import require_prompts
@@ -299,3 +300,13 @@ def test_a_reference_gives_the_same_losses_before_training_and_in_the_step(
     # The control: another reference, or one that follows the model, would be seen.
     assert (abs(float(first["margin"])) > 1e-2) == (reference != "start")
     assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+    if (trained, reference) != ("adapter", "start"):
+        return
+    # Merged into the base, what was learned on top of an adapter answers as the adapter does in plain PEFT.
+    export_model(tmp_path / "True" / "checkpoint-000003", tmp_path / "out", dtype="fp32")
+    base, whole = (AutoModelForCausalLM.from_pretrained(name) for name in (plain["model"]["name"], tmp_path / "out"))
+    tuned, tokens = PeftModel.from_pretrained(base, str(tmp_path / "True" / "checkpoint-000003")), torch.arange(9, 40)
+    with torch.no_grad():
+        merged, adapted, start = (model(tokens[None]).logits for model in (whole, tuned, begun))
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
+    assert (adapted - start).abs().max() > 0.1
