@@ -19,15 +19,18 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants, snapshot_download
+from tokenizers.processors import TemplateProcessing
 
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.adapter_files import WEIGHTS
 from finray.errors import ConfigError, FinrayError, HubError
+from finray.evaluation.artifacts import find_artifact
+from finray.evaluation.labels import TextClassifier
 from finray.publishing.background import CheckpointPusher
 from finray.publishing.hub import LONGEST_WAIT, TRIES, Hub
 from finray.publishing.push import Pushed, push
 from finray.publishing.restore import pull
-from tests.support import evaluated, ports, runs
+from tests.support import evaluated, ports, runs, tiny
 from tests.support import hub as hubs
 from tests.support.runs import Plain, changed
 
@@ -103,7 +106,6 @@ def test_an_adapter_is_private_and_loads_as_its_card_says(
 def test_a_classifier_loads_as_its_card_says(
     merged: bool, hub: hubs.Hub, pushed_as: Any, classifier_run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from finray.evaluation.artifacts import find_artifact
     from finray.models.artifacts import load_artifact
 
     plain = classifier_run({"train.max_steps": 2, "train.learning_rate": 0.05})
@@ -122,10 +124,37 @@ def test_a_classifier_loads_as_its_card_says(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("rows", ["chat", "completion"])
+def test_a_reward_model_scores_as_its_card_says(
+    rows: str, merged: bool, hub: hubs.Hub, pushed_as: Any, tiny_run: Callable[..., Plain], tmp_path: Path
+) -> None:
+    """Its base has no padding, which finray takes the end token for; texts begin with a token of their own, or a
+    conversation as an argument of the template says."""
+    tokenizer, base = tiny.train_tokenizer(), tmp_path / "base"
+    tokenizer.pad_token, tokenizer.bos_token = None, "<|im_start|>"
+    begins = TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begins
+    tokenizer.chat_template = "{{ tone }}" + tiny.CHATML if rows == "chat" else None
+    tiny.save_model("llama", base, tokenizer, pad_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    texts = [{"prompt": f"what is {at}", "chosen": f" it is {at}", "rejected": " no" * (at % 3 + 1)} for at in range(9)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    own: Plain = {"data.source": str(tmp_path / "pairs.jsonl"), "train.max_steps": 3}
+    own |= {"model.chat_template_arguments": {"tone": "loud "} if rows == "chat" else {}}
+    runs.run_alone(tiny_run({**own, "train.objective": "reward", "adapter.rank": 4}, model=base), tmp_path / "run")
+    hub.repos[BASE].files = {path.name: path.read_bytes() for path in base.iterdir()}
+    pushed_as(tmp_path / "run" / "checkpoint-000003", to="ada/rm", merged=merged, dtype="fp32")
+    names: dict[str, Any] = {}
+    exec(block(hub.repos["ada/rm"].files["README.md"].decode(), "python"), names)  # noqa: S102
+    judge = TextClassifier(find_artifact(tmp_path / "run" / "checkpoint-000003"), dtype=torch.float32)
+    asked = ("Hello", "How may I help?") if rows == "chat" else ("a prompt", " and its answer")
+    scored = judge.classify([judge.row(asked)])
+    assert names["reward"] == pytest.approx(scored.predictions[0].label, abs=1e-5)
+
+
 def test_a_merged_model_loads_in_plain_transformers(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
     from transformers import AutoModelForCausalLM
 
-    from finray.evaluation.artifacts import find_artifact
     from finray.models.artifacts import load_artifact
 
     # The name had the adapter before, which Transformers would load.

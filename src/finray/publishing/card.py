@@ -259,24 +259,27 @@ def _loading(facts: ModelFacts) -> str:
         if notes.get("new_tokens"):
             lines += ["if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:"]
             lines += ["    base.resize_token_embeddings(len(tokenizer))"]
+        if facts.artifact.is_reward:
+            # Without padding its head would read another token than the one it was trained at.
+            lines += ["if base.config.pad_token_id is None:"]
+            lines += ["    base.config.pad_token_id = tokenizer.pad_token_id"]
         lines += [f'model = PeftModel.from_pretrained(base, "{repo}")']
     else:
         lines += [f'model = {auto}.from_pretrained("{repo}", dtype="auto")']
     system = [{"role": "system", "content": notes["system"]}] if notes.get("system") else []
+    arguments = "".join(f", {name}={value!r}" for name, value in (notes.get("chat_template_arguments") or {}).items())
     if facts.artifact.is_reward:
         turns = [*system, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "How may I help?"}]
         if notes.get("rows") == "chat":
             lines += ["", f"messages = {turns!r}"]
             # The reward is read at the end of the answer, which some templates follow by a line break.
-            lines += ["text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()"]
+            lines += [f"text = tokenizer.apply_chat_template(messages, tokenize=False{arguments}).rstrip()"]
+            lines += ['inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")']
         else:
             lines += ["", 'text = "a prompt" + " and its answer" + tokenizer.eos_token']
-        lines += ['inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")']
+            lines += ['inputs = tokenizer(text, return_tensors="pt")']
         lines += ["reward = model(**inputs).logits.item()"]
     elif notes.get("rows") == "chat":
-        arguments = "".join(
-            f", {name}={value!r}" for name, value in (notes.get("chat_template_arguments") or {}).items()
-        )
         lines += [
             "",
             f"messages = {[*system, {'role': 'user', 'content': 'Hello'}]!r}",
