@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from finray.config.requests import EvaluationRequest
-from finray.errors import ConfigError
+from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import export_model, find_artifact
 from finray.evaluation.compare import evaluate
 from finray.publishing.card import ModelFacts, card
@@ -190,3 +191,48 @@ def test_the_exported_and_the_served_model_score_answers_as_plain_transformers(p
     assert (scores["reward_accuracy"].interval.low or 0) < scores["reward_accuracy"].value
     with pytest.raises(ConfigError, match="a reward model scores answers; it does not write answers"):
         evaluate(tmp_path / "out", (), EvaluationRequest(file=alone, temperature=0.5))
+
+
+def test_a_model_from_elsewhere_scores_what_its_template_renders(plain: Plain, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(plain["model"]["name"], tmp_path / "rm"))
+    model = AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32).requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    question, answers = "what is 3", ["it is tea", "rain"]
+    rows = [{"prompt": question, "answer": answer} for answer in answers]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    request, fp32, roles = (
+        EvaluationRequest(file=tmp_path / "rows.jsonl"),
+        ["train.precision=fp32"],
+        ("user", "assistant"),
+    )
+    turns = [[{"role": role, "content": text} for role, text in zip(roles, row.values(), strict=True)] for row in rows]
+    read = [tokenizer.apply_chat_template(each, return_tensors="pt", return_dict=True) for each in turns]
+    expected, paired = (
+        [float(model(**text).logits[0, 0]) for text in texts]
+        for texts in (read, [tokenizer(*row.values(), return_tensors="pt") for row in rows])
+    )
+    # The control: the template ends with a line break, which finray's own models do not read.
+    assert expected != pytest.approx([float(reward(model, tokenizer, *row.values())) for row in rows], abs=1e-3)
+
+    def served() -> list[float]:
+        server = ApiServer(ServeSettings(str(place), dtype="fp32", name="rm"), lambda line: None)
+        with TestClient(server.app(), base_url="http://127.0.0.1:8000") as http:
+            asked = {"model": "rm", "queries": question, "documents": answers}
+            return [each["score"] for each in http.post("/v1/score", json=asked).json()["data"]]
+
+    assert served() == pytest.approx(expected, abs=1e-5)
+    result = evaluate(place, fp32, request)
+    assert [row.scores["rm"]["reward"] for row in result.predictions] == pytest.approx(expected, abs=1e-5)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "problem_type": "regression"}))
+    assert not find_artifact(place).is_reward
+    (place / "config.json").write_text(json.dumps(config))
+    (place / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match="has no chat template, so nothing says how it reads a prompt and its answer"):
+        evaluate(place, fp32, request)
+    assert served() == pytest.approx(paired, abs=1e-5)
+    three = tiny.build_classifier("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    three.save_pretrained(str(place))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "rain", "label": "LABEL_1"}) + "\n")
+    found = three(**tokenizer("rain", return_tensors="pt")).logits.argmax().item()
+    assert evaluate(place, fp32, request).models[-1].scores["accuracy"].value == (found == 1)

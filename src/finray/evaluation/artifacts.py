@@ -23,7 +23,7 @@ from finray.errors import CheckpointError, ModelError, did_you_mean_path
 from finray.files import first_line
 from finray.hardware import cpu_has_bf16
 from finray.limits import cut
-from finray.models.artifacts import Artifact, checked_notes, load_artifact, read_artifact
+from finray.models.artifacts import Artifact, checked_notes, load_artifact, notes_of_stranger, read_artifact
 from finray.models.export import TOLERANCE, Exported, export
 from finray.models.loading import DTYPES
 from finray.pretrained import hub
@@ -92,8 +92,8 @@ def artifact_of(model: str | Path, *, base: str | None = None, revision: str | N
 
 
 def _notes_on_hub(name: str, revision: str | None) -> Notes:
-    """finray's notes beside a model on the Hub, or in its cache where the Hub is not asked; empty where there are
-    none.
+    """finray's notes beside a model on the Hub, or in its cache where the Hub is not asked; where there are none, what
+    its configuration says.
     Raises ModelError: the Hub does not give them, or they are damaged."""
     silence_transformers()
     # Else the client would try for minutes.
@@ -101,20 +101,24 @@ def _notes_on_hub(name: str, revision: str | None) -> Notes:
     try:
         folder = Path(hf_hub_download(name, NOTES, revision=revision)).parent
     except (RemoteEntryNotFoundError, RepositoryNotFoundError, HFValidationError):
-        # No notes, or no such model: loading reports that.
-        return {}
+        pass
     except Exception as error:
         # Whatever the client raises. It remembers which files a model does not have.
-        if is_offline_mode() or try_to_load_from_cache(name, NOTES, revision=revision) is not None:
-            return {}
-        reason = redact_text(cut(first_line(error.__cause__ or error)))
-        raise ModelError(
-            f"{NOTES}, which says how the model was trained, cannot be fetched from the Hub: {reason}",
-            where=name,
-            repair="run the command again when the Hub answers; a token that it rejects is replaced by `hf auth login` "
-            "or HF_TOKEN",
-        ) from None
-    return checked_notes(folder, name)
+        if not is_offline_mode() and try_to_load_from_cache(name, NOTES, revision=revision) is None:
+            reason = redact_text(cut(first_line(error.__cause__ or error)))
+            raise ModelError(
+                f"{NOTES}, which says how the model was trained, cannot be fetched from the Hub: {reason}",
+                where=name,
+                repair="run the command again when the Hub answers; a token that it rejects is replaced by `hf auth "
+                "login` or HF_TOKEN",
+            ) from None
+    else:
+        return checked_notes(folder, name)
+    try:
+        folder = Path(hf_hub_download(name, "config.json", revision=revision)).parent
+    except Exception:
+        return {}  # No such model, say: loading reports that.
+    return notes_of_stranger(folder)
 
 
 def _is_beside_runs(path: Path) -> bool:

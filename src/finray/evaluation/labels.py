@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from finray.checkpoint.copies import local_copy, named_run
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir, saved_config
 from finray.config.adapter_files import read_notes
+from finray.config.resolved import REWARD
 from finray.config.schema import NO_TEXT, ModelConfig
 from finray.config.tasks import SPECS
 from finray.data.formats.examples import Chat, Completion, Message, detect
@@ -120,21 +122,12 @@ class TextClassifier:
         self._model = load_artifact(artifact, dtype=dtype or inference_dtype(None, device)).to(device)
         require_finite(self._model, str(artifact.folder))
         self._tokenizer, notes = load_tokenizer(ModelConfig(name=str(artifact.folder))), artifact.notes
-        self.is_reward, self._system, self._is_chat = (
-            artifact.is_reward,
-            notes.get("system"),
-            notes.get("rows") == "chat",
-        )
+        self.is_reward, self._system = artifact.is_reward, notes.get("system")
+        self._is_chat = notes.get("rows", "chat" if self._tokenizer.chat_template else "text") == "chat"
         if self.is_reward:
-            self._encoder = Tokenizer(
-                self._tokenizer,
-                train_on="completion",
-                max_length=2**31,
-                on_too_long="drop",
-                template_arguments=notes.get("chat_template_arguments"),
-                tool_format=notes.get("tool_format", "plain"),
-                stops=generation_stops(artifact.model),
-            )
+            # A model from elsewhere may not say that its output is a number.
+            self._labels = REWARD
+            self._artifact, self._encoder = artifact, answer_encoder(artifact, self._tokenizer)
         inner = without_adapter(self._model)
         named = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         # RoBERTa's positions begin after the padding index: its table holds fewer than it says.
@@ -142,10 +135,15 @@ class TextClassifier:
             (most for most in (max_length, named, packing.positions) if most), default=None
         )
 
+    @cached_property
+    def _ending(self) -> tuple[int, ...]:
+        return ending(self._artifact, self._artifact.tokenizer)
+
     def row(self, texts: Sequence[str]) -> Row:
-        """Token ids and token types of a text, or of a pair; of a reward model, a prompt and its answer.
+        """Token ids and token types of a text, or of a pair; of a reward model, a prompt and its answer,
+        unless it is from elsewhere and has no chat template: then they are what its tokenizer makes of a pair.
         Raises DataError: the chat template refuses them."""
-        if self.is_reward and len(texts) == 2:
+        if self.is_reward and len(texts) == 2 and (self._is_chat or not self._artifact.is_strangers):
             turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
             return self.conversation(turns) if self._is_chat else self._answered(Completion(texts[0], texts[1]))
         encoded = self._tokenizer(*texts)
@@ -164,7 +162,7 @@ class TextClassifier:
 
     def _answered(self, example: Chat | Completion) -> Row:
         (encoded,) = self._encoder.encode([unpaired_of(example, True)])
-        ids = np.asarray(encoded.rows[0].ids)
+        ids = np.asarray([*encoded.rows[0].ids, *self._ending])
         return ids, np.zeros_like(ids)
 
     def classify(self, rows: Sequence[Row]) -> Classified:
@@ -179,6 +177,51 @@ class TextClassifier:
         if odd:
             raise not_finite(f"text {min(odd) + 1} has no label")
         return classified
+
+
+def answer_encoder(artifact: Artifact, tokenizer: Any) -> Tokenizer:
+    """Turns prompts with an answer into the tokens that a reward model reads."""
+    return Tokenizer(
+        tokenizer,
+        train_on="completion",
+        max_length=2**31,
+        on_too_long="drop",
+        template_arguments=artifact.notes.get("chat_template_arguments"),
+        tool_format=artifact.notes.get("tool_format", "plain"),
+        stops=generation_stops(artifact.model),
+    )
+
+
+def ending(artifact: Artifact, section: ModelConfig) -> tuple[int, ...]:
+    """Tokens that a reward model from elsewhere reads after those of the last answer, such as a line break: others
+    render the whole conversation, and finray's models are trained up to the end of the answer.
+
+    Args:
+        artifact: the model.
+        section: where its tokenizer is.
+
+    Raises:
+        DataError: its chat template does not say how it reads an answer.
+    """
+    if not artifact.is_strangers:
+        return ()
+    tokenizer, why = (
+        load_tokenizer(section),
+        "has no chat template, so nothing says how it reads a prompt and its answer",
+    )
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (encoded,) = answer_encoder(artifact, tokenizer).encode(
+            [unpaired_of(Chat(messages_of(turns, "messages")), True)]
+        )
+        text, ids = tokenizer.apply_chat_template(turns, tokenize=False), encoded.rows[0].ids
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if whole[: len(ids)] == ids:
+            return tuple(whole[len(ids) :])
+        why = "has a chat template that does not close an answer with a token of its own"
+    repair = "put the template that it was trained with beside it, as chat_template.jinja; `/v1/classify` of `finray "
+    repair += "serve` scores texts as they are"
+    raise DataError(f"the reward model {why}", where=str(artifact.folder), repair=repair)
 
 
 def classifies(artifact: Artifact) -> bool:

@@ -195,7 +195,7 @@ class Case:
         learned = [] if self.spec.reads_labels else [config.train.objective, None, DPO.name]
         trains = [config.train.model_copy(update={"objective": objective}) for objective in learned]
         each = [config.model_copy(update={"train": train}) for train in trains]
-        if self.spec.adds_head:
+        if learned and self.spec.adds_head:
             # A reward model scores single answers, too: the last ones of rows for a language model.
             model = config.model.model_copy(update={"task": CAUSAL_LM.name})
             data = config.data.model_copy(update={"train_on": "last_assistant"})

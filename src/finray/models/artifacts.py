@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from finray.config import trust
 from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS, Notes, read_notes, read_settings
 from finray.config.load import read_yaml
-from finray.config.objectives import OBJECTIVES
+from finray.config.objectives import OBJECTIVES, REWARD
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.config.tasks import CAUSAL_LM, SPECS
+from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION, SPECS
 from finray.errors import ModelError
-from finray.files import first_line
+from finray.files import FileKind, first_line
 from finray.models import classifier
 from finray.models.adapters import load_adapter
 from finray.models.fused_lora import fuse
@@ -29,6 +29,7 @@ from finray.models.sharded import materialize
 from finray.pretrained.weights import stored_weights
 
 _logger = logging.getLogger(__name__)
+_CONFIGS = FileKind(ModelError, repair="download the model again", links=True)
 _DIGITS = re.compile(r"\d+")
 
 
@@ -57,6 +58,11 @@ class Artifact:
     def is_reward(self) -> bool:
         """Whether its one output is how good an answer is."""
         return getattr(OBJECTIVES.get(self.notes.get("objective", "")), "is_reward", False)
+
+    @property
+    def is_strangers(self) -> bool:
+        """Whether nothing is known of the rows that it was trained on, as of a model that was not made by finray."""
+        return "rows" not in self.notes
 
     @property
     def model(self) -> ModelConfig:
@@ -104,6 +110,17 @@ def checked_notes(folder: Path, name: str) -> Notes:
     return notes
 
 
+def notes_of_stranger(folder: Path) -> Notes:
+    """What the notes would say of a model from elsewhere, by its configuration: that it is a classifier, and with one
+    output that is said to be nothing else a reward model. Raises ModelError: the file is damaged."""
+    config = _CONFIGS.json(folder / "config.json", dict[str, Any])
+    if not any(str(name).endswith("ForSequenceClassification") for name in config.get("architectures") or ()):
+        return {}
+    names, notes = config.get("id2label"), Notes(auto_class=SEQUENCE_CLASSIFICATION.auto_class)
+    outputs = len(names) if isinstance(names, dict) else config.get("num_labels")
+    return {**notes, "objective": REWARD.name} if outputs == 1 and config.get("problem_type") is None else notes
+
+
 def _is_trusted(folder: Path, name: str, task: str) -> bool:
     """Whether a run that this user has started has such models, or the user has accepted this one."""
     if trust.is_accepted(folder / NOTES):
@@ -147,7 +164,7 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
             raise ModelError(
                 "it is a full model, which has no base model", where=str(folder), repair="leave out --base"
             )
-        return Artifact(folder, None, notes)
+        return Artifact(folder, None, notes or notes_of_stranger(folder))
     raise ModelError(
         "the directory holds neither an adapter nor a model",
         where=str(folder),
