@@ -56,6 +56,7 @@ class ModelPlan:
     pad: str | None
     stored_bytes: int | None  # size of the weights' files, where it is known
     labels: LabelSet | None = None  # that a classifier's head is for, where they are known
+    is_reward: bool = False  # whether that head says how good an answer is
     kept: int = 0  # parameters of parts that do not read text, which stay as they are
     parts: tuple[str, ...] = ()  # their names
     adapted: str = ""  # what the adapter is on, where that is not all linear layers
@@ -166,6 +167,7 @@ def _planned(
         pad=None if tokenizer is None else tokenizer.pad_token,
         stored_bytes=None if stored is None else stored.size,
         labels=labels,
+        is_reward=objective_spec(config).is_reward,
     )
     return PlannedModel(plan, ModelShape(model, blueprint, LayerProbe(model, packs=packing.is_told), stored), packing)
 

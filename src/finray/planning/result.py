@@ -168,7 +168,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         if model.adapted:
             yield "adapter", f"on {model.adapted}"
         if model.labels is not None:
-            yield "head", f"{several(len(model.labels.names) or 1, 'output')} ({model.labels.problem})"
+            kind = "reward" if model.is_reward else model.labels.problem
+            yield "head", f"{several(len(model.labels.names) or 1, 'output')} ({kind})"
         yield "vocabulary", f"{model.embedding_rows:,} embeddings{tokens}"
         yield "context", "unlimited" if model.context is None else f"{model.context:,} tokens"
     if data is not None:

@@ -431,7 +431,7 @@ def plan_classifier(
 
 
 def test_a_classifiers_head_has_the_classes_of_its_data(
-    plan_classifier: Any, classifier_run: Callable[..., Any], tmp_path: Path
+    plan: Planner, plan_classifier: Any, classifier_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     """What is counted is what a run has: three classes, not the two of a configuration that says nothing."""
     found = plan_classifier({})
@@ -444,6 +444,8 @@ def test_a_classifiers_head_has_the_classes_of_its_data(
     found.print(Console(file=shown, width=200))
     assert "3 outputs (single_label)" in shown.getvalue()
     assert "learned)" not in shown.getvalue()
+    plan(train={"objective": "reward"}).print(Console(file=shown, width=200))
+    assert "1 output (reward)" in shown.getvalue()
     five = plan_classifier({"classification.labels": ["animal", "neither", "plant", "four", "five"]})
     # A row of the head and its bias, for each class more: 64 wide.
     assert five.model is not None
