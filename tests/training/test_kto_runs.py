@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.data.sampling.splits import sample
+from finray.evaluation.during import TrainingAnswers
 from tests.support import runs
 from tests.support.group import run_all
 from tests.support.runs import Plain, changed
-from tests.training.test_preference_runs import EPSILON, RATE, SOURCES, THINGS, logprob
+from tests.training.test_preference_runs import EPSILON, RATE, SEEN, SOURCES, THINGS, logprob
 
 BETA, DESIRABLE, UNDESIRABLE = 0.3, 1.3, 0.8
 SIDES = ("desirable", "undesirable")
@@ -154,3 +156,12 @@ def test_sharing_a_step_changes_nothing(plain: Plain, done: Path, tmp_path: Path
         assert runs.values(tmp_path / name, "kl") == pytest.approx(runs.values(done, "kl"), rel=1e-3, abs=1e-5)
         its, ours = (runs.records(folder, "eval")[-1] for folder in (tmp_path / name, done))
         assert {key: its[key] for key in NAMES[1:]} == pytest.approx({key: ours[key] for key in NAMES[1:]}, rel=1e-3)
+
+
+def test_prompts_are_answered_in_training_where_the_answer_beside_them_is_wanted(plain: Plain, tmp_path: Path) -> None:
+    asks = {"generate_rows": 3, "metrics": ["tests.training.test_preference_runs:seen"], "max_new_tokens": 2}
+    own = changed(plain, {"evaluation": asks, "train.max_steps": 4})
+    runs.run_alone(own, tmp_path / "run", answering=TrainingAnswers(runs.config_of(own), "fp32"))
+    assert [record["seen"] for record in runs.records(tmp_path / "run", "eval")] == [0.25]
+    wanted = [row["completion"] for row in map(answer, range(20, 27)) if row["label"]]
+    assert SEEN[-1][1] == [wanted[number] for number in sample(5, 3, seed=own["run"]["seed"]).tolist()]

@@ -219,7 +219,7 @@ def test_prompts_of_held_out_pairs_are_answered_in_training_with_the_chosen_answ
             0, ids.shape[1] :
         ]
         answers.append(tokenizer.decode(made, skip_special_tokens=True))
-    assert [(answers, [pair(number)["chosen"] for number in numbers])] == SEEN
+    assert [(answers, [pair(number)["chosen"] for number in numbers])] == SEEN[-1:]
 
 
 @pytest.mark.parametrize(("objective", "settings"), [("orpo", {"beta": 0.4}), ("simpo", {"beta": 1.5, "gamma": 0.7})])

@@ -220,7 +220,7 @@ def check_evaluation(config: Config) -> None:
     spec, evaluation = spec_of(config), config.evaluation
     spec.chosen(evaluation)
     name = "generate_rows" if evaluation.generate_rows is not None else "metrics"
-    asks = spec.rows & {"chat", "completion", "preference"} and not objective_spec(config).is_reward
+    asks = spec.rows & {"chat", "completion", "preference", "unpaired"} and not objective_spec(config).is_reward
     if getattr(evaluation, name) != getattr(type(evaluation)(), name) and not asks:
         raise ConfigError(
             f"a run with the objective {spec.objective} of the task {spec.name} does not answer prompts",

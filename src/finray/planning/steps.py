@@ -208,7 +208,7 @@ def _other_base(config: Config) -> str | None:
 def require_prompts(config: Config, kind: str) -> None:
     """Check that rows of this kind have prompts, if ``evaluation.generate_rows`` asks for answers.
     Raises DataError: the rows have no prompts."""
-    if config.evaluation.generate_rows is not None and kind not in ("chat", "completion", "preference"):
+    if config.evaluation.generate_rows is not None and kind not in ("chat", "completion", "preference", "unpaired"):
         raise DataError(
             f"the rows are {kind}, which has no prompts to answer",
             where="evaluation.generate_rows",

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
@@ -525,10 +526,14 @@ def _answers(
     count = config.evaluation.generate_rows
     if held_out is None or answering is None or count is None:
         return None
-    asked = held_out.take(held_out.prompted)
+    prompted, are = held_out.prompted, "are plain text, which has no prompts to answer"
+    if "unpaired" in (task.objective.spec.rows or ()):
+        # As in `finray evaluate`: what is not wanted is nothing to compare an answer with.
+        prompted, are = np.flatnonzero(held_out.values("label") > 0), "have no desirable answers to compare with"
+    asked = held_out.take(prompted)
     if not len(asked):
         raise DataError(
-            "the held-out rows are plain text, which has no prompts to answer",
+            f"the held-out rows {are}",
             where="evaluation.generate_rows",
             repair="leave it out, or hold out rows with prompts and answers",
         )

@@ -135,6 +135,8 @@ def test_rows_that_are_learned_as_a_whole_have_no_prompts() -> None:
         require_prompts(config({"generate_rows": 2}), "text")
     assert caught.value.where == "evaluation.generate_rows"
     require_prompts(config({"generate_rows": 2}), "chat")
+    require_prompts(config({"generate_rows": 2}), "unpaired")
+    check_evaluation(config({"generate_rows": 2}, train={"objective": "kto"}))
     require_prompts(config({}), "text")
 
 
