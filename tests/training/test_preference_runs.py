@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.data.sampling.splits import sample
 from finray.evaluation.artifacts import export_model
+from finray.errors import ModelError
 from finray.evaluation.during import TrainingAnswers
 from finray.planning.checks import check_evaluation
 from finray.planning.steps import require_prompts
@@ -310,3 +313,24 @@ def test_a_reference_gives_the_same_losses_before_training_and_in_the_step(
         merged, adapted, start = (model(tokens[None]).logits for model in (whole, tuned, begun))
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
     assert (adapted - start).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_run_does_not_continue_with_another_reference(
+    plain: Plain, adapter: Path, tmp_path: Path, in_step: bool
+) -> None:
+    start = Path(shutil.copytree(adapter, tmp_path / "start"))
+    settings = {"start_from": str(start), "dropout": 0.2}
+    own = changed({name: part for name, part in plain.items() if name != "adapter"}, {"adapter": settings})
+    own = changed(own, {"preference.reference_in_step": in_step, "train.max_steps": 2, "checkpoint.every_steps": 1})
+    runs.run_alone(own, tmp_path / "run")
+    longer = changed(own, {"train.max_steps": 3})
+    weights = start / "adapter_model.safetensors"
+    before = weights.read_bytes()
+    save_file({name: value * 1.5 for name, value in load_file(weights).items()}, weights)
+    with pytest.raises(ModelError, match="the files of the reference have changed since the run began") as caught:
+        runs.run_alone(longer, tmp_path / "run")
+    assert caught.value.where == f"adapter.start_from={start}"
+    weights.write_bytes(before)
+    runs.run_alone(longer, tmp_path / "run")
+    assert len(runs.values(tmp_path / "run", "loss")) == 3

@@ -50,7 +50,7 @@ from finray.training.loop import Loop
 from finray.training.memory import Memory, MemoryWriter, fetch_newest, remove_left
 from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.outputs import Notify, Warn, make_header, place_of, save_extras, start_trackers
-from finray.training.passes import add_columns
+from finray.training.passes import add_columns, files_of_reference
 from finray.training.profile import Profiler
 from finray.training.state import TrainState
 from finray.training.step import evaluate
@@ -390,14 +390,24 @@ def _resume(
         # The checkpoints on storage are damaged.
         kept = fetch_newest(memory, strategy, store.run_dir, after=found.step, warn=warn)
         found = kept or found
+    where, reference = strategy.broadcast_object(
+        on_all_ranks(strategy, lambda: files_of_reference(config, dataset) if first else ("", ""))
+    )
     if found is None:
-        state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
+        state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content, reference=reference)
     else:
         state = on_all_ranks(strategy, lambda: restore(found, task.layout, loaded.optimizer))
         if kept is not None:
             shutil.rmtree(kept.path, ignore_errors=True)
             notes.append(f"loaded the checkpoint of step {state.step} from the cluster's memory")
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
+        if state.reference and reference not in ("", state.reference):
+            raise ModelError(
+                "the files of the reference have changed since the run began",
+                where=where,
+                repair="restore them to continue the run, or start over with --fresh",
+            )
+        state.reference = state.reference or reference
         newest = strategy.broadcast_object(max([state.step, *store.steps()]) if first else 0)
         steps, more = on_all_ranks(
             strategy,

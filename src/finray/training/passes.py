@@ -23,6 +23,7 @@ from finray.config.objectives import keeps_start, model_of_reference, objective_
 from finray.config.resolved import Execution
 from finray.config.schema import Config
 from finray.data.dataset.columns import ColumnFiles, Floats
+from finray.data.dataset.plan import fingerprint
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.report import reference_remark
 from finray.data.sampling.groups import Groups
@@ -98,10 +99,11 @@ def add_columns(
         task.in_step = Reference(task, adapter) if other is None else Reference(load(other))
         return
     reference = None if task is None else Reference(task, adapter)
-    cache = None if dataset.folder.is_remote else Path(dataset.folder.root).parent / ".digests.jsonl"
     first = strategy.rank == 0
     made_by = strategy.broadcast_object(
-        on_all_ranks(strategy, lambda: begins_from(other or config, execution, Digests(cache)) if first else {})
+        on_all_ranks(
+            strategy, lambda: begins_from(other or config, execution, Digests(_cache(dataset))) if first else {}
+        )
     )
     for name in sorted({split.name for split in splits}):
         rows = dataset.all_rows(name)
@@ -201,6 +203,24 @@ def begins_from(config: Config, execution: Execution, digests: Digests) -> dict[
         "precision": [execution.precision, execution.bits, execution.weights],
         "seed": config.run.seed if model.new_tokens else None,
     }
+
+
+def files_of_reference(config: Config, dataset: PreparedDataset) -> tuple[str, str]:
+    """Where the reference is, by the field that names it, and a digest of its files; both empty without a reference,
+    and for one of the Hub."""
+    settings, begun = config.preference, reference_run(config) or config
+    keeps = settings.names_model or settings.reference == "start"
+    place = (begun.adapter.start_from if keeps else None) or begun.model.name
+    if not objective_spec(config).columns or not Path(place).is_dir():
+        return "", ""
+    field = "preference.reference" if settings.names_model else "adapter.start_from"
+    where = f"{field if place != config.model.name else 'model.name'}={place}"
+    return where, fingerprint({"files": _files_of(place, Path(place), Digests(_cache(dataset)))})
+
+
+def _cache(dataset: PreparedDataset) -> Path | None:
+    """Of digests, beside prepared rows that lie on this machine."""
+    return None if dataset.folder.is_remote else Path(dataset.folder.root).parent / ".digests.jsonl"
 
 
 def _files_of(name: str, folder: Path | None, digests: Digests) -> list[list[str]] | str:

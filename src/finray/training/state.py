@@ -26,6 +26,7 @@ class TrainState:
         total_steps: planned steps of the run; 0 in files of older versions.
         random_key: seed of all random streams.
         data: digest of all rows of the prepared dataset. The cursor is only valid for these rows.
+        reference: digest of the files of the model that the objective compares with; empty for one without files here.
         tokens, supervised: tokens seen and targets trained on, over all ranks.
         seconds: training time so far, over all attempts.
         best: best value so far of the metric that selects checkpoints (``TaskSpec.chosen``).
@@ -45,6 +46,7 @@ class TrainState:
     total_steps: int = 0
     random_key: int = 0
     data: str = ""
+    reference: str = ""
     tokens: int = 0
     supervised: int = 0
     seconds: float = 0.0

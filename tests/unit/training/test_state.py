@@ -34,7 +34,13 @@ def test_equal_is_no_gain() -> None:
 
 def test_all_that_is_counted_comes_back(tmp_path: Path) -> None:
     names = list(TrainState.__dataclass_fields__)
-    others: dict[str, Any] = {"data": "digest", "metric": "accuracy", "metric_mode": "max", "evaluating": [4, 8]}
+    others: dict[str, Any] = {
+        "data": "digest",
+        "reference": "files",
+        "metric": "accuracy",
+        "metric_mode": "max",
+        "evaluating": [4, 8],
+    }
     state = TrainState(**{name: others.get(name, number) for number, name in enumerate(names, 1)})
     (tmp_path / "training_state").mkdir()
     path = tmp_path / "training_state" / "state.json"
