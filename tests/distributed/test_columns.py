@@ -64,6 +64,11 @@ def test_two_workers_make_the_column_and_the_curve_of_one(done: Path, name: str)
 
 def test_without_its_leash_it_is_sft_and_with_it_something_else(done: Path) -> None:
     losses = {name: runs.values(done / name, "loss") for name in ("sft", "loose", "lora")}
+    # Two workers share the packs of its only file of a split, and compute what one does: names have the digests.
+    places = (done / f"data-{name}" for name in ("lora", "lora-ddp"))
+    one, two = ([file.relative_to(place) for file in sorted(place.rglob("columns/*/part-*"))] for place in places)
+    assert len(one) == 1
+    assert one == two
     assert losses["loose"] == pytest.approx(losses["sft"], rel=1e-5)
     assert losses["lora"][0] == pytest.approx(losses["sft"][0], rel=1e-5)
     assert losses["lora"][-1] != pytest.approx(losses["sft"][-1], rel=1e-3)

@@ -155,7 +155,8 @@ def _compute(
     capacity: int,
     before: bool,
 ) -> None:
-    """Compute and write parts of a column, each rank one; there may be fewer than ranks. A collective."""
+    """Compute and write parts of a column, each rank one; the packs of fewer parts are dealt out to all ranks, so packs
+    and numbers are the same with any number of them. A collective."""
     plans, values = list[list[list[int]]](), dict[int, Floats]()
     task = reference.task
     collate: Callable[..., Any] = partial(task.collate, before=True) if before else task.collate
@@ -168,7 +169,11 @@ def _compute(
         lengths = groups.sums(each_row)
         plan = pack(lengths, max(capacity, int(lengths.max()))).in_rows(groups)
         plans.append([[numbers.start + at for at in plan.pack(number)] for number in range(len(plan))])
-    own = plans[strategy.rank] if strategy.rank < len(plans) else []
+    is_shared = len(parts) < strategy.world_size
+    if is_shared:
+        packs = [each for plan in plans for each in plan]
+        plans = [packs[rank :: strategy.world_size] for rank in range(strategy.world_size)]
+    own = plans[strategy.rank]
     others: list[list[int]] = max(plans, key=len) if strategy.lockstep else []
     for some, dummy in zip_longest(own, others):
         numbers_S = some or dummy
@@ -179,8 +184,12 @@ def _compute(
             each = np.split(outputs.cpu().numpy(), np.cumsum(batch.targets_per_row)[:-1])
             values |= dict(zip(some, each, strict=True))
 
+    if is_shared:
+        gathered = strategy.all_gather_object({row: each.tolist() for row, each in values.items()})
+        values = {row: np.array(each, np.float32) for of_rank in gathered for row, each in of_rank.items()}
+
     def write() -> None:
-        if own:
+        if strategy.rank < len(parts):
             part = parts[strategy.rank]
             files.write(part, [values[row] for row in files.rows(part)])
 
