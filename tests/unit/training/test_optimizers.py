@@ -14,6 +14,7 @@ import torch
 from finray.checkpoint.pieces import PieceReader, TensorPiece, file_name, write_pieces
 from finray.config.load import build_config
 from finray.errors import CheckpointError, ConfigError
+from finray.training.optim import sharded
 from finray.training.optim.adamw_8bit import pack, unpack
 from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings_of
 from tests.support.optimizing import ROLES, SHAPES, gradients, new_parameters, train_config
@@ -23,6 +24,12 @@ STEPS = 6
 # No defaults of anybody.
 BETA1, BETA2, EPSILON = 0.8, 0.97, 1e-2
 ADAM = {"adam_beta1": BETA1, "adam_beta2": BETA2, "adam_epsilon": EPSILON}
+
+
+@pytest.fixture(autouse=True)
+def _as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's Muon computes in bf16 on every CPU."""
+    monkeypatch.setattr(sharded, "cpu_has_bf16", lambda: True)
 
 
 def moved(
@@ -119,6 +126,17 @@ def test_the_weights_are_those_of_the_reference(
     # The comparison sees steps that are left out.
     fewer, _ = moved(kind, range(STEPS - 3), bad=bad)
     assert largest_difference(fewer, expected) > 2 * tolerance
+
+
+def test_muon_on_a_cpu_without_bf16_is_that_of_torch_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded, _ = moved("muon", range(STEPS))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+        expected = muon_by_torch()
+    monkeypatch.setattr(sharded, "cpu_has_bf16", lambda: False)
+    found, _ = moved("muon", range(STEPS))
+    assert largest_difference(found, expected) < 1e-6
+    assert largest_difference(rounded, expected) > 1e-5
 
 
 @pytest.mark.parametrize(("kind", "reference"), [("muon", muon_by_torch), ("adafactor", adafactor_by_torch)])
