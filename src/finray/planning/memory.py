@@ -19,7 +19,7 @@ from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.blueprint import Blueprint, ModelShape, build_blueprint
 from finray.planning.estimate import MemoryEstimate, Setup, Strategy, Workload, estimate, reference_bytes
 from finray.planning.findings import Findings
-from finray.planning.placement import GPUS, Device
+from finray.planning.placement import GPUS, Device, slow_precision
 from finray.training.cpu_checks import refusals_on_cpu
 
 GIB = 2**30
@@ -75,10 +75,8 @@ def plan_memory(
 
     ``waiting`` is that of :class:`finray.planning.flops.SpeedPlan`, where the speed is known.
     """
-    if execution.precision == "bf16" and not device.bf16:
-        findings.warn(f"{device.name} has no bf16 arithmetic: it is emulated and slow", "train.precision")
-    if execution.precision == "fp16" and device.kind == "cpu":
-        findings.warn("a CPU works many times slower in fp16 than in bf16 or fp32", "train.precision")
+    if (slow := slow_precision(execution.precision, device)) is not None:
+        findings.warn(slow.message, slow.where, slow.repair)
     if device.kind == "cpu":
         for refusal in refusals_on_cpu(config):
             findings.problem(refusal)

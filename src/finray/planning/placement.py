@@ -341,3 +341,37 @@ def device_of(placement: Placement, nodes: Sequence[Node] | None = None) -> Devi
     # The CPUs of other nodes are taken to be like this machine's.
     name = "the machine" if len(nodes) == 1 else "a node"
     return Device("cpu", name, min(shares, default=None), cpu_has_bf16())
+
+
+def slow_precision(precision: str, device: Device) -> ConfigError | None:
+    """The warning where a device has no arithmetic in a precision (``fp32``, ``bf16``, ``fp16``), and emulates it."""
+    where, repair = "train.precision", "set train.precision to auto"
+    if precision == "fp16" and device.kind == "cpu":
+        return ConfigError("a CPU works many times slower in fp16 than in bf16 or fp32", where=where, repair=repair)
+    if precision != "bf16" or device.bf16:
+        return None
+    who, faster, times = f"the CPU of {device.name}", "fp32 is", "up to 100 times"
+    if device.kind == "cuda":
+        who, faster, times, repair = device.name, "fp32 and fp16 are", "several times", f"{repair} or fp16"
+    text = f"{who} has no bf16 instructions: {faster} {times} faster than their emulation"
+    return ConfigError(text, where=where, repair=repair)
+
+
+def crowded(load: float, *, cores: int, threads: int) -> ConfigError | None:
+    """The warning where a worker's threads on a CPU would wait for each other most of the time, because other programs
+    have the cores.
+
+    Args:
+        load: programs that run or wait for a core of the machine on average, before the worker starts.
+        cores: of the machine.
+        threads: of the worker.
+    """
+    if threads < 2 or load + threads < 2 * cores:
+        return None
+    share = max(1, int(cores * threads / (load + threads)))
+    return ConfigError(
+        f"other programs keep this machine busy: its load is {load:.1f} on {cores} core{'s' * (cores > 1)}, where "
+        f"{threads} threads wait for each other, and may get less done than {'one' if share == 1 else share}",
+        where="cluster.cpus_per_worker",
+        repair=f"set cluster.cpus_per_worker to {share}, or wait until the others are done",
+    )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from finray.config.paths import is_url
+from finray.planning.placement import crowded
 from finray.results import Result
 from finray.runtime import nodes
 from finray.runtime.cluster import connected
@@ -105,6 +106,12 @@ def judged(facts: NodeFacts) -> list[ClusterFinding]:
         add("problem", "GPUs", text, "install a driver for that CUDA version, or a torch build for that driver")
     else:
         add("good", "GPUs", f"{len(facts.gpus)} x {facts.gpus[0]}, torch for CUDA {facts.cuda}")
+    if not facts.usable_gpus:
+        busy = crowded(facts.load, cores=facts.cores, threads=facts.cores)
+        if busy is None:
+            add("good", "load", f"{facts.load:.1f} on {facts.cores} core{'s' * (facts.cores > 1)}")
+        else:
+            add("warning", "load", busy.message, busy.repair or "")
     for folder, free in facts.free_disk.items():
         low = free < (WANTED_DISK if folder != "/dev/shm" else 2**30)
         repair = (

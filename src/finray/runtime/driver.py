@@ -41,7 +41,15 @@ from finray.files import digest_of
 from finray.models.packing_cache import cached_packing, packing_of
 from finray.planning.checks import check_push, require_startable
 from finray.planning.micro_batch import choose_micro_batch
-from finray.planning.placement import Device, Placement, device_of, place, worker_environment
+from finray.planning.placement import (
+    Device,
+    Placement,
+    crowded,
+    device_of,
+    place,
+    slow_precision,
+    worker_environment,
+)
 from finray.planning.resolve import needs_torch, resolve
 from finray.planning.steps import beyond_positions, chosen_notes, require_prompts, step_warnings
 from finray.pretrained.tokenizers import generation_stops
@@ -224,7 +232,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
     """Connect to Ray, check that the workers can be placed, and decide what the config leaves open, except for
     steps.
     Raises FinrayError: the cluster cannot be reached, or lacks what is asked for."""
-    started = time.perf_counter()
+    started, load = time.perf_counter(), os.getloadavg()[0]
     is_local = clusters.starts_one(config.cluster)
     address = clusters.address_of(config.cluster)
     if is_local or address is not None:
@@ -257,6 +265,11 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             before=run.resolved(),
             chose=lambda choice: handle(Note(choice.note)),
         )
+        slow = [slow_precision(execution.precision, device)]
+        if is_local and not placement.use_gpu:
+            slow.append(crowded(load, cores=os.cpu_count() or 1, threads=placement.cpus_per_worker))
+        for warning in filter(None, slow):
+            handle(Note(str(warning), level="warning"))
         seconds = time.perf_counter() - started
         yield Connected(ray, is_local, placement, execution, env, worker_env, started, seconds, packing, device)
 

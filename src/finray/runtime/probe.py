@@ -40,6 +40,8 @@ class NodeFacts:
     free_disk: dict[str, int]  # bytes, by directory
     # Sockets of this user's Ray that answer without the token, ``host:port (answer)``.
     open_sockets: list[str] = field(default_factory=list)
+    load: float = 0.0  # programs that run or wait for a core, on average of the last minute
+    cores: int = 1
 
 
 class Probe:
@@ -50,6 +52,8 @@ class Probe:
 
     def facts(self, folders: list[str]) -> NodeFacts:
         """What this machine is, with the free space of ``folders``."""
+        # Before what is started here.
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
         # torch is queried in another process: Ray hides GPUs from one that holds none.
         script = (
             "import json, torch; print(json.dumps([torch.version.cuda, "
@@ -66,8 +70,9 @@ class Probe:
         for folder in (*folders, tempfile.gettempdir(), "/dev/shm"):
             with suppress(OSError):
                 free[folder] = shutil.disk_usage(folder).free
+        versions, sockets = nodes.versions(), open_sockets(listening())
         return NodeFacts(
-            socket.gethostname(), nodes.versions(), gpus, cuda, int(usable), failed, free, open_sockets(listening())
+            socket.gethostname(), versions, gpus, cuda, int(usable), failed, free, sockets, load=load, cores=cores
         )
 
     def clock(self) -> float:

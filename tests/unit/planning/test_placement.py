@@ -16,6 +16,7 @@ from finray.planning.placement import (
     GPUS,
     Device,
     Placement,
+    crowded,
     device_of,
     gpu_named,
     gpu_of,
@@ -23,6 +24,7 @@ from finray.planning.placement import (
     place,
     room,
     share,
+    slow_precision,
     worker_environment,
 )
 
@@ -212,6 +214,16 @@ def test_a_worker_has_its_share_of_the_node_with_the_least() -> None:
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:T4": 1.0}]).bf16 is False
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:A100": 1.0}]).bf16 is True
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0}]).memory is None
+
+
+def test_a_precision_that_is_emulated_and_cores_that_others_have_are_warned_of() -> None:
+    old, new = Device("cpu", "a node", None, bf16=False), Device("cpu", "a node", None)
+    assert "bf16 instructions: fp32 is" in str(slow_precision("bf16", old))
+    assert "or fp16" in str(slow_precision("bf16", Device("cuda", "t4-16gb", 2**34, bf16=False)))
+    assert "in fp16" in str(slow_precision("fp16", new))
+    assert slow_precision("bf16", new) is slow_precision("fp32", old) is None
+    assert "set cluster.cpus_per_worker to 7," in str(crowded(70.4, cores=32, threads=20))
+    assert crowded(43.9, cores=32, threads=20) is crowded(70.4, cores=32, threads=1) is None
 
 
 def test_the_rate_of_a_gpu_is_known_by_its_drivers_name(monkeypatch: pytest.MonkeyPatch) -> None:

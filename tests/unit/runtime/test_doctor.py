@@ -19,6 +19,8 @@ from tests.support import runs
 pytestmark = pytest.mark.long
 
 GIB = 2**30
+BUSY = "other programs keep this machine busy: its load is 6.3 on 4 cores, where 4 threads wait for each other, "
+BUSY += "and may get less done than one"
 
 
 def facts(**changed: object) -> probe.NodeFacts:
@@ -45,6 +47,10 @@ def bad(found: list[ClusterFinding]) -> list[tuple[str, str, str]]:
     [
         ({}, []),
         ({"gpus": None, "usable_gpus": 0}, []),
+        # A machine that trains on GPUs, one with a core to spare, and one without.
+        ({"load": 40.0, "cores": 4}, []),
+        ({"gpus": None, "usable_gpus": 0, "load": 3.9, "cores": 4}, []),
+        ({"gpus": None, "usable_gpus": 0, "load": 6.26, "cores": 4}, [("warning", "load", BUSY)]),
         ({"usable_gpus": 0}, [("problem", "GPUs", "torch (CUDA 12.8) can use 0 of 2: NVIDIA H100, 570.1")]),
         ({"cuda": None, "usable_gpus": 0}, [("problem", "GPUs", "2 GPUs, but torch is built without CUDA")]),
         ({"torch_error": "no libcudart"}, [("problem", "torch", "cannot be imported: no libcudart")]),
