@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finray.errors import HubError
@@ -168,6 +169,23 @@ def onednn_linear(
 
 
 # --- transformers 5.23.0 --------------------------------------------------------------------------------------------
+
+
+def read_models_once() -> None:
+    """Keep Transformers from reading the 1,600 files of its models twice, half a second each time: to be imported, and
+    to find its first class, because its own cache holds 128 folders."""
+    from transformers.utils import import_utils
+
+    asked: Any = import_utils.define_import_structure
+    folder = Path(import_utils.__file__).parents[1] / "models"
+
+    def remembered(module_path: Any, prefix: str | None = None) -> Any:
+        # The folder is what the import has asked for last.
+        return asked(folder if str(module_path) == str(folder / "__init__.py") else module_path, prefix)
+
+    if not hasattr(asked, "asked"):
+        remembered.asked = asked  # type: ignore[attr-defined]
+        import_utils.define_import_structure = remembered
 
 
 def attention_implementation(model: Any) -> str:

@@ -84,6 +84,7 @@ def silence_transformers() -> None:
     import warnings
 
     compat.check_etags()
+    compat.read_models_once()
 
     from transformers.utils import logging
 

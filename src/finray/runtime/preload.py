@@ -54,10 +54,12 @@ def collect_seldom() -> None:
 def import_all(modules: Iterable[str]) -> None:
     """Import modules, without what nobody uses: garbage collection, which would take a quarter of the time to find that
     everything is in use, and PEFT's import of bitsandbytes. A broken library is reported where it is used."""
-    from finray.compat import without_bitsandbytes
+    from finray.compat import read_models_once, without_bitsandbytes
 
     was_on = gc.isenabled()
     gc.disable()
+    with contextlib.suppress(Exception):
+        read_models_once()
     for name in modules:
         around = without_bitsandbytes() if name == "peft" else contextlib.nullcontext()
         with contextlib.suppress(Exception), around:
