@@ -138,6 +138,8 @@ def named(group: str, *others: str) -> Callable[[str], str]:
 
 
 def _unknown(name: str, names: Iterable[str]) -> str:
-    method = not_yet(name)
-    hint = f" ({method})" if method else did_you_mean(name, names)
+    names = [*names]
+    near = did_you_mean(name.lower(), names) if name.lower() in names else ""
+    method = "" if near else not_yet(name)
+    hint = f" ({method})" if method else near or did_you_mean(name, names)
     return f"unknown name `{name}`{hint}; known names are {', '.join(names)}, or your own as package.module:Name"

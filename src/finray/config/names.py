@@ -338,14 +338,18 @@ VALUES_NOT_HERE: dict[str, str] = {
 
 # What is needed and missing: names of methods, and how settings of them begin.
 _PAIRS = "training on pairs of answers"
+_IPO = "training with this loss of pairs"
 _PREFERENCES = "training on preferences of this kind"
-_REWARDS = "training of reward models"
+_REWARDS = "training of a reward model"
+_PROCESS_REWARDS = "training of process reward models"
 _REINFORCEMENT = "reinforcement learning"
 _SWEEPS = "sweeps over settings"
 METHODS: dict[str, str] = {
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), _PAIRS),
+    **dict.fromkeys(("dpo", "kto", "orpo", "simpo"), _PAIRS),
+    "ipo": _IPO,
     **dict.fromkeys(("cpo", "bco", "sppo"), _PREFERENCES),
-    **dict.fromkeys(("rm", "prm", "reward", "reward_model", "reward_modeling", "process_reward_model"), _REWARDS),
+    **dict.fromkeys(("rm", "reward", "reward_model", "reward_modeling"), _REWARDS),
+    **dict.fromkeys(("prm", "process_reward_model"), _PROCESS_REWARDS),
     **dict.fromkeys(("ppo", "grpo", "gdpo", "rloo", "online_dpo", "rl", "rlhf", "reinforce"), _REINFORCEMENT),
     **dict.fromkeys(("tune", "sweep", "sweeps", "hpo", "search"), _SWEEPS),
     **dict.fromkeys(("distill", "distillation", "kd", "gkd"), "distillation"),
@@ -354,7 +358,8 @@ _METHODS_SETTINGS: dict[str, str] = {
     **dict.fromkeys(("pref_", "dpo_", "kto_", "simpo_", "orpo_", "rpo_", "precompute_ref"), _PAIRS),
     "cpo_": _PREFERENCES,
     **dict.fromkeys(("ref_model", "rl_", "ppo_", "grpo_", "reward_funcs", "trl", "vllm_server"), _REINFORCEMENT),
-    **dict.fromkeys(("reward_model", "process_reward_model", "center_rewards"), _REWARDS),
+    **dict.fromkeys(("reward_model", "center_rewards"), _REWARDS),
+    "process_reward_model": _PROCESS_REWARDS,
     **dict.fromkeys(("ref_", "dpo", "kto", "orpo"), _PAIRS),
     "kd_": "distillation",
 }
@@ -384,18 +389,22 @@ def not_yet(method: str) -> str:
 def _sentence(method: str) -> str:
     if method == _PAIRS:
         return "write `train.objective: dpo` (or `kto`, `orpo`, `simpo`), and its numbers into the section `preference`"
+    if method == _IPO:
+        return "write `train.objective: dpo` and `preference.loss: ipo`"
+    if method == _REWARDS:
+        return "write `train.objective: reward`, and its numbers into the section `preference`"
     return f"finray has no {method} yet" if method else ""
 
 
 def missing(name: str, value: object = None) -> str:
-    """The sentence for a setting of something that finray does not have yet; else empty."""
+    """The sentence for a setting of something that finray does not have yet, or has as an objective; else empty."""
     method = not_yet(str(value)) if name in ("stage", "rl", "task", "method", "trainer_type") else ""
     if isinstance(value, Mapping) or not method:
         method = not_yet(name) if name not in ("rl", "reward") or isinstance(value, Mapping) else method
     if not method:
         starts = (method for start, method in _METHODS_SETTINGS.items() if name.startswith(start))
         method = _sentence(next(starts, ""))
-    return f"needed and missing: {method}" if method else ""
+    return method if not method or method.startswith("write") else f"needed and missing: {method}"
 
 
 def value_here(value: object, values: Iterable[str]) -> str:

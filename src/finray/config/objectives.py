@@ -10,7 +10,7 @@ from finray.config.adapter_files import SETTINGS
 from finray.config.extensions import load_named
 from finray.config.resume_adapter import with_start
 from finray.config.schema import AdapterConfig, Config
-from finray.config.tasks import OF_RECORDS, TASK_OF, Mode, Output, TaskSpec, task_spec
+from finray.config.tasks import OF_RECORDS, Mode, Output, TaskSpec, task_spec
 from finray.errors import ConfigError
 
 
@@ -88,7 +88,7 @@ def objective_spec(config: Config) -> ObjectiveSpec:
             f"{' and '.join(sorted(task.gives))}",
             where=where,
             repair="leave model.task out: the objective has its own"
-            if name in TASK_OF
+            if name in OBJECTIVES and name != "sft"
             else "leave it out for the task's own objective, or change model.task",
         )
     return spec

@@ -239,11 +239,13 @@ def test_a_number_that_is_too_wide_for_its_column_continues_below() -> None:
     [
         (["dpo", "run.yaml"], "write `train.objective: dpo`"),
         (["plan", "smollm2-lora", "train.objective=cpo"], "finray has no training on preferences of this kind yet"),
+        (["plan", "smollm2-lora", "train.objective=DPO"], "did you mean `dpo`?"),
+        (["plan", "smollm2-lora", "train.objective=ipo"], "`preference.loss: ipo`"),
         (["tune"], "finray has no sweeps over settings yet"),
         (["sft", "run.yaml"], "Did you mean 'train'?"),
         (["merge", "runs/x"], "Did you mean 'export'?"),
-        (["plan", "smollm2-lora", "model.task=reward_model"], "finray has no training of reward models yet"),
-        (["plan", "smollm2-lora", "stage=dpo"], "needed and missing: write `train.objective: dpo`"),
+        (["plan", "smollm2-lora", "model.task=reward_model"], "write `train.objective: reward`"),
+        (["plan", "smollm2-lora", "stage=dpo"], "(write `train.objective: dpo`"),
         (["plan", "smollm2-lora", "train.max_grad_norm=0"], "null clips nothing"),
     ],
 )

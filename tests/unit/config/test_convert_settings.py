@@ -272,7 +272,10 @@ def test_a_file_that_is_no_config_is_one_message(content: bytes | None, said: st
 
 def test_reasons_tell_what_is_missing_from_what_is_not_needed(tmp_path: Path) -> None:
     text = yaml.safe_dump(SMALL | {"dpo_beta": 0.1, "trl": {"beta": 0.1}, "rl": None})
-    assert {why.partition(":")[0] for why in lost(text, tmp_path).values()} == {"needed and missing"}
+    assert {why.partition(":")[0] for why in lost(text, tmp_path).values()} == {
+        "needed and missing",
+        "write `train.objective",
+    }
     found = lost(yaml.safe_dump(SMALL | {"special_tokens": {"pad_token": "<p>", "eos_token": "<e>"}}), tmp_path)
     assert {key: why.split(":")[0] for key, why in found.items()} == {
         "special_tokens.pad_token": "not needed",
