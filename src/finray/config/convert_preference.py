@@ -7,7 +7,7 @@ from typing import Any
 from finray.config import names
 from finray.config.convert_file import ForeignFile
 from finray.config.foreign import AXOLOTL, LLAMA_FACTORY, PREFERENCE_KEYS
-from finray.config.preference import TAKEN
+from finray.config.preference import TAKEN, UNSMOOTHED
 from finray.limits import cut
 
 # Objectives by the projects' words for methods and losses, with fields that the word says.
@@ -57,11 +57,13 @@ def read_preference(file: ForeignFile) -> None:
         file.put("preference.chosen_weight", weights[-1], file.key("dpo_loss_weights", "cpo_alpha"))
     for name, keys in PREFERENCE_KEYS.items():
         value, key = file.get(*keys), file.key(*keys)
-        if name in TAKEN[objective]:
+        unsmoothed = name == "label_smoothing" and fields.get("loss") in UNSMOOTHED
+        if name in TAKEN[objective] and not unsmoothed:
             if (value := _ASSUMED.get(name) if value is None else value) is not None:
                 file.put(f"preference.{name}", value, key)
         elif value:
-            file.lose(key, f"not supported with `train.objective: {objective}`")
+            where = f"preference.loss: {fields['loss']}" if unsmoothed else f"train.objective: {objective}"
+            file.lose(key, f"not supported with `{where}`")
     if file.get("dpo_label_smoothing") and file.system == AXOLOTL and not fields:
         file.notes.append("TRL 1.16 ignores dpo_label_smoothing unless the loss is robust; here it counts")
     # LLaMA-Factory switches the adapter off for it.

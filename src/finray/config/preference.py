@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from finray.config.section import Section
 
 # Default of ``preference.beta`` by objective.
 BETA = {"dpo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
+# Losses of ``dpo`` without ``label_smoothing``.
+UNSMOOTHED = ("ipo", "hinge")
 # Which of the fields an objective takes.
 _REFERENCE = frozenset({"reference", "reference_in_step"})
 TAKEN = {
@@ -77,6 +79,13 @@ class PreferenceConfig(Section):
         "no pass and no files, costs a forward pass per step, and, unless the reference is this model under an "
         "adapter, the memory of a second model.",
     )
+
+    @field_validator("label_smoothing")
+    @classmethod
+    def _smooths_loss(cls, value: float, info: ValidationInfo) -> float:
+        if value and (loss := info.data.get("loss")) in UNSMOOTHED:
+            raise ValueError(f"has no effect with preference.loss {loss}; sigmoid or robust has it")
+        return value
 
     @property
     def names_model(self) -> bool:

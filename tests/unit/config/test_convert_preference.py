@@ -64,10 +64,10 @@ def needs(objective: str) -> Any:
         (FACTORY | {"stage": "sft", "pref_beta": 0.3}, None, {}, {"pref_beta"}),
         (AXOLOTL | {"rl": "dpo", "rl_beta": 0.3, "rpo_alpha": 0.5}, "dpo", {"beta": 0.3, "chosen_weight": 0.5}, set()),
         (
-            AXOLOTL | {"rl": "ipo", "dpo_use_weighting": True},
+            AXOLOTL | {"rl": "ipo", "dpo_use_weighting": True, "dpo_label_smoothing": 0.2},
             "dpo",
             {"beta": 0.1, "loss": "ipo"},
-            {"dpo_use_weighting"},
+            {"dpo_use_weighting", "dpo_label_smoothing"},
         ),
         (
             AXOLOTL | {"rl": "dpo", "dpo_loss_type": ["sigmoid_norm", "sft"], "dpo_loss_weights": [1.0, 0.2]},
