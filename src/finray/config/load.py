@@ -285,6 +285,9 @@ def build_config(
         section = data.get("data")
         if isinstance(section, Mapping) and not section.keys().isdisjoint({"source", "mix"}):
             preset["data"] = {key: value for key, value in preset["data"].items() if key not in _SOURCE_FIELDS}
+            # Nor is there anything to evaluate, unless the config names it.
+            if {*preset["data"], *section}.isdisjoint({"eval_ratio", "eval_source", "eval_split"}):
+                preset.pop("evaluation", None)
         data = _over(preset, data)
     try:
         config = Config.model_validate(data)

@@ -32,6 +32,10 @@ def test_overrides_win_over_the_file_and_the_file_over_presets(tmp_path: Path) -
     assert config.train.learning_rate == 1e-3
     assert config.train.max_steps == 7
     assert config.adapter.target_modules == ["q_proj", "v_proj"]
+    # Nothing of rows that the preset holds out of its own source, unless others are held out.
+    for held_out, every in ([], None), (["data.eval_ratio=0.1"], 100):
+        preset = load_config(None, ["preset=reward-lora", "data.source=mine.jsonl", *held_out])
+        assert (preset.data.eval_split, preset.evaluation.every_steps) == (None, every)
 
 
 def test_an_override_of_one_field_keeps_what_a_preset_says_beside_it() -> None:
