@@ -110,7 +110,7 @@ def inspect(
     checks += _references(dataset, rows.train) if kind == "preference" else ()
     checks += tuple(
         Check(name, "warning", text, count, len(rows.train.groups), where)
-        for name, text, count, where in preference_remarks(rows, dataset.kind(), config.preference)
+        for name, text, count, where in preference_remarks(rows, dataset.kind(), config)
     )
     return Inspection(
         config=config,

@@ -356,8 +356,9 @@ def _data(
     notes = () if before else chosen_notes(train, steps, rate)
     objective = objective_spec(config)
     first = [
-        f"before the first step, {'two forward passes' if objective.before else 'one forward pass'} over all rows with "
-        f"{model_of_reference(config)} give `{column}`, which is kept with the prepared data"
+        f"before the first step, {model_of_reference(config)} computes `{column}` in "
+        f"{'two forward passes' if objective.before else 'one forward pass'} over all rows; "
+        "it is kept with the prepared data"
         for column in objective.columns
         if not config.preference.reference_in_step
     ]

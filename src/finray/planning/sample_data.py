@@ -92,7 +92,7 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     splits = data.splits
     lengths = np.sort(splits.train.groups.sums(splits.train.lengths))
     ends = unserved_ends(dataset.manifest, generation_stops(config.model))
-    remarks = shared_rows(splits, dataset.kind(), config.preference)
+    remarks = shared_rows(splits, dataset.kind(), config)
     lines = [*report_lines(dataset.manifest), *ends, *remarks_on_files(config), *remarks]
     problems: list[FinrayError] = []
     try:

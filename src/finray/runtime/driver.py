@@ -537,7 +537,7 @@ def decide_from_data(
     before = run.resolved() if run.store().steps() else None
     data = run_data(config, dataset, decided=before)
     splits, steps = data.splits, data.steps
-    say(shared_rows(splits, dataset.kind(), config.preference))
+    say(shared_rows(splits, dataset.kind(), config))
     longest = max(map(longest_of, (splits.train, splits.eval)))
     if packing.positions is not None and longest > packing.positions:
         raise beyond_positions(packing.positions, longest)

@@ -111,7 +111,7 @@ def prepare_and_report(
             *report_lines(manifest),
             *unserved_ends(manifest, generation_stops(config.model)),
             *remarks_on_files(with_absolute_paths(config)),
-            *shared_rows(splits, dataset.kind(), config.preference),
+            *shared_rows(splits, dataset.kind(), config),
             *(f"warning: {text} ({where})" for text, where in labels.warnings),
         ),
         {str(path): rows for path, rows in exported.items()},

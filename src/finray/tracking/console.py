@@ -206,7 +206,8 @@ def several(count: float, noun: str) -> str:
 
 def header_lines(header: RunHeader) -> list[str]:
     """The run header: model, trainable share, data, placement, effective batch, and where the run stands."""
-    unit = "pack" if header.packing else "group" if header.in_groups else "row"
+    group = "pair" if header.rows == 2 * header.packs else "group"
+    unit = "pack" if header.packing else group if header.in_groups else "row"
     lines = [
         f"model      {header.model}  {header.parameters / 1e6:,.1f} M parameters, "
         f"{header.trainable / 1e6:,.2f} M trained ({header.trainable / header.parameters:.2%}), {header.precision}",
@@ -214,7 +215,7 @@ def header_lines(header: RunHeader) -> list[str]:
         f"data       {header.rows:,} rows, {header.tokens:,} tokens"
         + ("" if header.labelled else f" ({header.supervised / header.tokens:.0%} learned)")
         + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
-        + (f" in {several(header.packs, 'group')}" if header.in_groups else "")
+        + (f" in {several(header.packs, group)}" if header.in_groups else "")
         + (f"; {header.held_out:,} rows held out" if header.held_out else "")
         + (f", {header.eval_rows:,} of them evaluated" if header.eval_rows < header.held_out else ""),
         f"placement  {header.world_size} x {header.device}"

@@ -173,6 +173,7 @@ def test_lines_that_are_a_whole_array_or_object_are_known(
 
 def test_preferred_answers_are_mapped_as_the_message_says(preparing: Preparing, put: Write) -> None:
     file = put("rows.jsonl", json.dumps({"prompt": "a", "chosen": " b", "rejected": " c"}))
-    assert "`completion: chosen`" in str(preparing.refused(file).repair)
+    repair = str(preparing.refused(file).repair)
+    assert ("`completion: chosen`" in repair, "set train.objective to dpo" in repair) == (True, True)
     options: dict[str, Any] = {"format": "prompt_completion", "field_mapping": {"completion": "chosen"}}
     assert preparing.texts(file, **options) == ["a b"]

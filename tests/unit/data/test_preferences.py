@@ -83,6 +83,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any, float | None]] = {
     "Axolotl, ultra": ({"system": None, "prompt": Q, **WHOLE}, ASKED, None),
     # Several answers: the best and the worst.
     "scores": ({"prompt": Q, "completions": ["no", BAD, GOOD, "one"], "scores": [2, -1, 3.5, 3.5]}, ASKED, None),
+    "distilabel": ({"instruction": Q, "generations": [BAD, GOOD], "ratings": [2, 4]}, ASKED, None),
     "nectar": (
         {
             "prompt": Q,
@@ -169,8 +170,9 @@ def test_answers_to_one_prompt_that_are_wanted_or_not(has_chat_template: bool) -
 @pytest.mark.parametrize(
     ("row", "kind", "said"),
     [
-        ({"prompt": Q, "chosen": GOOD}, "preference", "no column with a better and a worse answer"),
-        ({"prompt": Q, "completion": GOOD}, "unpaired", "no column with whether an answer is wanted"),
+        ({"prompt": Q, "chosen": GOOD}, "preference", "no column with a worse answer (columns: prompt, chosen)"),
+        ({"prompt": Q, "completion": GOOD}, "unpaired", "no column with a label that says"),
+        ({"prompt": Q, "completion": GOOD, "label": True}, "preference", "train.objective to kto"),
         ({"text": Q, "label": True}, "unpaired", "no column with an answer"),
         ({"completions": [GOOD, BAD], "scores": [1, 2]}, "preference", "no column with a prompt"),
         ({"prompt": Q, "completions": [GOOD, BAD]}, "preference", "the 2 answers in `completions` have no scores"),
@@ -194,8 +196,8 @@ def test_answers_to_one_prompt_that_are_wanted_or_not(has_chat_template: bool) -
 def test_what_is_no_preference_is_refused_with_a_reason(row: dict[str, Any], kind: PreferenceKind, said: str) -> None:
     with pytest.raises(DataError) as caught:
         converted(row, kind=kind, has_chat_template="chosen" not in row or row["chosen"] != "a b")
-    assert said in caught.value.message
     assert caught.value.repair
+    assert said in f"{caught.value.message}; {caught.value.repair}"
 
 
 def test_mappings_and_templates_that_make_no_preferences() -> None:

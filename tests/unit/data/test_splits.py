@@ -187,6 +187,14 @@ def test_slices_of_sources_that_share_some_files_are_taken_for_the_whole(prepari
     assert len(preparing.splits(mix=[{"source": str(one)}, {"source": str(one)}]).train) == 20
 
 
+def test_of_several_sources_the_one_without_a_format_is_named(preparing: Preparing, put: Write) -> None:
+    odd = put("odd.jsonl", lines([{"q": "x"}]))
+    message = preparing.refused(put("rows.jsonl", lines(by_user(4))), eval_source=str(odd)).message
+    assert message.startswith("eval (")
+    assert "odd.jsonl)" in message
+    assert "odd.jsonl" not in preparing.refused(odd).message, "there is no other"
+
+
 # --- mixes ----------------------------------------------------------------------------------------------------------
 
 _sizes = st.lists(st.integers(1, 500), min_size=1, max_size=6)

@@ -214,11 +214,13 @@ def test_pairs_are_shown_side_by_side_and_what_is_odd_about_them_is_named(tiny_m
     names = ("Answers lost (train)", "Equal answers (train)", "Pairs that contradict each other", "Length predicts")
     names = (*names, "One answer cut off")
     cases = ([good, []], [[*good, swapped, same, lost], names[:3]], [longer, names[3:4]], [[*good, cut], names[4:]])
+    cases = (*cases, cases[2])
     for number, (rows, odd) in enumerate(cases):
         file = tmp_path / f"{number}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         section = {"source": str(file), "max_length": 64}
-        plain = {"model": {"name": str(tiny_model_dir)}, "data": section, "train": {"objective": "dpo"}}
+        plain = {"model": {"name": str(tiny_model_dir)}, "data": section}
+        plain["train"] = {"objective": "orpo" if number == 4 else "dpo"}
         found = inspect(build_config({**plain, "run": {"output_dir": str(tmp_path)}}, source="test"), examples=2)
         of = {check.name: check for check in findings(found) if check.level in ("warning", "problem")}
         assert [name for name in names if any(one.startswith(name) for one in of)] == list(odd)
@@ -228,6 +230,9 @@ def test_pairs_are_shown_side_by_side_and_what_is_odd_about_them_is_named(tiny_m
         half = found.splits[0].rows // 4
         assert sides[:2] == [("chosen", f"{number}.jsonl:1", 0), ("rejected", f"{number}.jsonl:1", 1)]
         assert [index for _, _, index in sides[2:]] == [2 * half, 2 * half + 1]
+        if rows is longer:
+            says = next(check.finding for name, check in of.items() if name.startswith(names[3]))
+            assert ("length_normalized" in says) == (number == 2), "ORPO has it already"
         if cut in rows:
             assert of[names[4]].where == (f"{number}.jsonl:10",)
             assert of[names[4]].finding.startswith("1 of 10 pairs compare a whole answer with one that is cut off")

@@ -82,6 +82,9 @@ def test_the_header_says_what_share_of_the_tokens_is_learned_where_tokens_are(tm
     assert any("5 rows, 50 tokens (40% learned) in 2 packs" in line for line in header_lines(header))
     labelled = header_lines(replace(header, labelled=True))
     assert any("5 rows, 50 tokens in 2 packs" in line for line in labelled)
+    for rows, said in ((64, "in 32 pairs"), (65, "in 32 groups")):
+        grouped = header_lines(replace(header, packing=False, in_groups=True, rows=rows, packs=32))
+        assert any(said in line for line in grouped)
 
 
 def test_records_come_back_and_those_after_the_resumed_step_are_gone(tmp_path: Path) -> None:

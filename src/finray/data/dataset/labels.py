@@ -131,6 +131,8 @@ def _rewarded(splits: Splits, config: Config) -> FoundLabels:
         try:
             split.values("margin")
         except DataError as error:
+            error.repair = "give every row a column `margin`, or `score_chosen` and `score_rejected`, or leave "
+            error.repair += "preference.margins out"
             result.problems.append(error)
     return result
 

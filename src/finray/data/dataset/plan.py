@@ -293,7 +293,13 @@ def plan(settings: PrepareSettings, streams: list[Stream]) -> list[Part]:
     parts: list[Part] = []
     for stream in streams:
         cut = plan_parts(stream.source, settings.reading)
-        row_format = stream.choice.decide(first_columns(stream, cut, settings))
+        columns = first_columns(stream, cut, settings)
+        try:
+            row_format = stream.choice.decide(columns)
+        except DataError as error:
+            if len(streams) > 1:
+                error.message = f"{stream.split} ({stream.source.name}): {error.message}"
+            raise
         for number, part in enumerate(cut):
             of_table = any(piece.kind in TABLE_KINDS for piece in part)
             parts.append(Part(stream, number, part, replace(row_format, of_table=of_table)))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from finray.config.preference import PreferenceConfig
+from finray.config.schema import Config
 from finray.data.dataset.manifest import NAMED_ROWS, Manifest, SplitStats
 from finray.data.dataset.prepared import BAD_ROWS, PreparedSplit, Splits
 from finray.data.formats.preference_checks import balancing, contradictions, length_bias, only_class
@@ -172,11 +173,11 @@ def without_rows(stats: SplitStats) -> str:
     return f"{len(files):,} file{'' if len(files) == 1 else 's'} without rows: {listed(files)}"
 
 
-def shared_rows(splits: Splits, kind: str, preference: PreferenceConfig) -> list[str]:
+def shared_rows(splits: Splits, kind: str, config: Config) -> list[str]:
     """Warnings about held-out rows that are trained on too, by their tokens, and about preferences."""
     lines = [
         f"warning: {text}" + (f", such as {', '.join(where)}" if where else "")
-        for _, text, _, where in preference_remarks(splits, kind, preference)
+        for _, text, _, where in preference_remarks(splits, kind, config)
     ]
     for name, rows in (("eval", splits.eval), ("test", splits.test)):
         if rows is not None and (count := int(np.isin(rows.digests, splits.train.digests).sum())):
@@ -189,11 +190,13 @@ def shared_rows(splits: Splits, kind: str, preference: PreferenceConfig) -> list
 Remark = tuple[str, str, int, tuple[str, ...]]
 
 
-def preference_remarks(splits: Splits, kind: str, preference: PreferenceConfig) -> list[Remark]:
+def preference_remarks(splits: Splits, kind: str, config: Config) -> list[Remark]:
     """What no objective can learn from preferences, or learns wrongly: name, sentence, number of pairs or answers, and
     the first of them as ``file:row``. Nothing for rows of other kinds."""
     some = [rows for rows in (splits.train, splits.eval, splits.test) if rows is not None]
-    return _of_pairs(some) if kind == "preference" else _of_answers(some, preference) if kind == "unpaired" else []
+    if kind == "preference":
+        return _of_pairs(some, config)
+    return _of_answers(some, config.preference) if kind == "unpaired" else []
 
 
 def _of_answers(some: Sequence[PreparedSplit], preference: PreferenceConfig) -> list[Remark]:
@@ -220,7 +223,8 @@ def _of_answers(some: Sequence[PreparedSplit], preference: PreferenceConfig) -> 
     return remarks
 
 
-def _of_pairs(some: Sequence[PreparedSplit]) -> list[Remark]:
+def _of_pairs(some: Sequence[PreparedSplit], config: Config) -> list[Remark]:
+    settings = config.preference
     each = [(rows, first) for rows in some for first in rows.groups.starts[:-1].tolist()]
     digests = [(int(rows.digests[first]), int(rows.digests[first + 1])) for rows, first in each]
     longest = {rows.name: int(rows.lengths.max()) for rows, _ in each}
@@ -253,9 +257,11 @@ def _of_pairs(some: Sequence[PreparedSplit]) -> list[Remark]:
         which = "longer" if bias.share > 0.5 else "shorter"
         text = (
             f"the {which} answer is the better one in {max(bias.share, 1 - bias.share):.0%} of {bias.pairs:,} pairs: "
-            f"the model may learn to answer {which} and nothing else; balance the lengths, or use a loss that divides "
-            "by them, such as preference.length_normalized"
+            f"the model may learn to answer {which} and nothing else; balance the lengths"
         )
+        # The others' losses divide by them already, or see no lengths.
+        if config.train.objective == "dpo" and not (settings.length_normalized or settings.loss == "ipo"):
+            text += ", or set preference.length_normalized"
         remarks.append(("Length predicts the preference", text, bias.pairs, ()))
     return remarks
 

@@ -339,7 +339,10 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
         " (for classification: model.task: sequence_classification)" if {"label", "labels"} & set(present) else ""
     )
     if {"chosen", "rejected"} <= set(present):
-        labelled = "; of preference data, `completion: chosen` (or `messages: chosen`) maps the preferred answers"
+        labelled = (
+            "; to learn from pairs, set train.objective to dpo, orpo, simpo or reward; to learn the better answers "
+            "only, map `completion: chosen` (or `messages: chosen`)"
+        )
     return DataError(
         f"the columns do not match {named}{mapped} (columns: {cut(', '.join(present), 500)})",
         where="data.format",

@@ -36,8 +36,8 @@ Columns = Mapping[str, Any]
 
 # Fields, with the columns that may hold them.
 _PAIR = {"chosen": ("chosen", "chosen_response"), "rejected": ("rejected", "rejected_response")}
-_GROUP = {"answers": ("answers", "completions", "responses")}
-_ORDER = {"scores": ("scores", "score"), "ranks": ("ranks", "rank")}
+_GROUP = {"answers": ("answers", "completions", "responses", "generations")}
+_ORDER = {"scores": ("scores", "score", "ratings"), "ranks": ("ranks", "rank")}
 _MARGIN = {
     "margin": ("margin",),
     "score_chosen": ("score_chosen", "chosen_score", "chosen_rating", "chosen-rating"),
@@ -94,9 +94,15 @@ def detect_preferences(
     pair, answers = of(_PAIR), of(_GROUP)
     if len(pair) < len(_PAIR):
         if kind == "unpaired" and not answers:
-            raise _lacking("whether an answer is wanted", "label", present)
+            raise _lacking("a label that says whether an answer is wanted", "label", present)
         if pair or not answers:
-            raise _lacking("a better and a worse answer", "chosen` and `rejected", present)
+            lacking = [what for name, what in {"chosen": "better", "rejected": "worse"}.items() if name not in pair]
+            raise _lacking(
+                f"a {' and a '.join(lacking)} answer",
+                "chosen` and `rejected",
+                present,
+                repair="for single answers with a label set train.objective to kto" if of(_WANTED) and not pair else "",
+            )
         pair = answers | of(_ORDER)
     prompts = of(_PROMPT)
     first = next((name for name in (*mapping, *prompts) if name in prompts), None)
@@ -122,11 +128,12 @@ def detect_preferences(
     return found if kind == "preference" else replace(found, kind="unpaired", base=found)
 
 
-def _lacking(what: str, field: str, present: Collection[str]) -> DataError:
+def _lacking(what: str, field: str, present: Collection[str], *, repair: str = "") -> DataError:
     return DataError(
         f"there is no column with {what} (columns: {cut(', '.join(present), 500)})",
         where="data.field_mapping",
-        repair=f"rows of preferences have `{field}`: give columns these names, or map theirs with data.field_mapping",
+        repair=repair
+        or f"rows of preferences have `{field}`: give columns these names, or map theirs with data.field_mapping",
     )
 
 
