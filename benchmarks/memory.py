@@ -47,7 +47,7 @@ class Setting:
     thread_cache: bool = True  # of the C library's allocator
     strategy: str = "ddp"
     saves: bool = False  # checkpoints, written in the background
-    objective: str = "sft"  # others learn from pairs
+    objective: str = "sft"  # others learn from pairs, and `kto` from their answers
     reference: str | None = None  # computed in the step: `start`, or a key of `SHAPES`
 
 
@@ -80,6 +80,8 @@ SETTINGS = (
     Setting("pairs-simpo-lora", "two-layers", "lora", "fp32", objective="simpo", micro_batch_size=2),
     Setting("pairs-dpo-full-in-step", "two-wide-layers", "none", "fp32", rows=6, objective="dpo", reference="start"),
     Setting("pairs-dpo-lora-named", "two-wide-layers", "lora", "fp32", rows=6, objective="dpo", reference="six-layers"),
+    Setting("pairs-reward-full", "two-wide-layers", "none", "fp32", rows=8, objective="reward"),
+    Setting("answers-kto-full", "two-wide-layers", "none", "fp32", rows=6, objective="kto"),
     *(_sharded(strategy, workers) for strategy in ("fsdp", "deepspeed") for workers in (1, 2, 4)),
 )
 # Llama's config: width, feed-forward width, layers, heads, key heads, vocabulary.
@@ -141,7 +143,13 @@ def config_of(bench: Bench, setting: Setting) -> Any:
             {"prompt": prompt, "chosen": chosen, "rejected": texts[number - 1][1]}
             for number, (prompt, chosen) in enumerate(texts)
         ]
-        name = f"pairs-{setting.rows}.jsonl"
+        if setting.objective == "kto":
+            made = [
+                {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+                for row in made
+                for side in ("chosen", "rejected")
+            ]
+        name = f"{setting.objective}-{setting.rows}.jsonl"
     if setting.reference is not None:
         reference = setting.reference if setting.reference == "start" else str(_model(bench, setting.reference))
         preference = {"reference": reference, "reference_in_step": True}
@@ -182,8 +190,8 @@ def estimate(config: Any) -> Any:
     from finray.planning.sample_data import examine
 
     found = Findings()
-    model = plan_model(config, found)
     report = examine(config)
+    model = plan_model(config, found, labels=report.labels)
     if model is None or report.problems or found.problems:
         raise BenchmarkError(f"{config.run.name}: {found.problems} {report.problems}")
     total_steps = -(-report.packs // config.train.global_batch_size)

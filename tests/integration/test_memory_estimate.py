@@ -17,6 +17,7 @@ from finray.hardware import cpu_has_bf16
 # bf16 alone, and an adapter on the real one.
 CASES = ["two-layers-full-2-workers", "wide-bf16-true", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
 CASES += ["pairs-orpo-full", "pairs-simpo-lora", "pairs-dpo-full-in-step", "pairs-dpo-lora-named"]
+CASES += ["pairs-reward-full", "answers-kto-full"]
 _CHEAPER: dict[str, dict[str, Any]] = {
     # Products in bf16 take ten times as long on CPUs that have no instructions for them; most weights are the head's.
     **({} if cpu_has_bf16() else {"wide-bf16-true": {"model": "wide-layer", "max_length": 48, "rows": 4}}),
