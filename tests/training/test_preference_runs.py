@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.data.sampling.splits import sample
-from finray.evaluation.artifacts import export_model
 from finray.errors import ModelError
+from finray.evaluation.artifacts import export_model
 from finray.evaluation.during import TrainingAnswers
 from finray.planning.checks import check_evaluation
 from finray.planning.steps import require_prompts
