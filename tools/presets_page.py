@@ -112,7 +112,7 @@ _HEAD = """# Presets
 A preset is a configuration to start from. `finray config presets` lists them, and prints the one that is named. A
 command takes a preset's name wherever it takes a config. `finray init my-run.yaml --preset NAME` writes one to edit. A
 line `preset: NAME` in your own file supplies what the file leaves out. If your file (or an override) sets a
-`data.source`, the preset's fields about its own source are ignored.
+`data.source`, the preset's fields about its own source are ignored, and its `evaluation` where nothing is held out.
 
 ```
 finray config presets llama3-8b-lora
