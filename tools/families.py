@@ -138,7 +138,10 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
         expected = _plain_loss(theirs, items)
         torch.autograd.backward(expected)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
-        packing.assert_equal_gradients(packing.gradients(ours), packing.gradients(theirs))
+        expected_gradients = packing.gradients(theirs)
+        # Some families answer to a rounding of their weights with far more than others: Gemma 4 with 1e-4.
+        tolerance = max(1e-5, _answer_to_rounding(theirs, items, expected_gradients))
+        packing.assert_equal_gradients(packing.gradients(ours), expected_gradients, tolerance)
         return "yes"
 
     def adapts() -> str:
@@ -274,6 +277,19 @@ def _plain_loss(model: Any, items: list[tuple[Any, Any]]) -> torch.Tensor:
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
         total = total + F.cross_entropy(logits[learned], tokens[1:][learned], reduction="sum")
     return total
+
+
+def _answer_to_rounding(model: Any, items: list[tuple[Any, Any]], before: dict[str, torch.Tensor]) -> float:
+    """How far the gradients of plain Transformers move if each weight is rounded once more, by the largest of all."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + torch.finfo(torch.float32).eps / 2 * torch.randn(parameter.shape, generator=generator))
+    model.zero_grad()
+    torch.autograd.backward(_plain_loss(model, items))
+    after = packing.gradients(model)
+    largest = max(float(gradient.abs().max()) for gradient in before.values())
+    return max(float((after[name] - before[name]).abs().max()) for name in before) / largest
 
 
 def _greedy(model: Any, prompt: list[int], count: int) -> list[int]:
