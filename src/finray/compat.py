@@ -237,6 +237,15 @@ def replace_grouped_mm(product: Callable[..., Any]) -> None:
         moe._grouped_mm = lambda input, weight, offs: product(usual, input, weight, offs)
 
 
+def replace_experts(experts: Callable[..., Any]) -> None:
+    """Have experts compute by a function that is given Transformers' own for grouped products and its arguments."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    usual = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    if usual.__module__.startswith("transformers."):
+        ALL_EXPERTS_FUNCTIONS.register("grouped_mm", lambda *arguments: experts(usual, *arguments))
+
+
 @contextmanager
 def without_grouped_mm() -> Iterator[None]:
     """Let experts multiply by an operation of Transformers' own: torch's has no shapes for fp32 without values."""
