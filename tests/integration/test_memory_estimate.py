@@ -26,8 +26,10 @@ _CHEAPER: dict[str, dict[str, Any]] = {
     "fsdp-full-2-workers": {"model": "six-layers", "rows": 8},
 }
 # The median of three counts. Two workers under DDP hold a bucket of gradients at their peak or do not: 925 to 1100 MiB
-# were seen. Six runs with weights in bf16 took 1,357 to 1,718 MiB.
+# were seen. Eleven runs with weights in bf16 took 1,357 to 1,849 MiB: where three gradients of the embedding come to lie
+# in the heap differs. No estimate is within 15 % of both.
 _VARIES = ("two-layers-full-2-workers", "wide-bf16-true")
+_WITHIN = {"wide-bf16-true": 0.25}
 
 pytestmark = [
     pytest.mark.nightly,
@@ -81,7 +83,8 @@ def holds(
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimate_is_within_15_percent(holds: Callable[[str, Check], bool], made: Runs, case: str) -> None:
-    assert holds(case, lambda run: abs(run["estimate"] / run["measured"] - 1) <= 0.15), made[case]
+    most = _WITHIN.get(case, 0.15)
+    assert holds(case, lambda run: abs(run["estimate"] / run["measured"] - 1) <= most), made[case]
     assert all(run["estimate"] == sum(run["parts"].values()) for run in made[case])
 
 

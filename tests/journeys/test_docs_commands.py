@@ -47,10 +47,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: object, hub_cach
     folder = tmp_path_factory.mktemp("documents")
     cached = hub_cache / f"models--{MODEL.replace('/', '--')}"
     snapshot = cached / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text(snapshot.name)
-    tiny.save_model("llama", snapshot, tokenizer)
+    # Another file has this fixture too, and the same cache.
+    if not snapshot.exists():
+        snapshot.mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(snapshot.name)
+        tiny.save_model("llama", snapshot, tokenizer)
     files = folder / "files"
     (files / "data").mkdir(parents=True)
     tiny.write_chat_rows(files / "data", 60).rename(files / "data" / "train.jsonl")

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,9 @@ class Running:
             async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options) as client:
                 return await function(client)
 
-        return asyncio.run(call())
+        # In a thread of its own: where a test of a page has opened a browser, its loop runs in this one until the end.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, call()).result()
 
     def health(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.url}/health", timeout=WAIT_S) as answer:
