@@ -45,6 +45,9 @@ def read_preference(file: ForeignFile) -> None:
         weights = file.raw.get("dpo_loss_weights") or [1.0] * (1 + len(others))
         key = file.key("pref_loss", "dpo_loss_type")
     objective, fields = _OBJECTIVES.get(word, ("", {}))
+    if fields.get("loss") == "robust" and not file.get(*PREFERENCE_KEYS["label_smoothing"]):
+        # Then TRL computes `sigmoid`.
+        fields = {}
     is_sum = isinstance(weights, list) and weights[:1] == [1.0] and len(weights) == 1 + len(others)
     if objective not in TAKEN or others not in ([], ["sft"]) or not is_sum:
         why = names.not_yet(word) or "finray does not know it"

@@ -41,6 +41,7 @@ class PreferenceConfig(Section):
         0.0,
         ge=0,
         lt=0.5,
+        validate_default=True,
         description="`dpo` with `sigmoid` or `robust`, and `simpo`: share of the pairs that are taken to be swapped.",
     )
     length_normalized: bool = Field(
@@ -85,6 +86,8 @@ class PreferenceConfig(Section):
     def _smooths_loss(cls, value: float, info: ValidationInfo) -> float:
         if value and (loss := info.data.get("loss")) in UNSMOOTHED:
             raise ValueError(f"has no effect with preference.loss {loss}; sigmoid or robust has it")
+        if not value and info.data.get("loss") == "robust":
+            raise ValueError("with 0, preference.loss robust is sigmoid; give the share of the pairs that are swapped")
         return value
 
     @property

@@ -70,6 +70,14 @@ def needs(objective: str) -> Any:
             {"dpo_use_weighting", "dpo_label_smoothing"},
         ),
         (
+            AXOLOTL | {"rl": "dpo", "dpo_loss_type": ["robust"], "dpo_label_smoothing": 0.2},
+            "dpo",
+            {"beta": 0.1, "loss": "robust", "label_smoothing": 0.2},
+            set(),
+        ),
+        # Without the share it is DPO itself, and finray takes it by that name alone.
+        (AXOLOTL | {"rl": "dpo", "dpo_loss_type": ["robust"]}, "dpo", {"beta": 0.1}, set()),
+        (
             AXOLOTL | {"rl": "dpo", "dpo_loss_type": ["sigmoid_norm", "sft"], "dpo_loss_weights": [1.0, 0.2]},
             "dpo",
             {"beta": 0.1, "length_normalized": True, "chosen_weight": 0.2},

@@ -174,7 +174,15 @@ def test_a_pair_counts_as_one_and_what_is_none_is_named() -> None:
         DPO(PreferenceConfig(), 0.1).weight(split)
 
 
-def test_a_setting_of_another_objective_is_refused() -> None:
-    plain = {"model": {"name": "m"}, "data": {"source": "d"}, "train": {"objective": "orpo"}}
-    with pytest.raises(ConfigError, match=r"preference\.gamma: has no effect with train\.objective orpo; simpo has it"):
-        build_config({**plain, "preference": {"gamma": 2}}, source="test")
+@pytest.mark.parametrize(
+    ("objective", "preference", "message"),
+    [
+        ("orpo", {"gamma": 2}, r"preference\.gamma: has no effect with train\.objective orpo; simpo has it"),
+        ("dpo", {"loss": "hinge", "label_smoothing": 0.2}, "has no effect with preference.loss hinge"),
+        ("dpo", {"loss": "robust"}, "preference.label_smoothing: with 0, preference.loss robust is sigmoid"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(objective: str, preference: dict[str, Any], message: str) -> None:
+    plain = {"model": {"name": "m"}, "data": {"source": "d"}, "train": {"objective": objective}}
+    with pytest.raises(ConfigError, match=message):
+        build_config({**plain, "preference": preference}, source="test")
