@@ -26,8 +26,8 @@ _CHEAPER: dict[str, dict[str, Any]] = {
     "fsdp-full-2-workers": {"model": "six-layers", "rows": 8},
 }
 # The median of three counts. Two workers under DDP hold a bucket of gradients at their peak or do not: 925 to 1100 MiB
-# were seen. Eleven runs with weights in bf16 took 1,357 to 1,849 MiB: where three gradients of the embedding come to lie
-# in the heap differs. No estimate is within 15 % of both.
+# were seen. Eleven runs with weights in bf16 took 1,357 to 1,849 MiB: where three gradients of the embedding come to
+# lie in the heap differs. No estimate is within 15 % of both.
 _VARIES = ("two-layers-full-2-workers", "wide-bf16-true")
 _WITHIN = {"wide-bf16-true": 0.25}
 
