@@ -238,12 +238,27 @@ def replace_grouped_mm(product: Callable[..., Any]) -> None:
 
 
 def replace_experts(experts: Callable[..., Any]) -> None:
-    """Have experts compute by a function that is given Transformers' own for grouped products and its arguments."""
+    """Have experts compute by a function that is given Transformers' own for grouped products and its arguments: the
+    module, the tokens, and of each token its experts and their weights."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     usual = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def replaced(module: Any, *arguments: Any, **named: Any) -> Any:
+        return usual(module, *arguments, **named) if named else experts(usual, module, *arguments)
+
     if usual.__module__.startswith("transformers."):
-        ALL_EXPERTS_FUNCTIONS.register("grouped_mm", lambda *arguments: experts(usual, *arguments))
+        ALL_EXPERTS_FUNCTIONS.register("grouped_mm", replaced)
+
+
+def has_gate_and_bias(experts: Any) -> bool:
+    """Whether experts are two products with a bias each, and a gate between them, and nothing else."""
+    more = ("_is_expert_parallel", "has_post_expert_norm")
+    return (
+        all(getattr(experts, name, False) for name in ("has_bias", "has_gate", "_apply_gate"))
+        and not any(getattr(experts, name, False) for name in more)
+        and hasattr(experts, "is_transposed")
+    )
 
 
 @contextmanager

@@ -57,9 +57,7 @@ def with_bias(
     It gathers a row of the bias for each token in fp32, and adds up the gradients of these: a fifth of gpt-oss' pass.
     """
     if (
-        not (module.has_bias and module.has_gate)
-        or module._is_expert_parallel
-        or module.has_post_expert_norm
+        not compat.has_gate_and_bias(module)
         or type(hidden_TD) is not torch.Tensor
         or hidden_TD.device.type != "cpu"
         or not torch.is_autocast_enabled("cpu")
