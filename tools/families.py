@@ -139,8 +139,8 @@ def examine(kind: str, folder: Path) -> dict[str, str]:
         torch.autograd.backward(expected)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
         expected_gradients = packing.gradients(theirs)
-        # Some families answer to a rounding of their weights with far more than others: Gemma 4 with 1e-4.
-        tolerance = max(1e-5, _answer_to_rounding(theirs, items, expected_gradients))
+        # Some families amplify a rounding of their weights far more than others: Gemma 4 to 1e-4.
+        tolerance = max(1e-5, _effect_of_rounding(theirs, items, expected_gradients))
         packing.assert_equal_gradients(packing.gradients(ours), expected_gradients, tolerance)
         return "yes"
 
@@ -279,7 +279,7 @@ def _plain_loss(model: Any, items: list[tuple[Any, Any]]) -> torch.Tensor:
     return total
 
 
-def _answer_to_rounding(model: Any, items: list[tuple[Any, Any]], before: dict[str, torch.Tensor]) -> float:
+def _effect_of_rounding(model: Any, items: list[tuple[Any, Any]], before: dict[str, torch.Tensor]) -> float:
     """How far the gradients of plain Transformers move if each weight is rounded once more, by the largest of all."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -45,7 +45,7 @@ class Running:
             async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options) as client:
                 return await function(client)
 
-        # In a thread of its own: where a test of a page has opened a browser, its loop runs in this one until the end.
+        # In a thread of its own: the browser of an earlier test keeps an event loop running in this one.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, call()).result()
 

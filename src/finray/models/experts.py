@@ -51,10 +51,10 @@ def with_bias(
     experts_TK: torch.Tensor,
     weights_TK: torch.Tensor,
 ) -> torch.Tensor:
-    """What experts make of tokens (T, D), each of its own K experts by their weights, as Transformers' function does;
-    by that elsewhere than on a CPU under autocast to bf16, and for experts without a bias.
+    """The output (T, D) of a layer's experts, of which each token has K, summed by their weights (T, K); by the usual
+    function elsewhere than on a CPU under autocast to bf16, and for experts without a bias.
 
-    It gathers a row of the bias for each token in fp32, and adds up the gradients of these: a fifth of gpt-oss' pass.
+    That gathers a row of the bias for each token in fp32, and adds up their gradients: a tenth of a pass of gpt-oss.
     """
     if (
         not compat.has_gate_and_bias(module)

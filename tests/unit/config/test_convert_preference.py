@@ -75,7 +75,7 @@ def needs(objective: str) -> Any:
             {"beta": 0.1, "loss": "robust", "label_smoothing": 0.2},
             set(),
         ),
-        # Without the share it is DPO itself, and finray takes it by that name alone.
+        # Without the share of swapped pairs it is plain DPO.
         (AXOLOTL | {"rl": "dpo", "dpo_loss_type": ["robust"]}, "dpo", {"beta": 0.1}, set()),
         (
             AXOLOTL | {"rl": "dpo", "dpo_loss_type": ["sigmoid_norm", "sft"], "dpo_loss_weights": [1.0, 0.2]},

@@ -54,7 +54,7 @@ def test_experts_with_a_bias_compute_what_those_of_transformers_do(lower: bool) 
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     hidden, shares = torch.randn(70, 32, requires_grad=True), torch.rand(70, 3, requires_grad=True)
-    # Of the last expert no token is.
+    # The last expert gets no token.
     chosen = torch.rand(70, 5).topk(3).indices
     inputs = (hidden, shares, *module.parameters())
     grouped: Any = moe.grouped_mm_experts_forward
