@@ -152,17 +152,19 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     # An embedding's gradient is dense and separate. If tied to the head, it exists together with the head's and with
     # the sum of earlier micro-batches.
     tables = blueprint.embedding + (blueprint.head if blueprint.tied and work.accumulates else 0)
-    # The loss computes a head's gradient in fp32, which is rounded if weights are bf16.
-    rounded = FP32 * blueprint.head if setup.weights == "bf16" else 0
+    beside = setup.trained * tables
+    if setup.weights == "bf16":
+        # The loss computes a head's gradient in fp32. That is rounded, and then freed before the embedding's is there.
+        beside = max(beside, (FP32 + (setup.trained if work.accumulates else 0)) * blueprint.head)
     # The loss has its own copy of a trained head's weights.
     cast_head = 2 * blueprint.head if cast and full else 0
     passing = {
         "forward": {**before, "activations": kept, "weights cast": cast + cast_head, "logits": logits, **weights},
         "backward": {
-            "gradients": gradients + (setup.trained * tables + rounded if full else 0),
+            "gradients": gradients + (beside if full else 0),
             # Gradients of this size do not fit into the space of a freed chunk of logits, and a heap that keeps freed
-            # memory keeps both.
-            "logits": logits if on_cpu and setup.strategy == "ddp" and full else 0,
+            # memory keeps both. See runtime/worker.py for who returns large blocks.
+            "logits": logits if on_cpu and setup.strategy == "ddp" and setup.weights != "bf16" and full else 0,
             # FSDP reduce-scatters gradients during the backward pass.
             "gradient buckets": bucket_bytes(blueprint, setup) if setup.strategy == "fsdp" else 0,
             "activations": working,

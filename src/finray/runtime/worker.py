@@ -100,7 +100,7 @@ def _train(spec: WorkerSpec, sender: Sender, heart: Heart) -> Outcome:
     from finray.training.allocator import keep_freed_memory
 
     torch.set_num_threads(spec.threads)
-    keep_freed_memory(but_large=spec.execution.strategy != "ddp")
+    keep_freed_memory(but_large=spec.execution.strategy != "ddp" or spec.execution.weights == "bf16")
     strategy = make_strategy(config, spec.execution, _join_group(heart.pulse, shared_gpus=spec.shared_gpus))
     run_dir = Path(spec.run_dir)
     if run_url(config) is not None:

@@ -30,8 +30,9 @@ def keep_freed_memory(*, but_large: bool = False) -> bool:
     Train's training thread is not the first. Returns whether the C library accepted this; only glibc does.
 
     Args:
-        but_large: return blocks of 32 MiB and more to the system. Weights that are gathered and freed again leave holes
-            that later ones do not fit into: two workers would need as much memory as a single one.
+        but_large: return blocks of 32 MiB and more to the system. Large blocks that come and go leave holes that later
+            ones do not fit into. With weights that are gathered and freed again, two workers would need as much memory
+            as a single one; with weights in bf16, whose gradients pass through fp32, a run grew to twice what it uses.
     """
     if not sys.platform.startswith("linux"):
         return False
