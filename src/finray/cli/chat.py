@@ -10,6 +10,7 @@ import typer
 
 from finray.cli import show
 from finray.cli.options import takes
+from finray.config.environment import limit_spinning
 from finray.config.requests import ConversationRequest
 from finray.errors import ConfigError, FinrayError
 from finray.runtime import signals
@@ -33,6 +34,7 @@ def chat(
 ) -> None:
     """Talk with a trained model in the terminal; /help lists the words for it."""
     show.trust(model, request.trust_run)
+    limit_spinning()
     from finray.config.schema import ModelConfig
     from finray.evaluation.artifacts import artifact_of
     from finray.evaluation.chat import Conversation, require_template

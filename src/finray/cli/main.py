@@ -22,6 +22,7 @@ from finray.cli import doctor as doctor_command
 from finray.cli import serve as serving
 from finray.cli.helping import explain
 from finray.cli.options import takes
+from finray.config.environment import limit_spinning
 from finray.config.load import suggest_owner
 from finray.config.names import HERE_IS, not_yet
 from finray.config.redact import redact_text
@@ -191,6 +192,7 @@ def generate(
 ) -> None:
     """Answer prompts with a trained model, or label texts with a trained classifier."""
     show.trust(model, request.trust_run)
+    limit_spinning()
     from finray.api import answer
     from finray.evaluation.labels import is_classifier, read_texts
     from finray.evaluation.prompts import read_prompts, read_tools
@@ -237,6 +239,7 @@ def evaluate(
     """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
     for place in (model, *(request.baselines or ())):
         show.trust(place, request.trust_run)
+    limit_spinning()
     from finray.runtime.spread import evaluate as run_evaluation
 
     with steps(show.console(), quiet=show.mode().quiet) as update:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from finray.cli import show
+from finray.config.environment import limit_spinning
 from finray.errors import ConfigError
 
 
@@ -96,6 +97,7 @@ def serve(
     """
     for place in (model, *(_named(adapter)[1] for adapter in adapters or ())):
         show.trust(place, trust_run)
+    limit_spinning()
     from finray.config.paths import is_url
     from finray.config.trust import accepted
     from finray.runtime.serve import serve as run_server

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from finray.config.environment import with_defaults
+from finray.config.environment import spin_limit, with_defaults
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError, ConfigError
 from finray.hardware import cpu_has_bf16, machine_cpus, machine_memory
@@ -24,9 +24,6 @@ ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_th
 # Shapes of bf16 products whose code oneDNN keeps on a CPU. Its own 1024 fill 600 MiB, between tensors in the heap, and
 # still do not hold those of all lengths in a run. One micro-batch needs some 30, and 6 for each length of its rows.
 KERNEL_CACHE = 256
-# Turns of a loop in which a thread of torch's OpenMP waits for the others before it sleeps, some ten microseconds. Its
-# own 300,000 keep a core from the very thread that is waited for, where other programs use the cores too.
-SPINS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +182,12 @@ def worker_environment(
     cluster: ClusterConfig, *, threads: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Environment variables of the workers: the user's own, and allocator and thread defaults if they are not set."""
-    # The second is OpenMP's own, which decides how long by a word.
-    waits: dict[tuple[str, ...], str] = {("GOMP_SPINCOUNT",): str(SPINS)}
-    if "OMP_WAIT_POLICY" in {**environ, **cluster.env}:
-        waits = {}
     return with_defaults(
         cluster.env,
         {
             ("GLIBC_TUNABLES",): ALLOCATOR,
             ("OMP_NUM_THREADS",): str(threads),
-            **waits,
+            **{(name,): value for name, value in spin_limit({**environ, **cluster.env}).items()},
             ("TOKENIZERS_PARALLELISM",): "false",
             # The second is its older name.
             ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"): str(KERNEL_CACHE),

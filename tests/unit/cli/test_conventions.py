@@ -179,3 +179,32 @@ def test_the_api_lists_of_runs_and_quick_checks_are_there_without_what_takes_sec
     config = runs.write_config(runs.tiny_run(tiny_model_dir, rows, tmp_path / "out"), tmp_path / "run.yaml")
     command = [sys.executable, "-c", IMPORTS, tmp_path, config]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n" * 3
+
+
+FIRST_TORCH = """
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+from finray.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "chat", "serve"])
+def test_threads_that_compute_in_a_command_do_not_keep_each_others_core(command: str, tiny_model_dir: Path) -> None:
+    """On a machine with other work, answers took eight times as long. torch reads the variable when it is imported."""
+
+    def spins(**given: str) -> str:
+        env = {key: value for key, value in os.environ.items() if key not in {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}}
+        words = [sys.executable, "-c", FIRST_TORCH, command, tiny_model_dir]
+        run = subprocess.run(words, capture_output=True, text=True, env=env | given, stdin=subprocess.DEVNULL)
+        return run.stdout.strip()
+
+    assert spins() == "2000"
+    if command == "generate":
+        assert spins(OMP_WAIT_POLICY="active") == "None"
+        assert spins(GOMP_SPINCOUNT="7") == "7"
