@@ -90,8 +90,8 @@ def run_finray(
     config["train"]["global_batch_size"] = packs
     config["cluster"] |= {"num_workers": workers, "cpus_per_worker": threads or bench.threads}
     for section, fields in (change or {}).items():
-        # A start adapter has its own settings.
-        config[section] = fields if "start_from" in fields else {**config.get(section, {}), **fields}
+        # A start adapter has its own settings, and no adapter has none.
+        config[section] = fields if {"start_from", "method"} & fields.keys() else {**config.get(section, {}), **fields}
     env = environment(threads=threads or bench.threads, allocator=ALLOCATOR, source=source)
     whole = {"config": config, "warmup": bench.warmup, **job}
     ranks = run_group("finray_train.py", whole, env=env, processes=workers)
@@ -534,4 +534,52 @@ RAY = case.Case(
     ),
 )
 
-CASES = [SPEED, SCALING, EQUAL, VOCABULARY, UNIFORM, RAY]
+LENGTH = 2048
+# With all weights, the adapter's rate would be too high.
+RATE = 1e-5
+
+
+def long_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
+    """Steps of one row of nearly 2,048 tokens, of which most are learned."""
+    long = replace(bench, max_length=LENGTH)
+    rows = long_rows(bench.steps, LENGTH - 48, seed=bench.seed)
+    return {
+        "": {
+            "finray": lambda _, pair: run_finray(long, pair, rows=rows),
+            TRAINER: lambda _, pair: run_peer(long, pair, "trainer_train.py", rows=rows, batch=1),
+        }
+    }
+
+
+LONG = case.Case(
+    group="cpu",
+    name="long",
+    title="Rows of 2,048 tokens",
+    what="As in Speed, LoRA in bf16, but every step has one row of nearly 2,048 tokens: nothing is padded, and packing "
+    "has nothing to gain.",
+    blocks=long_blocks,
+    measures=TRAINING,
+    ratios=case.over_others,
+    aims=(case.Aim("Rows of 2,048 tokens: finray ÷ Trainer", case.least_quotient("tokens_per_s"), least=2.0),),
+    check=_unpadded,
+)
+WEIGHTS = case.Case(
+    group="cpu",
+    name="weights",
+    title="All weights",
+    what="As in Speed, but all weights are trained, in fp32 under autocast to bf16.",
+    blocks=case.alone(
+        {
+            "finray": lambda bench, pair: run_finray(
+                bench, pair, change={"adapter": {"method": "none"}, "train": {"learning_rate": RATE}}
+            ),
+            TRAINER: lambda bench, pair: run_peer(bench, pair, "trainer_train.py", rank=0, learning_rate=RATE),
+        }
+    ),
+    measures=TRAINING,
+    ratios=case.over_others,
+    aims=(case.Aim("All weights: finray ÷ Trainer", case.least_quotient("tokens_per_s"), least=1.6),),
+    check=_same_work,
+)
+
+CASES = [SPEED, SCALING, EQUAL, VOCABULARY, UNIFORM, RAY, LONG, WEIGHTS]

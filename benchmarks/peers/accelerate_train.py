@@ -53,7 +53,7 @@ tokenizer = AutoTokenizer.from_pretrained(job.model)
 rows = hf.read_tokens(job.rows, tokenizer, job.max_length)
 recorder = hf.Recorder(partial(hf.pad, padding=tokenizer.pad_token_id or 0), rows)
 batches = [recorder([rows[number] for number in step[rank::ranks]]) for step in job.steps]
-model = hf.lora_model(job)
+model = hf.trained_model(job)
 hf.start_adapter(model, job)
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 count = sum(parameter.numel() for parameter in trained)

@@ -65,12 +65,12 @@ def lora_config(rank: int) -> LoraConfig:
     return LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def lora_model(job: measuring.Job) -> Any:
-    """The model with adapters over frozen weights in the run's precision."""
-    dtype = torch.bfloat16 if job.precision == "bf16" else torch.float32
+def trained_model(job: measuring.Job) -> Any:
+    """The model with adapters over frozen weights in the run's precision; or all of it, with weights in fp32."""
+    dtype = torch.bfloat16 if job.precision == "bf16" and job.rank else torch.float32
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
     model.config.use_cache = False
-    return get_peft_model(model, lora_config(job.rank))
+    return get_peft_model(model, lora_config(job.rank)) if job.rank else model
 
 
 def start_adapter(model: Any, job: measuring.Job) -> None:

@@ -29,7 +29,7 @@ class Job:
     mode: str = "best"  # or `defaults`, if the peer has both
     precision: str = "bf16"  # or `fp32`
     learning_rate: float = 1e-4  # decays linearly to zero
-    rank: int = 8  # LoRA rank on all linear layers; alpha is twice that
+    rank: int = 8  # LoRA rank on all linear layers; alpha is twice that; 0 trains all weights
     max_length: int = 1024  # maximum tokens in a row
     seed: int = 17  # for random numbers
     start: str | None = None  # an adapter to start from

@@ -8,5 +8,5 @@ import torch
 
 job: measuring.Job = measuring.job(measuring.Job)
 torch.manual_seed(job.seed)
-hf.start_adapter(hf.lora_model(job), job)
+hf.start_adapter(hf.trained_model(job), job)
 measuring.emit({}, "torch", "peft")

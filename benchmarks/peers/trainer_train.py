@@ -22,7 +22,7 @@ torch.manual_seed(job.seed)
 tokenizer = AutoTokenizer.from_pretrained(job.model)
 with tempfile.TemporaryDirectory(prefix="trainer_") as folder:
     trainer = Trainer(
-        model=hf.lora_model(job),
+        model=hf.trained_model(job),
         args=TrainingArguments(
             **hf.arguments(job, folder),
             bf16=job.precision == "bf16",
