@@ -79,6 +79,9 @@ def test_a_folder_is_fetched_where_it_is_not_the_same_and_nothing_else_is_left(
     assert {one.name: one.read_bytes() for one in (copy / "final").iterdir() if one.name != "manifest.json"} == {
         **{"a": b"one", "b": b"two", "c": b"three"}
     }
+    assert pull_folder(tmp_path / "other", objects, "final", beside=copy / "final")
+    assert len(fetched) == 2, "what another copy has is linked"
+    assert all((tmp_path / "other" / "final" / name).samefile(copy / "final" / name) for name in "abc")
     objects.remove("final/manifest.json")
     assert not pull_folder(copy, objects, "final")
     assert not (copy / "final").exists()

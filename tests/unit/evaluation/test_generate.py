@@ -77,7 +77,12 @@ def test_a_prompt_is_given_as_the_model_was_trained(
     folder = folder_of(tiny_model_dir, tmp_path / "model", template=template, rows=rows)
     prompts = ["the cat sleeps", "how many"]
     found = generate_text(
-        folder, [Prompt(text) for text in prompts], sampling=Sampling(max_new_tokens=4), batch_size=2, raw=raw
+        folder,
+        # Where training writes a row in another way without a template, the prompt has that, too.
+        [Prompt(prompts[0]), Prompt("how many of them", plain=prompts[1]) if is_raw else Prompt(prompts[1])],
+        sampling=Sampling(max_new_tokens=4),
+        batch_size=2,
+        raw=raw,
     )
     tokenizer = tiny.train_tokenizer()
     chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

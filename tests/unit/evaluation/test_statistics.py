@@ -60,6 +60,13 @@ def test_the_bootstrap_is_near_scipys_bca(rows: int) -> None:
     assert interval(values[:, None], mean, seed=1) != found
 
 
+def test_the_end_on_the_side_of_few_large_values_is_scipys() -> None:
+    """That is what the acceleration of BCa is for."""
+    values = np.random.default_rng(0).lognormal(0, 1.5, 400)
+    theirs = stats.bootstrap((values,), np.mean, n_resamples=5000, method="BCa", rng=np.random.default_rng(1))
+    assert interval(values[:, None], mean).high == pytest.approx(theirs.confidence_interval.high, abs=0.1)
+
+
 def test_right_or_wrong_pairs_have_mcnemars_exact_test() -> None:
     first, second = right(8, 40), np.roll(right(18, 40), 3, axis=0)
     gained, lost = 13, 3

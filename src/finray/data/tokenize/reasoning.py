@@ -54,8 +54,8 @@ class Tags:
             whole: the same with reasoning.
             reasoning: a marker in its place.
         """
-        before, marker, rest = whole.partition(reasoning)
-        if not (marker and whole.startswith(prompt) and bare.startswith(prompt)):
+        before, _, rest = whole.partition(reasoning)
+        if not (whole.startswith(prompt) and bare.startswith(prompt)):
             return None
         ends = zip(reversed(bare[len(prompt) :]), reversed(rest), strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
