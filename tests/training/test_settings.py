@@ -96,6 +96,13 @@ def test_checkpointing_works_again_what_it_says(plain: Plain, tmp_path: Path) ->
     assert silu["selective"] == silu["full"] == silu["none"] + 2 * 8
     products = {kind: found["aten.mm.default"] + found["aten.addmm.default"] for kind, found in counts.items()}
     assert products["selective"] == products["none"] < products["full"]
+    # Of an adapter, the product with the frozen weight, to which the others are added.
+    added = {}
+    for kind in ("none", "selective"):
+        settings = changed(plain, {"train.gradient_checkpointing": kind})
+        found = steps_of(runs.assemble_alone(settings, tmp_path / f"lora-{kind}")).counts
+        added[kind] = found["aten.addmm.default"] + found["aten.addmm_.default"]
+    assert added["selective"] == added["none"] > 0
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,11 @@ FORMS: dict[str, tuple[dict[str, Any], Any, float | None]] = {
         None,
     ),
     "TRL, implicit conversation": (WHOLE, ASKED, None),
+    "TRL, whole conversations beside the prompt": (
+        {"prompt": Q, **{name: [{"role": "system", "content": "be small"}, *said] for name, said in WHOLE.items()}},
+        [("system", "be small"), *ASKED],
+        None,
+    ),
     "TRL, messages as JSON text": ({name: json.dumps(value) for name, value in WHOLE.items()}, ASKED, None),
     "TRL, with a margin": ({"prompt": Q, **TWO, "margin": "0.5"}, ASKED, 0.5),
     "Anthropic": ({"chosen": f"{HH} a dog", "rejected": f"{HH} a tree"}, EARLIER, None),

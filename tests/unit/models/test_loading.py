@@ -190,10 +190,11 @@ BERT = {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder"
     [
         ({"num_hidden_layers": 4}, r"random: model\.layers\.2\..*, .* and 15 more"),
         ({"attention_bias": True}, r"random: model\.layers\.0\.self_attn\.k_proj\.bias"),
+        ({"mlp_bias": True, "num_hidden_layers": 1}, r"down_proj\.bias, .*gate_proj\.bias, .*up_proj\.bias(?! and)"),
         (BERT, r"random: bert\."),
         ({"vocab_size": 300}, r"different shape .* lm_head\.weight \(\(384, 64\), not \(300, 64\)\)"),
     ],
-    ids=["layers", "biases", "another architecture", "vocabulary"],
+    ids=["layers", "biases", "three biases", "another architecture", "vocabulary"],
 )
 def test_weights_that_the_files_lack_are_an_error_that_names_them(
     folder: Path, changes: dict[str, object], named: str
