@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters
+from finray.models.adapter_methods import AdapterMethod
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import _scratch, export
 from finray.models.loading import build_model
@@ -122,12 +124,22 @@ def test_modules_to_save_of_a_bf16_model_are_trained_in_fp32() -> None:
     assert frozen == {torch.bfloat16}
 
 
-def test_a_new_pissa_adapter_changes_nothing_while_it_is_trained() -> None:
-    """Its start is subtracted, without dropout."""
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=["usual scale", "of a method of its own"])
+def test_a_new_pissa_adapter_changes_nothing_while_it_is_trained(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start is subtracted, without dropout; what is saved is twice as wide, at the same scale."""
+    monkeypatch.setattr(adapters, "adapter_method", lambda name: AdapterMethod(options, is_pissa=name == "pissa"))
     model, tokens = lora(1, method="pissa"), torch.arange(3, 20)[None]
     expected = tiny.build_model("llama")(input_ids=tokens).logits
     torch.testing.assert_close(model.train()(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)
     assert not any("pissa_residual" in name for name in trained(model))
+    SavedLayout(model).save_settings(tmp_path)
+    saved = LoraConfig.from_pretrained(tmp_path)
+    width = math.sqrt(saved.r) if options else saved.r
+    assert saved.lora_alpha / width == pytest.approx(
+        model.get_base_model().model.layers[0].mlp.up_proj.scaling["default"]
+    )
 
 
 def test_the_revision_of_the_base_is_written_beside_the_adapter(tmp_path: Path) -> None:
