@@ -21,6 +21,7 @@ from finray.data.dataset.prepared import PreparedSplit
 from finray.errors import ConfigError, DataError
 from finray.evaluation import classifiers, classify
 from finray.evaluation.rows import splits_of
+from finray.evaluation.statistics import spearman_interval
 from finray.tasks.sequence_classification import SequenceClassification
 from tests.support import runs, tiny
 from tests.support.evaluated import evaluate
@@ -135,6 +136,9 @@ def test_several_classes_and_numbers_of_pairs_of_texts(
         # Predictions are written with four digits: enough for this one, and too few for a correlation.
         numbers = [[float(one) for one in texts] for texts in (truth, said)]
         expected = {"mean_squared_error": sk.mean_squared_error(*numbers)}
+        ranks = spearman_interval(scores["spearman"], len(written))
+        assert found.tuned.scores["spearman"].interval == ranks
+        assert ranks.low is not None
     for name, value in expected.items():
         assert scores[name] == pytest.approx(value, rel=1e-2)
     # The evaluation in training held out the same rows.

@@ -36,6 +36,8 @@ def test_a_file_is_cut_every_four_mib_and_small_ones_share_a_part(monkeypatch: p
     assert ranges(monkeypatch, each) == [[(0, None)]]
     assert ranges(monkeypatch, each + 1) == [[(0, each)], [(each, None)]]
     assert ranges(monkeypatch, 2 * each) == [[(0, each)], [(each, None)]]
+    # How many rows are before it is known of a file's beginning alone.
+    assert [one.first for (one,) in plan_parts(Source("many", ("0.jsonl",)), Reading())] == [0, None]
     # A part takes as much as it has room for, to the byte.
     assert [len(part) for part in ranges(monkeypatch, 3 * MIB, MIB, 1)] == [2, 1]
     assert [len(part) for part in ranges(monkeypatch, 3 * MIB, MIB + 1, 1)] == [1, 2]

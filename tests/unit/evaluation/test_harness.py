@@ -336,12 +336,16 @@ def test_scores_of_the_harness_beside_those_of_a_model_and_the_last_against_each
         ModelScores(name, {"loss": ScoreEstimate(2.0, Interval(1, 3, "x"))}) for name in ("other", "base", "tuned")
     ]
     several = {"t bleu": TaskMetric(40.0, 2.0, None), "t one": TaskMetric(0.5, None, None)}
+    several["t f1"] = TaskMetric(0.97, 0.02, None)
     found = {name: {"t acc": TaskMetric(float(own.mean()), 0.1, own), **several} for name, own in rows.items()}
+    nearly = np.array([[0.9], [1.0], [1.0], [1.0], [0.95]])
+    found["tuned"]["t f1"] = TaskMetric(0.97, 0.02, nearly)
     found["other"] = {"t acc": TaskMetric(0.5, 0.1, np.zeros((4, 1))), **several}
     with_them, compared = joined(models, found, seed=0)
     assert [one.name for one in with_them] == ["other", "base", "tuned"]
     tuned = with_them[2].scores
-    assert list(tuned) == ["loss", "t acc", "t bleu", "t one"]
+    assert list(tuned) == ["loss", "t acc", "t bleu", "t one", "t f1"]
+    assert tuned["t f1"].interval.high == 1.0, "no share is larger"
     assert (tuned["t acc"].value, tuned["t acc"].interval.method, tuned["t acc"].is_share) == (0.8, "Wilson", True)
     bleu = tuned["t bleu"]
     assert (bleu.interval.low, bleu.interval.high) == pytest.approx((40 - 1.96 * 2, 40 + 1.96 * 2), abs=1e-3)
