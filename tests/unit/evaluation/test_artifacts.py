@@ -107,6 +107,7 @@ def test_a_run_behind_a_url_stands_for_the_copy_of_its_final_model(
 def test_a_run_that_is_not_finished_stands_for_its_newest_valid_checkpoint(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "final")
     assert find_artifact(run_dir).folder == run_dir / "checkpoint-000002"
+    assert find_artifact(run_dir, base="acme/moved").model.name == "acme/moved"
     runs.flip(run_dir / "checkpoint-000002" / "adapter_model.safetensors")
     assert find_artifact(run_dir).folder == run_dir / "checkpoint-000001"
 
