@@ -188,7 +188,8 @@ def test_serving(page: Path) -> None:
             assert adapters | {Path(words[1]).name} <= set(names), command
             answer = running.client().completions.create(model=names[0], prompt="one two", max_tokens=2)
             assert answer.usage is not None
-            assert answer.usage.completion_tokens > 0
+            # It is drawn, and may end at once.
+            assert (answer.usage.prompt_tokens, answer.choices[0].finish_reason in ("stop", "length")) == (2, True)
 
 
 def test_storage(page: Path, bucket: s3.Bucket) -> None:
