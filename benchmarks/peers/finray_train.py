@@ -49,8 +49,8 @@ def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
         from finray.runtime.preload import import_all, needed
 
         import_all(name for name in needed(config) if not name.startswith("ray."))
-    small = config.parallel.strategy != "ddp" or config.train.precision == "bf16-true"
-    finray_api.keep_freed_memory(but_large=small)
+    returns = config.parallel.strategy != "ddp" or config.train.precision == "bf16-true"
+    finray_api.keep_freed_memory(but_large=returns)
     alone = measuring.world_size() == 1
     if not alone or config.parallel.strategy != "ddp":
         dist.init_process_group("gloo")
