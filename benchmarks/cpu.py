@@ -562,6 +562,10 @@ LONG = case.Case(
     ratios=case.over_others,
     aims=(case.Aim("Rows of 2,048 tokens: finray ÷ Trainer", case.least_quotient("tokens_per_s"), least=2.0),),
     check=_unpadded,
+    setup=lambda bench: (
+        f"`{bench.model.name}`; threads: {bench.threads}; {bench.steps} made rows of {LENGTH - 47:,} tokens; "
+        f"{bench.warmup} warm-up steps in each"
+    ),
 )
 WEIGHTS = case.Case(
     group="cpu",

@@ -154,7 +154,7 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     tables = blueprint.embedding + (blueprint.head if blueprint.tied and work.accumulates else 0)
     beside = setup.trained * tables
     if setup.weights == "bf16":
-        # The loss computes a head's gradient in fp32. That is rounded, and then freed before the embedding's is there.
+        # The loss computes a head's gradient in fp32. It is rounded and freed before the embedding's gradient exists.
         beside = max(beside, (FP32 + (setup.trained if work.accumulates else 0)) * blueprint.head)
     # The loss has its own copy of a trained head's weights.
     cast_head = 2 * blueprint.head if cast and full else 0
@@ -163,7 +163,7 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
         "backward": {
             "gradients": gradients + (beside if full else 0),
             # Gradients of this size do not fit into the space of a freed chunk of logits, and a heap that keeps freed
-            # memory keeps both. See runtime/worker.py for who returns large blocks.
+            # memory keeps both. `runtime/worker.py` says which runs return large blocks instead.
             "logits": logits if on_cpu and setup.strategy == "ddp" and setup.weights != "bf16" and full else 0,
             # FSDP reduce-scatters gradients during the backward pass.
             "gradient buckets": bucket_bytes(blueprint, setup) if setup.strategy == "fsdp" else 0,
