@@ -1,11 +1,19 @@
-"""This machine's memory and CPUs, and whether its CPU has bf16 instructions. Imports no torch."""
+"""This machine's memory and CPUs, and what they compute bf16 with. Imports no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
+
+# What the kernels in `models/cpu_kernels.c` need of a CPU, as Linux names it and as compilers do.
+KERNEL_FEATURES = {
+    **{"avx512f": "avx512f", "avx512bw": "avx512bw", "avx512vl": "avx512vl", "avx512dq": "avx512dq"},
+    "avx512_bf16": "avx512bf16",
+}
 
 
 @lru_cache(maxsize=1)
@@ -16,6 +24,23 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return platform.machine() == "arm64"
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def c_compiler() -> str | None:
+    """Path of the C compiler: that of ``CC``, or ``cc``."""
+    return shutil.which(os.environ.get("CC") or "cc")
+
+
+def missing_for_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["CPU", "compiler"] | None:
+    """What this machine lacks for finray's own attention on a CPU; None if it has all."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "CPU"
+    flags = text.partition("\nflags")[2].partition("\n")[0].split()
+    if not KERNEL_FEATURES.keys() <= set(flags):
+        return "CPU"
+    return None if c_compiler() else "compiler"
 
 
 def machine_memory(root: Path = Path("/")) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from finray import compat
+from finray.models import cpu_kernels
 from finray.models.dropout import drop
 
 NAME = "finray_packed"
@@ -47,7 +48,9 @@ _WITHOUT_EFFECT = frozenset(
 EXPLICIT_UP_TO, QUERIES = 512, 128
 # On a CPU, rows up to this length are batched, if a pass has at least this many of them.
 BATCHED_UP_TO, BATCHED_FROM = 128, 16
-# They are padded to multiples of these, within attention.
+# The kernel of some CPUs takes rows from this length on, on average: it rounds their lengths up to multiples of 48.
+KERNEL_FROM = 32
+# Batched rows are padded to multiples of these, within attention.
 LENGTHS_OF, COUNTS_OF = 16, 4
 
 
@@ -207,6 +210,11 @@ def _attend_to_rows(
 ) -> torch.Tensor:
     """Attention within each row: (1, T, H, D). Many short rows are batched with others of about their length."""
     lengths, options = segments.lengths, dict[str, Any](dropout=dropout, masks=segments.masks)
+    are_short = sum(lengths) < KERNEL_FROM * len(lengths)
+    plain = not dropout and scores.softcap is None
+    if plain and not are_short and cpu_kernels.fits(query, key, value):
+        how: dict[str, Any] = {"scaling": scores.scaling, "window": scores.window, "causal": scores.causal}
+        return cpu_kernels.attend(query, key, value, lengths, sinks=scores.sinks, **how)
     first_only = query.shape[2] != key.shape[2]
     if sum(length <= BATCHED_UP_TO for length in lengths) < BATCHED_FROM:
         # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.

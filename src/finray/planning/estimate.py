@@ -33,7 +33,7 @@ TOKENIZER_ENTRY = 680
 # CUDA context and kernels; not in what torch's allocator counts.
 CUDA_CONTEXT = 600 * MIB
 # What oneDNN keeps of the code it generates for a shape of a bf16 product on a CPU; and the shapes in the attention of
-# one row, forward and backward (models/attention.py).
+# one row, forward and backward, where it is products (models/attention.py).
 KERNEL = 600 * 1024
 KERNELS_PER_ROW = 6
 # Share of allocations in a step that is lost to fragmentation. On a CPU workers keep freed memory, because mapping it
@@ -72,6 +72,7 @@ class Setup:
     weight_offload: bool = False  # and its share of the weights
     activation_offload: bool = False  # and what layers keep for the backward pass
     reference: float = 0.0  # bytes of the reference that is computed in the step
+    attention_kernel: bool = False  # whether attention on a CPU is one kernel for all lengths of rows
 
     @property
     def sharers(self) -> int:
@@ -229,7 +230,8 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str
             ins, outs = {i for i, _ in shapes}, {o for _, o in shapes}
             per_count = 2 * len(shapes) + (len(shapes) if full else 3 * len(ins) + 3 * len(outs))
             per_count += 3 if full else 2  # the head
-            wanted = per_count * work.token_counts + KERNELS_PER_ROW * work.row_lengths
+            per_row = 0 if setup.attention_kernel else KERNELS_PER_ROW
+            wanted = per_count * work.token_counts + per_row * work.row_lengths
             kernels = KERNEL * min(KERNEL_CACHE, wanted)
         if setup.copies:
             # A worker's part of a checkpoint, copied to CPU memory by training/checkpointing.py. The first worker

@@ -15,6 +15,7 @@ from finray.data.dataset.run_data import decide_steps
 from finray.data.sampling.order import permutation
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import ConfigError
+from finray.hardware import missing_for_kernels
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.blueprint import Blueprint, ModelShape, build_blueprint
 from finray.planning.estimate import MemoryEstimate, Setup, Strategy, Workload, estimate, reference_bytes
@@ -212,6 +213,7 @@ def _peaks(
             optimizer_offload=on_gpu and (offload or "offload_optimizer" in in_file),
             weight_offload=on_gpu and ((offload and strategy in ("fsdp", "zero3")) or "offload_param" in in_file),
             activation_offload=on_gpu and choice.activation_offload,
+            attention_kernel=execution.packs and missing_for_kernels() is None,
         )
         compared = reference() if choice.adapter == config.adapter.method else None
         if compared is None:

@@ -112,6 +112,11 @@ def judged(facts: NodeFacts) -> list[ClusterFinding]:
             add("good", "load", f"{facts.load:.1f} on {facts.cores} core{'s' * (facts.cores > 1)}")
         else:
             add("warning", "load", busy.message, busy.repair or "")
+        if facts.missing_for_kernels == "compiler":
+            text = "torch's, because there is no C compiler: training in bf16 takes a tenth more time"
+            add("warning", "attention", text, "install gcc, or set CC to a C compiler")
+        elif facts.missing_for_kernels is None:
+            add("good", "attention", "finray's own on this CPU, in bf16")
     for folder, free in facts.free_disk.items():
         low = free < (WANTED_DISK if folder != "/dev/shm" else 2**30)
         repair = (

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finray.hardware import missing_for_kernels
 from finray.runtime import nodes
 
 _SENT = 2**25
@@ -42,6 +43,7 @@ class NodeFacts:
     open_sockets: list[str] = field(default_factory=list)
     load: float = 0.0  # programs that run or wait for a core, on average of the last minute
     cores: int = 1
+    missing_for_kernels: str | None = None  # what it lacks for finray's own attention on a CPU
 
 
 class Probe:
@@ -71,9 +73,8 @@ class Probe:
             with suppress(OSError):
                 free[folder] = shutil.disk_usage(folder).free
         versions, sockets = nodes.versions(), open_sockets(listening())
-        return NodeFacts(
-            socket.gethostname(), versions, gpus, cuda, int(usable), failed, free, sockets, load=load, cores=cores
-        )
+        facts = (socket.gethostname(), versions, gpus, cuda, int(usable), failed, free, sockets)
+        return NodeFacts(*facts, load=load, cores=cores, missing_for_kernels=missing_for_kernels())
 
     def clock(self) -> float:
         """Seconds since the epoch."""

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.long
 GIB = 2**30
 BUSY = "other programs keep this machine busy: its load is 6.3 on 4 cores, where 4 threads wait for each other, "
 BUSY += "and may get less done than one"
+NO_COMPILER = "torch's, because there is no C compiler: training in bf16 takes a tenth more time"
 
 
 def facts(**changed: object) -> probe.NodeFacts:
@@ -51,6 +52,9 @@ def bad(found: list[ClusterFinding]) -> list[tuple[str, str, str]]:
         ({"load": 40.0, "cores": 4}, []),
         ({"gpus": None, "usable_gpus": 0, "load": 3.9, "cores": 4}, []),
         ({"gpus": None, "usable_gpus": 0, "load": 6.26, "cores": 4}, [("warning", "load", BUSY)]),
+        # Without the instructions a compiler would not help.
+        ({"gpus": None, "usable_gpus": 0, "missing_for_kernels": "CPU"}, []),
+        ({"gpus": None, "usable_gpus": 0, "missing_for_kernels": "compiler"}, [("warning", "attention", NO_COMPILER)]),
         ({"usable_gpus": 0}, [("problem", "GPUs", "torch (CUDA 12.8) can use 0 of 2: NVIDIA H100, 570.1")]),
         ({"cuda": None, "usable_gpus": 0}, [("problem", "GPUs", "2 GPUs, but torch is built without CUDA")]),
         ({"torch_error": "no libcudart"}, [("problem", "torch", "cannot be imported: no libcudart")]),
