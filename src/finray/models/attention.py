@@ -1,9 +1,9 @@
 """Attention over packed rows, registered with Transformers as ``finray_packed``.
 
 A forward pass sees one sequence of T tokens that consists of S rows. On a GPU it uses torch's variable-length
-attention; on a CPU, or if that kernel does not support what the model needs, rows are computed one by one, or in
-batches of about one length if they are many and short. Either way no score between two rows is ever computed, so
-nothing can leak from one example into the next.
+attention; on a CPU finray's own kernel (:mod:`finray.models.cpu_kernels`). Where neither supports what the model needs,
+or the CPU, rows are computed one by one, or in batches of about one length if they are many and short. Either way no
+score between two rows is ever computed, so nothing can leak from one example into the next.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# On a CPU in bf16 plain matrix products are faster than the fused kernel. Up to this row length, their weights are kept
+# On a CPU in bf16 plain matrix products are faster than torch's fused kernel. Up to this row length, their weights are kept
 # for the backward pass; those of longer causal rows are computed again, for so many queries at a time.
 EXPLICIT_UP_TO, QUERIES = 512, 128
 # On a CPU, rows up to this length are batched, if a pass has at least this many of them.

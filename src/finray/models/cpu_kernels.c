@@ -53,6 +53,9 @@ static inline long highest(const Call *call, long query, long length) {
     return call->causal ? query + 1 : lesser(length, query + call->window);
 }
 
+/* Memory from the beginning of a cache line on: a vector that lies in two lines is loaded twice. */
+static inline void *room(long bytes) { return aligned_alloc(64, up(bytes, 64)); }
+
 /* Of lanes `at` to `at` + 15, those in [low, high). */
 static inline __mmask16 lanes(long at, long low, long high) {
     long from = lesser(greater(low - at, 0), 16), to = lesser(greater(high - at, 0), 16);
@@ -183,14 +186,13 @@ void finray_attention(const Call *call) {
     qsort(tasks, count, sizeof(Task), dearest_first);
 #pragma omp parallel num_threads(call->threads)
     {
-        uint32_t *keys = NULL, *values = NULL;
-        uint32_t *asked = malloc(QUERIES * width * 2), *weights = malloc(QUERIES * KEYS * 2);
-        float *scores = malloc(QUERIES * KEYS * 4), *sums = malloc(QUERIES * width * 4);
+        uint32_t *asked = room(QUERIES * width * 2), *weights = room(QUERIES * KEYS * 2);
+        float *scores = room(QUERIES * KEYS * 4), *sums = room(QUERIES * width * 4);
 #pragma omp for schedule(dynamic, 1)
         for (long number = 0; number < count; number++) {
             const Task task = tasks[number];
             const long seen = task.high - task.low, real = lesser(task.high, task.length) - task.low;
-            keys = realloc(keys, seen * width * 2), values = realloc(values, seen * width * 2);
+            uint32_t *keys = room(seen * width * 2), *values = room(seen * width * 2);
             copy_turned(call->key, task.head, task.start + task.low, real, seen, width, keys);
             copy_paired(call->value, task.head, task.start + task.low, real, seen, width, values);
             for (long head = task.head * groups; head < (task.head + 1) * groups; head++)
@@ -239,8 +241,9 @@ void finray_attention(const Call *call) {
                         call->logsums[head * call->tokens + token] = most[i] + log2f(total[i]);
                     }
                 }
+            free(keys), free(values);
         }
-        free(keys), free(values), free(asked), free(scores), free(weights), free(sums);
+        free(asked), free(scores), free(weights), free(sums);
     }
     free(tasks);
 }
@@ -252,7 +255,8 @@ void finray_attention_backward(const Call *call) {
     Task *tasks = tasks_of(call, &count), *sorted = malloc(sizeof(Task) * count);
     for (long number = 0; number < count; number++) {
         Task *task = tasks + number;
-        task->of_key = calloc((task->high - task->low) * width * 2, 4);
+        const long size = (task->high - task->low) * width * 2 * sizeof(float);
+        task->of_key = memset(room(size), 0, size);
         task->of_value = task->of_key + (task->high - task->low) * width;
     }
     memcpy(sorted, tasks, sizeof(Task) * count);
@@ -260,16 +264,16 @@ void finray_attention_backward(const Call *call) {
 #pragma omp parallel num_threads(call->threads)
     {
         const long block_pairs = QUERIES * width / 2, score_pairs = QUERIES * KEYS / 2;
-        uint32_t *keys = NULL, *asked = malloc(block_pairs * 4 * 4), *weights = malloc(score_pairs * 3 * 4);
+        uint32_t *asked = room(block_pairs * 4 * 4), *weights = room(score_pairs * 3 * 4);
         uint32_t *given = asked + block_pairs, *asked_pairs = given + block_pairs, *given_pairs = asked_pairs + block_pairs;
         uint32_t *of_scores = weights + score_pairs, *of_scores_pairs = of_scores + score_pairs;
-        float *scores = malloc(QUERIES * KEYS * 8), *of_weights = scores + QUERIES * KEYS;
-        float *sums = malloc(QUERIES * width * 4);
+        float *scores = room(QUERIES * KEYS * 8), *of_weights = scores + QUERIES * KEYS;
+        float *sums = room(QUERIES * width * 4);
 #pragma omp for schedule(dynamic, 1)
         for (long number = 0; number < count; number++) {
             const Task task = sorted[number];
             const long seen = task.high - task.low, real = lesser(task.high, task.length) - task.low;
-            keys = realloc(keys, seen * width * 6);
+            uint32_t *keys = room(seen * width * 6);
             uint32_t *values = keys + seen * width / 2, *key_pairs = values + seen * width / 2;
             copy_turned(call->key, task.head, task.start + task.low, real, seen, width, keys);
             copy_turned(call->value, task.head, task.start + task.low, real, seen, width, values);
@@ -321,8 +325,9 @@ void finray_attention_backward(const Call *call) {
                     for (long i = 0; i < size; i++)
                         store_scaled(sums + i * width, call->scale, width, at(call->of_query, start + i, head));
                 }
+            free(keys);
         }
-        free(keys), free(asked), free(weights), free(scores), free(sums);
+        free(asked), free(weights), free(scores), free(sums);
         /* The segments of a row are added in their order. */
 #pragma omp for schedule(dynamic, 1)
         for (long number = 0; number < count; number++) {
