@@ -75,7 +75,8 @@ static inline __m512i paired(__m256i low, __m256i high) {
 /* 2^x for x <= 0, to 2e-7: Taylor's polynomial for the part in [-1/2, 1/2]. */
 static inline __m512 power_of_2(__m512 x) {
     const float factors[] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
-    x = _mm512_max_ps(x, _mm512_set1_ps(-150.0f));
+    /* Of this order: the maximum of a number and what is none is the second. */
+    x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 part = _mm512_sub_ps(x, whole), y = _mm512_set1_ps(1.5403530e-4f);
     for (int i = 0; i < 6; i++) y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(factors[i]));

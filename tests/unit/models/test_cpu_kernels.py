@@ -112,6 +112,20 @@ def test_rows_do_not_depend_on_those_beside_them_nor_on_the_number_of_threads() 
 
 
 @needs_kernels
+@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_hidden(part: int, value: float) -> None:
+    tensors = drawn(500, 2, 1, 32)
+    tensors[part][0, 0, 430] = value
+    found = computed(tensors, (50, 450))
+    assert found[0][:, :430].isfinite().all()
+    # A score of minus infinity is no mistake, so not every token that sees an infinite key is.
+    seen = slice(430, 431 if part == 0 else None)
+    assert not found[0][0, seen, 0].isfinite().all()
+    assert not all(tensor.isfinite().all() for tensor in found[1:])
+
+
+@needs_kernels
 def test_it_keeps_no_weights_and_takes_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = drawn(600, 4, 2, 32)
     usual = computed(tensors, (400, 200))
