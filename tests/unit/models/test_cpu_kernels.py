@@ -118,7 +118,7 @@ def test_what_is_not_finite_is_not_hidden(part: int, value: float) -> None:
     tensors = drawn(500, 2, 1, 32)
     tensors[part][0, 0, 430] = value
     found = computed(tensors, (50, 450))
-    assert found[0][:, :430].isfinite().all()
+    assert found[0][:, :50].isfinite().all()
     # A score of minus infinity is no mistake, so not every token that sees an infinite key is.
     seen = slice(430, 431 if part == 0 else None)
     assert not found[0][0, seen, 0].isfinite().all()
