@@ -43,8 +43,8 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# On a CPU in bf16 plain matrix products are faster than torch's fused kernel. Up to this row length, their weights are kept
-# for the backward pass; those of longer causal rows are computed again, for so many queries at a time.
+# On a CPU in bf16 plain matrix products are faster than torch's fused kernel. Up to this row length, their weights are
+# kept for the backward pass; those of longer causal rows are computed again, for so many queries at a time.
 EXPLICIT_UP_TO, QUERIES = 512, 128
 # On a CPU, rows up to this length are batched, if a pass has at least this many of them.
 BATCHED_UP_TO, BATCHED_FROM = 128, 16
