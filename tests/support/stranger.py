@@ -37,13 +37,12 @@ def settle(environ: MutableMapping[str, str]) -> Path | None:
     plain = scrubbed(environ)
     made = None
     if HOME not in plain:
-        made = Path(tempfile.mkdtemp(prefix="finray-tests-"))
+        made = Path(tempfile.mkdtemp(prefix="finray-"))
         plain[HOME] = str(made)
     home = Path(plain[HOME])
     plain |= {"HOME": str(home), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # Ray's sockets have a path of at most 107 bytes.
-    plain |= {"RAY_TMPDIR": str(home / "ray")}
-    (home / "ray").mkdir(exist_ok=True)
+    # Ray adds a folder of its own. Its sockets have a path of at most 107 bytes, so every other name here is short.
+    plain |= {"RAY_TMPDIR": str(home)}
     environ.clear()
     environ.update(plain)
     return made

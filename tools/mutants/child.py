@@ -26,7 +26,8 @@ class Copy:
     """A copy of `src/`, in which a file can have other text for a while, and room for what tests write."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="finray-mutant-"))
+        # Ray's sockets, of which the path is limited to 107 bytes, are some folders below this one.
+        self.folder = Path(tempfile.mkdtemp(prefix="mutant-"))
         self.src = self.folder / "src"
         shutil.copytree(ROOT / "src", self.src, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         shutil.copy(lines.__file__, self.src / "sitecustomize.py")
@@ -108,8 +109,8 @@ def fork(copy: Copy, files: list[str], wanted: Mapping[str, float] | None, *, tr
         wanted: seconds by test, in the order in which they are to run until one fails; None runs all of them.
         trace: note for every test which lines are run.
     """
-    shutil.rmtree(copy.folder / "tmp", ignore_errors=True)
-    (copy.folder / "tmp").mkdir()
+    shutil.rmtree(copy.folder / "t", ignore_errors=True)
+    (copy.folder / "t").mkdir()
     (copy.folder / "outcome.json").unlink(missing_ok=True)
     pid = os.fork()
     if pid:
@@ -125,8 +126,8 @@ def fork(copy: Copy, files: list[str], wanted: Mapping[str, float] | None, *, tr
         sys.path[:] = [str(copy.src), str(ROOT), *(one for one in sys.path if not (Path(one) / "finray").is_dir())]
         os.environ.update(
             PYTHONPATH=f"{copy.src}:{ROOT}",
-            TMPDIR=str(copy.folder / "tmp"),
-            HYPOTHESIS_STORAGE_DIRECTORY=str(copy.folder / "tmp" / "hypothesis"),
+            TMPDIR=str(copy.folder / "t"),
+            HYPOTHESIS_STORAGE_DIRECTORY=str(copy.folder / "t" / "hypothesis"),
             OMP_NUM_THREADS="1",
             **{MARK: str(copy.folder)},
         )
@@ -142,7 +143,7 @@ def fork(copy: Copy, files: list[str], wanted: Mapping[str, float] | None, *, tr
 
 def _run(copy: Copy, files: list[str], wanted: Mapping[str, float] | None, trace: bool) -> int:
     seen: dict[str, list[str]] = {}
-    noted, read = copy.folder / "tmp" / "lines", 0
+    noted, read = copy.folder / "t" / "lines", 0
     anew = lambda: None  # noqa: E731
     if trace:
         os.environ[lines.TARGET] = str(noted)
@@ -161,7 +162,7 @@ def _run(copy: Copy, files: list[str], wanted: Mapping[str, float] | None, trace
         read = len(text)
 
     selection = Selection(wanted, between)
-    arguments = ["-p", "no:xdist", "-p", "no:cacheprovider", "-rN", f"--basetemp={copy.folder / 'tmp' / 'pytest'}"]
+    arguments = ["-p", "no:xdist", "-p", "no:cacheprovider", "-rN", f"--basetemp={copy.folder / 't' / 'pytest'}"]
     arguments += [
         "-W",
         "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
