@@ -199,13 +199,13 @@ def _model_config(model: Path) -> Any:
     return AutoConfig.from_pretrained(str(model))
 
 
-def _same_work(block: str, runs: Runs) -> None:
+def _same_work(block: str, runs: Runs, *, losses_agree: bool = True) -> None:
     """Check that all trained the same number of parameters, peers saw the same tokens, and mean losses agree."""
     last = {name: results[-1] for name, results in runs.items()}
     tokens = {run["tokens"] for name, run in last.items() if not name.startswith("finray")}
     trainable = {run["trainable_parameters"] for run in last.values()}
     losses = [run["mean_loss"] for run in last.values()]
-    if len(tokens) > 1 or len(trainable) > 1 or max(losses) > 1.05 * min(losses):
+    if len(tokens) > 1 or len(trainable) > 1 or (losses_agree and max(losses) > 1.05 * min(losses)):
         raise BenchmarkError(f"the runs are not of equal work: {tokens} tokens, {trainable} parameters, {losses}")
 
 
@@ -429,7 +429,8 @@ def uniform_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
 
 
 def _unpadded(block: str, runs: Runs) -> None:
-    _same_work(block, runs)
+    # An answer of a word is learned within these steps, of which the rows differ; TRL also learns the newline after it.
+    _same_work(block, runs, losses_agree=False)
     if any(run["padding"] for results in runs.values() for run in results):
         raise BenchmarkError("the rows are not of one length: somebody padded")
 

@@ -235,12 +235,15 @@ def test_classes_that_are_never_predicted_and_too_many_classes_are_said(
         return torch.tensor([[2.0, 0.0, -1.0]]).repeat(len(batch.rows), 1)
 
     monkeypatch.setattr(SequenceClassification, "logits_SC", first)
+    # As many as are named.
+    monkeypatch.setattr(classifiers, "_NAMED", 2)
     found = evaluate(run, output=tmp_path / "some", metrics=[])
     counts = Counter(one["reference"] for one in lines(found.folder))
     (only,) = {one["answers"]["tuned"] for one in lines(found.folder)}
     (note,) = [note for note in found.notes if "never predicts" in note]
     assert all(f"{name} ({count})" in note for name, count in counts.items() if name != only)
     assert f"{only} (" not in note
+    assert " more" not in note
     # Precision and recall are shares of the rows of their class.
     recall = found.tuned.scores[f"recall_{only}"]
     assert (recall.value, recall.rows) == (1.0, counts[only])

@@ -151,7 +151,12 @@ def test_other_files_of_the_run_follow_where_they_have_changed(store: RemoteStor
     metrics, config = store.run_dir / "metrics.jsonl", store.run_dir / "config.yaml"
     metrics.write_bytes(b"1\n")
     (store.run_dir / "unknown").write_bytes(b"x")
+    (store.run_dir / "profile").mkdir()
+    (store.run_dir / "profile" / "mine").write_bytes(b"x")
+    (store.run_dir.parent / "elsewhere").write_bytes(b"x")
+    (store.run_dir / "profile" / "link").symlink_to(store.run_dir.parent / "elsewhere")
     store.sync_records()
+    assert (Objects(url).read("profile/mine"), Objects(url).read("profile/link")) == (b"x", None)
     assert Objects(url).read("metrics.jsonl") == b"1\n"
     assert Objects(url).read("unknown") is None
     Objects(url).write("metrics.jsonl", b"theirs")

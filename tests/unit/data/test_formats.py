@@ -866,6 +866,9 @@ def test_system_and_tools_are_read_beside_every_kind_of_conversation() -> None:
     assert plain.notes == {"unread:system", "unread:tools"}
     own = example({"messages": [{"role": "system", "content": "inside"}, *CHATTED], "system": "outside"})
     assert (said(own)[0][1], own.notes) == ("inside", {"unread:system"})
+    part = {"type": "text", "text": "a", "annotations": [], "cache_control": {"type": "ephemeral"}}
+    parts = example({"messages": [{"role": "user", "content": [part]}, CHATTED[1]]})
+    assert parts.notes == {"unread:messages[].content[].cache_control"}
     for value in ("[1]", {"messages": []}, 5):
         assert "chat_template_kwargs" in refused({"messages": CHATTED, "chat_template_kwargs": value})
 
