@@ -11,7 +11,8 @@ import torch
 
 from finray.config.schema import AdapterConfig
 from finray.data.sampling.collate import collate
-from finray.models import adapters, attention, dropout, fused_lora
+from finray.hardware import missing_for_kernels
+from finray.models import adapters, attention, cpu_kernels, dropout, fused_lora
 from finray.planning.layers import Arithmetic, LayerMemory, LayerProbe
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
@@ -160,6 +161,13 @@ def measured(family: str = "llama", adapter: AdapterConfig = LORA, *, packs: boo
     return found
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention on this CPU is torch's."""
+    monkeypatch.setattr(cpu_kernels, "library", lambda: None)
+
+
+@pytest.mark.usefixtures("products")
 def test_a_dropouts_mask_is_a_byte_on_a_cpu_as_on_a_gpu() -> None:
     adapter = AdapterConfig(rank=8, dropout=0.5)
     rows = (1000,)
@@ -169,16 +177,26 @@ def test_a_dropouts_mask_is_a_byte_on_a_cpu_as_on_a_gpu() -> None:
     assert more[1] - more[0] == pytest.approx(1000 * 2 * 2 * 256, rel=0.01)
 
 
+@pytest.mark.usefixtures("products")
 def test_long_rows_on_a_cpu_in_bf16_keep_no_scores() -> None:
     kept = measured().kept
     # Two layers of eight heads: 2 * 8 * 2 * 512**2 scores of two bytes are gone, and nothing takes their place.
     assert kept((512, 512)) - kept((1024,)) == pytest.approx(2 * 8 * 2 * 512**2 * 2, rel=0.01)
 
 
+@pytest.mark.usefixtures("products")
 def test_attention_keeps_no_squares_on_a_gpu() -> None:
     on_gpu, on_cpu = (measured(device=kind).kept for kind in ("cuda", "cpu"))
     assert on_gpu((512,) * 8) == pytest.approx(on_gpu((4096,)), rel=1e-6)
     assert on_cpu((128,) * 4) < on_cpu((512,))
+
+
+@pytest.mark.skipif(missing_for_kernels() is not None, reason="this machine cannot compile the kernels")
+def test_the_kernel_of_a_cpu_keeps_what_that_of_a_gpu_does() -> None:
+    on_gpu, on_cpu = (measured(device=kind).kept for kind in ("cuda", "cpu"))
+    assert on_cpu((128,) * 4) == pytest.approx(on_cpu((512,)), rel=1e-6)
+    # All but norms, which on a CPU keep values in bf16, and on a GPU in fp32 too.
+    assert on_cpu((512,)) < on_gpu((512,))
 
 
 def test_selective_checkpointing_keeps_products_and_attention() -> None:
