@@ -26,9 +26,10 @@ def cpu_has_bf16() -> bool:
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
-def c_compiler() -> str | None:
-    """Path of the C compiler: that of ``CC``, or ``cc``."""
-    return shutil.which(os.environ.get("CC") or "cc")
+def c_compiler() -> list[str]:
+    """The command of the C compiler: that in ``CC``, which may have options, or ``cc``. Empty if there is none."""
+    words = (os.environ.get("CC") or "cc").split()
+    return words if words and shutil.which(words[0]) else []
 
 
 def missing_for_kernels(cpuinfo: Path = Path("/proc/cpuinfo")) -> Literal["CPU", "compiler"] | None:

@@ -68,6 +68,7 @@ ALLOWED = {
     "inspection/page.py:": "a file of finray",
     "jobspec/spec.py:": "files that the user's own config names",
     "limits.py:": "/proc",
+    "models/cpu_kernels.py:_compiled": "a file of finray",
     "models/export.py:": "a directory that this process is filling, and weights whose header was read just before",
     "models/many_adapters.py:read_plain_lora": "weights whose header was read just before",
     "models/packing_cache.py:_digest": "files of finray",

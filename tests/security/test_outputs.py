@@ -43,6 +43,7 @@ STARTING = {
     "runtime/probe.py",
     "evaluation/scores/checking.py",
     "evaluation/scores/code.py",
+    "models/cpu_kernels.py",
     "publishing/gguf.py",
 }
 

@@ -86,7 +86,7 @@ def _compiled(folder: Path) -> Path:
     if not file.exists():
         # Several workers of a machine may do this at once: each makes its own, and the last stays.
         with tempfile.TemporaryDirectory(dir=folder) as made:
-            command = [str(c_compiler()), *_FLAGS, str(SOURCE), "-o", f"{made}/{name}.so", "-lm"]
+            command = [*c_compiler(), *_FLAGS, str(SOURCE), "-o", f"{made}/{name}.so", "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILING_S)
             compiled = Path(made, f"{name}.so")
             compiled.chmod(0o700)

@@ -209,3 +209,5 @@ def test_what_a_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     assert missing_for_kernels(file) is None
+    monkeypatch.setenv("CC", f"{compiler} -m64")
+    assert missing_for_kernels(file) is None
