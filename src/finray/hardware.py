@@ -11,8 +11,7 @@ from typing import Literal
 
 # What the kernels in `models/cpu_kernels.c` need of a CPU, as Linux names it and as compilers do.
 KERNEL_FEATURES = {
-    **{"avx512f": "avx512f", "avx512bw": "avx512bw", "avx512vl": "avx512vl", "avx512dq": "avx512dq"},
-    "avx512_bf16": "avx512bf16",
+    name: name.replace("_", "") for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
 }
 
 

@@ -77,7 +77,8 @@ def _compiled(folder: Path) -> Path:
     """The compiled file in a folder, made unless it is there.
 
     Raises:
-        PermissionError: others can write there, or the folder cannot be written; what is in it is not to be run.
+        OSError: the folder cannot be written.
+        PermissionError: others can write there: what is in it is not run.
         CalledProcessError: the compiler failed.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -131,7 +132,12 @@ def attend(
 
     Returns:
         (1, T, H, D).
+
+    Raises:
+        ValueError: lengths or heads do not fit the tensors; the kernels would read what is beside them.
     """
+    if sum(lengths) != query.shape[2] or min(lengths) < 0 or query.shape[1] % key.shape[1]:
+        raise ValueError(f"rows of {sum(lengths)} tokens, in queries {list(query.shape)} and keys {list(key.shape)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     parts = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     visible = _ALL if window is None else window

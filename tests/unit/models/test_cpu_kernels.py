@@ -169,6 +169,15 @@ def test_what_it_cannot_do_is_left_to_products(what: str, monkeypatch: pytest.Mo
 
 
 @needs_kernels
+@pytest.mark.parametrize("lengths", [(40, 25), (40, 23), (65, -1)])
+def test_no_memory_beside_the_tensors_is_read(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="rows of"):
+        cpu_kernels.attend(*drawn(64, 2, 1, 32)[:3], lengths)
+    with pytest.raises(ValueError, match="rows of"):
+        cpu_kernels.attend(*drawn(64, 3, 2, 32)[:3], (40, 24))
+
+
+@needs_kernels
 def test_it_is_compiled_once_and_a_compiler_that_fails_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
