@@ -92,7 +92,8 @@ GOOD = "def f(x): return x + 1"
         ("import os\nos._exit(0)", "ended"),
         ("import os\nos.killpg(0, 9)", "ended"),
         ("import ctypes\nctypes.string_at(0)", "ended"),
-        ("import os, time\nfor _ in range(200):\n    if not os.fork(): time.sleep(100)", "ended"),
+        # It stays until somebody looks at how many there are.
+        ("import os, time\nfor _ in range(200):\n    if not os.fork(): break\ntime.sleep(100)", "ended"),
         ("secret", "right"),
     ],
 )
