@@ -1,7 +1,7 @@
 /* Causal and bidirectional attention over packed rows in bf16, for CPUs with AVX-512 BF16 (Zen 4, Sapphire Rapids).
  *
- * FlashAttention-2 (Dao, 2023): a block of QUERIES meets its keys KEYS at a time, with a running maximum and sum of its
- * softmax; nothing of length x length is kept, and the backward pass makes the weights again from the logarithm of
+ * FlashAttention-2 (Dao, 2023): a block of queries meets KEYS of its keys at a time, with a running maximum and sum of
+ * its softmax; nothing of length x length is kept, and the backward pass makes the weights again from the logarithm of
  * their sum. Products are of bf16 with sums in fp32; the softmax is fp32. A task is a segment of the queries of one row
  * and one head of keys. Tasks depend on the row alone, and sums are in a fixed order: results do not change with the
  * rows beside it, nor with the number of threads.
@@ -27,11 +27,11 @@ typedef struct {
 
 /* models/cpu_kernels.py has the same fields. */
 typedef struct {
-    Tensor query, key, value, out, of_out, of_query, of_key, of_value;
-    float *logsums;     /* (heads, tokens): logarithms to base 2 of the sums of each softmax */
+    Tensor query, key, value, out, grad_out, grad_query, grad_key, grad_value;
+    float *logsumexp;     /* (heads, tokens): logarithms to base 2 of the sums of each softmax */
     const float *sinks; /* (heads), or NULL */
     const long *lengths;
-    long rows, tokens, heads, shared, width, window, causal, threads;
+    long rows, tokens, heads, kv_heads, width, window, causal, threads;
     float scale;
 } Call;
 
@@ -40,7 +40,7 @@ typedef struct {
     long first, last;     /* the segment's queries, in the row */
     long low, high;       /* the keys that they see, from a multiple of ALIGN */
     long head, segment;
-    float *of_key, *of_value; /* (high - low, width) */
+    float *grad_key, *grad_value; /* (high - low, width) */
 } Task;
 
 static inline long up(long count, long step) { return (count + step - 1) / step * step; }
@@ -75,7 +75,7 @@ static inline __m512i paired(__m256i low, __m256i high) {
 /* 2^x for x <= 0, to 2e-7: Taylor's polynomial for the part in [-1/2, 1/2]. */
 static inline __m512 power_of_2(__m512 x) {
     const float factors[] = {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f};
-    /* Of this order: the maximum of a number and what is none is the second. */
+    /* In this order a NaN stays one: of a number and a NaN, the second operand is taken. */
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 part = _mm512_sub_ps(x, whole), y = _mm512_set1_ps(1.5403530e-4f);
@@ -158,15 +158,15 @@ static void copy_paired(Tensor from, long head, long start, long count, long pad
 
 static int dearest_first(const void *a, const void *b) {
     const Task *x = a, *y = b;
-    long of_x = (x->last - x->first) * (x->high - x->low), of_y = (y->last - y->first) * (y->high - y->low);
-    return (of_x < of_y) - (of_x > of_y);
+    long cost_x = (x->last - x->first) * (x->high - x->low), cost_y = (y->last - y->first) * (y->high - y->low);
+    return (cost_x < cost_y) - (cost_x > cost_y);
 }
 
 static Task *tasks_of(const Call *call, long *count) {
-    *count = call->rows * call->shared * SEGMENTS;
+    *count = call->rows * call->kv_heads * SEGMENTS;
     Task *tasks = malloc(sizeof(Task) * *count), *task = tasks;
     for (long row = 0, start = 0; row < call->rows; start += call->lengths[row++])
-        for (long head = 0; head < call->shared; head++) {
+        for (long head = 0; head < call->kv_heads; head++) {
             long length = call->lengths[row];
             long size = greater(SHORTEST, up((length + SEGMENTS - 1) / SEGMENTS, QUERIES));
             for (long first = 0; first < length; first += size) {
@@ -180,7 +180,7 @@ static Task *tasks_of(const Call *call, long *count) {
 }
 
 void finray_attention(const Call *call) {
-    const long width = call->width, groups = call->heads / call->shared;
+    const long width = call->width, groups = call->heads / call->kv_heads;
     const float to_base_2 = 1.44269504f, scale = call->scale * to_base_2;
     long count;
     Task *tasks = tasks_of(call, &count);
@@ -232,14 +232,15 @@ void finray_attention(const Call *call) {
                             }
                             total[i] = total[i] * shrunk + _mm512_reduce_add_ps(sum);
                             most[i] = now;
-                            for (long d = 0; d < width && shrunk != 1; d++) sums[i * width + d] *= shrunk;
+                            if (shrunk != 1)
+                                for (long d = 0; d < width; d++) sums[i * width + d] *= shrunk;
                         }
                         product(padded, width, n / 2, weights, n / 2, 1, values + skip / 2 * width, width, sums, width, 1);
                     }
                     for (long i = 0; i < size; i++) {
                         const long token = task.start + block + i;
                         store_scaled(sums + i * width, 1 / total[i], width, at(call->out, token, head));
-                        call->logsums[head * call->tokens + token] = most[i] + log2f(total[i]);
+                        call->logsumexp[head * call->tokens + token] = most[i] + log2f(total[i]);
                     }
                 }
             free(keys), free(values);
@@ -250,15 +251,15 @@ void finray_attention(const Call *call) {
 }
 
 void finray_attention_backward(const Call *call) {
-    const long width = call->width, groups = call->heads / call->shared;
+    const long width = call->width, groups = call->heads / call->kv_heads;
     const float scale = call->scale * 1.44269504f;
     long count;
     Task *tasks = tasks_of(call, &count), *sorted = malloc(sizeof(Task) * count);
     for (long number = 0; number < count; number++) {
         Task *task = tasks + number;
         const long size = (task->high - task->low) * width * 2 * sizeof(float);
-        task->of_key = memset(room(size), 0, size);
-        task->of_value = task->of_key + (task->high - task->low) * width;
+        task->grad_key = memset(room(size), 0, size);
+        task->grad_value = task->grad_key + (task->high - task->low) * width;
     }
     memcpy(sorted, tasks, sizeof(Task) * count);
     qsort(sorted, count, sizeof(Task), dearest_first);
@@ -267,8 +268,8 @@ void finray_attention_backward(const Call *call) {
         const long block_pairs = QUERIES * width / 2, score_pairs = QUERIES * KEYS / 2;
         uint32_t *asked = room(block_pairs * 4 * 4), *weights = room(score_pairs * 3 * 4);
         uint32_t *given = asked + block_pairs, *asked_pairs = given + block_pairs, *given_pairs = asked_pairs + block_pairs;
-        uint32_t *of_scores = weights + score_pairs, *of_scores_pairs = of_scores + score_pairs;
-        float *scores = room(QUERIES * KEYS * 8), *of_weights = scores + QUERIES * KEYS;
+        uint32_t *grad_scores = weights + score_pairs, *grad_scores_pairs = grad_scores + score_pairs;
+        float *scores = room(QUERIES * KEYS * 8), *grad_weights = scores + QUERIES * KEYS;
         float *sums = room(QUERIES * width * 4);
 #pragma omp for schedule(dynamic, 1)
         for (long number = 0; number < count; number++) {
@@ -285,12 +286,12 @@ void finray_attention_backward(const Call *call) {
                     const long start = task.start + block, end = highest(call, block + size - 1, task.length);
                     float along[QUERIES];
                     copy_rows(call->query, head, start, size, padded, width, asked);
-                    copy_rows(call->of_out, head, start, size, padded, width, given);
+                    copy_rows(call->grad_out, head, start, size, padded, width, given);
                     copy_paired(call->query, head, start, size, padded, width, asked_pairs);
-                    copy_paired(call->of_out, head, start, size, padded, width, given_pairs);
+                    copy_paired(call->grad_out, head, start, size, padded, width, given_pairs);
                     memset(sums, 0, padded * width * 4);
                     for (long i = 0; i < size; i++) {
-                        const bf16 *gradient = at(call->of_out, start + i, head), *out = at(call->out, start + i, head);
+                        const bf16 *gradient = at(call->grad_out, start + i, head), *out = at(call->out, start + i, head);
                         __m512 sum = _mm512_setzero_ps();
                         for (long d = 0; d < width; d += 16) sum = _mm512_fmadd_ps(widen(gradient + d), widen(out + d), sum);
                         along[i] = _mm512_reduce_add_ps(sum);
@@ -298,33 +299,33 @@ void finray_attention_backward(const Call *call) {
                     for (long from = lowest(call, block) / ALIGN * ALIGN; from < end; from += KEYS) {
                         const long n = up(lesser(end - from, KEYS), ALIGN), skip = from - task.low;
                         product(padded, n, width / 2, asked, width / 2, 1, keys + skip, seen, scores, n, 0);
-                        product(padded, n, width / 2, given, width / 2, 1, values + skip, seen, of_weights, n, 0);
+                        product(padded, n, width / 2, given, width / 2, 1, values + skip, seen, grad_weights, n, 0);
                         for (long i = 0; i < padded; i += 2)
                             for (long j = 0; j < n; j += 16) {
-                                __m256i weight[2], of_score[2];
+                                __m256i weight[2], grad_score[2];
                                 for (long r = 0; r < 2; r++) {
                                     /* Rows that fill up a tile see nothing. */
                                     const long query = block + i + r, is_row = i + r < size;
                                     const long high = is_row ? highest(call, query, task.length) : 0;
-                                    const float logsum = is_row ? call->logsums[head * call->tokens + start + i + r] : 0;
+                                    const float row_logsumexp = is_row ? call->logsumexp[head * call->tokens + start + i + r] : 0;
                                     __m512 x = _mm512_mul_ps(_mm512_loadu_ps(scores + (i + r) * n + j), _mm512_set1_ps(scale));
-                                    x = power_of_2(_mm512_sub_ps(x, _mm512_set1_ps(logsum)));
+                                    x = power_of_2(_mm512_sub_ps(x, _mm512_set1_ps(row_logsumexp)));
                                     x = _mm512_maskz_mov_ps(lanes(from + j, lowest(call, query), high), x);
                                     weight[r] = narrow(x);
-                                    __m512 gradient = _mm512_loadu_ps(of_weights + (i + r) * n + j);
+                                    __m512 gradient = _mm512_loadu_ps(grad_weights + (i + r) * n + j);
                                     x = _mm512_mul_ps(x, _mm512_sub_ps(gradient, _mm512_set1_ps(is_row ? along[i + r] : 0)));
-                                    of_score[r] = narrow(x);
-                                    _mm256_storeu_si256((void *)((bf16 *)of_scores + (i + r) * n + j), of_score[r]);
+                                    grad_score[r] = narrow(x);
+                                    _mm256_storeu_si256((void *)((bf16 *)grad_scores + (i + r) * n + j), grad_score[r]);
                                 }
                                 _mm512_storeu_si512(weights + i / 2 * n + j, paired(weight[0], weight[1]));
-                                _mm512_storeu_si512(of_scores_pairs + i / 2 * n + j, paired(of_score[0], of_score[1]));
+                                _mm512_storeu_si512(grad_scores_pairs + i / 2 * n + j, paired(grad_score[0], grad_score[1]));
                             }
-                        product(padded, width, n / 2, of_scores, n / 2, 1, key_pairs + skip / 2 * width, width, sums, width, 1);
-                        product(n, width, padded / 2, weights, 1, n, given_pairs, width, task.of_value + skip * width, width, 1);
-                        product(n, width, padded / 2, of_scores_pairs, 1, n, asked_pairs, width, task.of_key + skip * width, width, 1);
+                        product(padded, width, n / 2, grad_scores, n / 2, 1, key_pairs + skip / 2 * width, width, sums, width, 1);
+                        product(n, width, padded / 2, weights, 1, n, given_pairs, width, task.grad_value + skip * width, width, 1);
+                        product(n, width, padded / 2, grad_scores_pairs, 1, n, asked_pairs, width, task.grad_key + skip * width, width, 1);
                     }
                     for (long i = 0; i < size; i++)
-                        store_scaled(sums + i * width, call->scale, width, at(call->of_query, start + i, head));
+                        store_scaled(sums + i * width, call->scale, width, at(call->grad_query, start + i, head));
                 }
             free(keys);
         }
@@ -333,20 +334,22 @@ void finray_attention_backward(const Call *call) {
 #pragma omp for schedule(dynamic, 1)
         for (long number = 0; number < count; number++) {
             const Task task = tasks[number];
-            for (long t = 0; t < task.length && task.segment == 0; t++) {
-                float of_key[WIDEST] = {0}, of_value[WIDEST] = {0};
+            if (task.segment > 0) continue;
+            for (long t = 0; t < task.length; t++) {
+                float grad_key[WIDEST] = {0}, grad_value[WIDEST] = {0};
                 for (long other = number; other < count && (other == number || tasks[other].segment > 0); other++) {
                     const Task part = tasks[other];
-                    for (long d = 0; d < width && t >= part.low && t < part.high; d++) {
-                        of_key[d] += part.of_key[(t - part.low) * width + d];
-                        of_value[d] += part.of_value[(t - part.low) * width + d];
+                    if (t < part.low || t >= part.high) continue;
+                    for (long d = 0; d < width; d++) {
+                        grad_key[d] += part.grad_key[(t - part.low) * width + d];
+                        grad_value[d] += part.grad_value[(t - part.low) * width + d];
                     }
                 }
-                store_scaled(of_key, call->scale, width, at(call->of_key, task.start + t, task.head));
-                store_scaled(of_value, 1, width, at(call->of_value, task.start + t, task.head));
+                store_scaled(grad_key, call->scale, width, at(call->grad_key, task.start + t, task.head));
+                store_scaled(grad_value, 1, width, at(call->grad_value, task.start + t, task.head));
             }
         }
     }
-    for (long number = 0; number < count; number++) free(tasks[number].of_key);
+    for (long number = 0; number < count; number++) free(tasks[number].grad_key);
     free(tasks), free(sorted);
 }

@@ -45,11 +45,14 @@ class _Tensor(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = (
-        *((name, _Tensor) for name in ("query", "key", "value", "out", "of_out", "of_query", "of_key", "of_value")),
-        ("logsums", ctypes.c_void_p),
+        *(
+            (name, _Tensor)
+            for name in ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
+        ),
+        ("logsumexp", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         ("lengths", ctypes.POINTER(ctypes.c_long)),
-        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "shared", "width", "window")),
+        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "kv_heads", "width", "window")),
         *((name, ctypes.c_long) for name in ("causal", "threads")),
         ("scale", ctypes.c_float),
     )
@@ -159,10 +162,10 @@ def _attention(
     """(T, H, D), and the logarithms to base 2 of the sums of each softmax, (H, T) in fp32."""
     tensors = {"query": _dense(query), "key": _dense(key), "value": _dense(value)}
     tensors["out"] = torch.empty(query.shape, dtype=query.dtype)
-    logsums_HT = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+    logsumexp_HT = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
     sinks_H = None if sinks is None else sinks.detach().float().contiguous()
-    _call(library().finray_attention, tensors, sinks_H, logsums_HT, lengths, scale, window, causal)
-    return tensors["out"], logsums_HT
+    _call(library().finray_attention, tensors, sinks_H, logsumexp_HT, lengths, scale, window, causal)
+    return tensors["out"], logsumexp_HT
 
 
 @_attention.register_fake
@@ -173,29 +176,29 @@ def _(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.library.custom_op("finray::attention_backward", mutates_args=())
 def _attention_backward(
-    of_out: torch.Tensor,
+    grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     out: torch.Tensor,
-    logsums: torch.Tensor,
+    logsumexp: torch.Tensor,
     lengths: list[int],
     scale: float,
     window: int,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values."""
-    tensors = {"query": query, "key": key, "value": value, "out": out, "of_out": of_out}
+    tensors = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}
     tensors = {name: _dense(tensor) for name, tensor in tensors.items()}
     gradients = [torch.empty(each.shape, dtype=each.dtype) for each in (query, key, value)]
-    tensors |= dict(zip(("of_query", "of_key", "of_value"), gradients, strict=True))
-    _call(library().finray_attention_backward, tensors, None, logsums, lengths, scale, window, causal)
+    tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), gradients, strict=True))
+    _call(library().finray_attention_backward, tensors, None, logsumexp, lengths, scale, window, causal)
     return gradients[0], gradients[1], gradients[2]
 
 
 @_attention_backward.register_fake
 def _(
-    of_out: torch.Tensor,  # noqa: ARG001
+    grad_out: torch.Tensor,  # noqa: ARG001
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -210,14 +213,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, of_out: torch.Tensor, of_logsums: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG001
-    query, key, value, sinks, out, logsums_HT = ctx.saved_tensors
-    gradients = _attention_backward(of_out, query, key, value, out, logsums_HT, *ctx.how)
-    of_sinks = None
+def _backward(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG001
+    query, key, value, sinks, out, logsumexp_HT = ctx.saved_tensors
+    gradients = _attention_backward(grad_out, query, key, value, out, logsumexp_HT, *ctx.how)
+    grad_sinks = None
     if sinks is not None:
-        shares_HT = torch.exp2(sinks.float()[:, None] * _TO_BASE_2 - logsums_HT)
-        of_sinks = -(shares_HT * (of_out.float() * out.float()).sum(-1).t()).sum(1).to(sinks.dtype)
-    return *gradients, of_sinks, None, None, None, None
+        shares_HT = torch.exp2(sinks.float()[:, None] * _TO_BASE_2 - logsumexp_HT)
+        grad_sinks = -(shares_HT * (grad_out.float() * out.float()).sum(-1).t()).sum(1).to(sinks.dtype)
+    return *gradients, grad_sinks, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_keep)
@@ -231,7 +234,7 @@ def _call(
     function: Any,
     tensors: dict[str, torch.Tensor],
     sinks_H: torch.Tensor | None,
-    logsums_HT: torch.Tensor,
+    logsumexp_HT: torch.Tensor,
     lengths: list[int],
     scale: float,
     window: int,
@@ -240,10 +243,10 @@ def _call(
     tokens, heads, width = tensors["query"].shape
     call = _Call(
         **{name: _Tensor.of(tensor) for name, tensor in tensors.items()},
-        logsums=logsums_HT.data_ptr(),
+        logsumexp=logsumexp_HT.data_ptr(),
         sinks=None if sinks_H is None else sinks_H.data_ptr(),
         lengths=(ctypes.c_long * len(lengths))(*lengths),
-        **{"rows": len(lengths), "tokens": tokens, "heads": heads, "shared": tensors["key"].shape[1], "width": width},
+        **{"rows": len(lengths), "tokens": tokens, "heads": heads, "kv_heads": tensors["key"].shape[1], "width": width},
         **{"window": window, "causal": causal, "threads": torch.get_num_threads(), "scale": scale},
     )
     function(ctypes.byref(call))

@@ -16,12 +16,12 @@ from finray.models.attention import packed_attention
 needs_kernels = pytest.mark.skipif(missing_for_kernels() is not None, reason="this machine cannot compile the kernels")
 
 
-def drawn(tokens: int, heads: int, shared: int, width: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def drawn(tokens: int, heads: int, kv_heads: int, width: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Queries, keys, values (1, H, T, D) as a projection gives them, and the gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
-    parts = [torch.randn(1, tokens, count, width, generator=generator) for count in (heads, shared, shared, heads)]
-    query, key, value, of_out = (part.bfloat16() for part in parts)
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), of_out
+    parts = [torch.randn(1, tokens, count, width, generator=generator) for count in (heads, kv_heads, kv_heads, heads)]
+    query, key, value, grad_out = (part.bfloat16() for part in parts)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), grad_out
 
 
 def computed(
